@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBy
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.config.zero_shot import ZeroShotConfig
 from llmdistill.files import check_writable
+from llmdistill.messages import print_result
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 
@@ -99,7 +99,7 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
     if parsed.json:
-        print(json.dumps(results))
+        print_result(results)
     else:
         found.print(results)
-        print(f"The report is {results['folder']}/report.md.")
+        print_result(f"The report is {results['folder']}/report.md.")

@@ -16,6 +16,7 @@ from llmdistill.data.sources import unreadable
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import Models, Scores, Suite
 from llmdistill.factorize.counting import count_parameters
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, max_positions, shape_of
 from llmdistill.models.tokenizer import load_tokenizer
@@ -41,7 +42,7 @@ def _score(config: AttentionConfig, models: Models) -> Scores:
     entries: dict[str, dict[str, Any]] = {}
     maps = {}
     for name, path in models.paths.items():
-        print(f"{name}: {path}, layer {layers[name]} of {len(texts)} text(s) ...", flush=True)
+        say(f"{name}: {path}, layer {layers[name]} of {len(texts)} text(s) ...")
         model = models.load(name, "none")
         maps[name] = attention_maps(model, items, layer=layers[name] - 1)
         entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}

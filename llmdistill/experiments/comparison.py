@@ -18,8 +18,8 @@ from llmdistill.experiments.variants import Start, Variant
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.generation.answers_file import read_provenance
+from llmdistill.messages import say
 from llmdistill.methods import METHODS
-from llmdistill.progress import say
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
 from llmdistill.tasks.perplexity import show_perplexity

@@ -13,6 +13,7 @@ from llmdistill.config.mteb import MtebConfig
 from llmdistill.experiments.side_by_side import Models, Scores, Suite
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
@@ -47,12 +48,12 @@ def _score(config: MtebConfig, models: Models) -> Scores:
     entries = {}
     for name, path in models.paths.items():
         if None in kept[name]:
-            print(f"{name}: {path} ...", flush=True)
+            say(f"{name}: {path} ...")
             model = models.load(name, "none")
             encoder = SentenceEncoder(model, load_tokenizer(path), settings[name])
             for index, task in enumerate(tasks):
                 if kept[name][index] is None:
-                    print(f"{name}: {task.name} ...", flush=True)
+                    say(f"{name}: {task.name} ...")
                     result = {"params": count_parameters(model), **task.score(encoder, batch_size=config.batch_size)}
                     kept[name][index] = write_result(models.file(name, task.name), asked[name][index], result)
         entries[name] = _entry(path, settings[name], tasks, kept[name])

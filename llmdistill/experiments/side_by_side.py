@@ -18,6 +18,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import file_name
 from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import Head, load_model
@@ -84,7 +85,7 @@ class Models:
         entries = {}
         for name, found in kept.items():
             if found is None:
-                print(f"{name}: {self.paths[name]} on {on} ...", flush=True)
+                say(f"{name}: {self.paths[name]} on {on} ...")
                 model = self.load(name, head)
                 result = {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
                 found = write_result(self.file(name), of_model[name], result)

@@ -32,8 +32,9 @@ from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.tables import PublishedTable, TableRow
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
-from llmdistill.progress import progress, say
+from llmdistill.progress import progress
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
 from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.artifacts import write_record
+from llmdistill.messages import print_result
 from llmdistill.report.answers import read_samples
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
@@ -112,7 +113,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         write_record(folder / "metrics.json", metrics)
         loss = _last_loss(log)
         ended = "" if loss is None else f" The {loss[0]} at the end is {loss[1]}."
-        print(f"No model was to be scored; the run is in {folder}.{ended}")
+        print_result(f"No model was to be scored; the run is in {folder}.{ended}")
         return
     table = model_table(metrics, scores)
     predictions = folder / "predictions"
@@ -134,4 +135,4 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     write_record(folder / "metrics.json", metrics)  # last: a folder with this file is finished
     print_table(*table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
-    print(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")
+    print_result(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")

@@ -16,6 +16,7 @@ from llmdistill.experiments.fine_tuning.protocols import BEST, teacher_of
 from llmdistill.experiments.fine_tuning.run import check_drawable, check_layer, evaluate
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, show_rows
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
@@ -96,7 +97,7 @@ class TasksPlan:
         figures = self._draw(world) if self.last.config.tasks.tsne else {}
         if world.is_main:
             show_rows(tasks_folder(self.last), collect(results, figures, run=str(self.last.folder)))
-            print(
+            print_result(
                 f"The table is in {tasks_folder(self.last) / 'report.md'}, each row's own report in its folder there."
             )
 
