@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
+from llmdistill.messages import print_result
 from llmdistill.runtime.hosts import check_hosts
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
-        print(f"usage: llmdistill COMMAND [--help | arguments]\n       llmdistill --version\n\n{lines}")
+        print_result(f"usage: llmdistill COMMAND [--help | arguments]\n       llmdistill --version\n\n{lines}")
         return 0
     if words[0] == "--version":
-        print(f"llmdistill {llmdistill.__version__}")
+        print_result(f"llmdistill {llmdistill.__version__}")
         return 0
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS)
@@ -118,14 +118,14 @@ def compress(arguments: Sequence[str]) -> None:
     elif parsed.candidates:
         from llmdistill.factorize.search import as_table
 
-        print(as_table(candidates, result["teacher_params"]) + "\n")
+        print_result(as_table(candidates, result["teacher_params"]) + "\n")
     shown = (
         *("teacher_params", "student_params", "ratio", "rank"),
         *("flops_per_token", "teacher_flops_per_token", "settings"),
     )
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and not parsed.dry_run and lost:
-        print(as_lines(lost))
+        print_result(as_lines(lost))
 
 
 def _compress_parser() -> ArgumentParser:
@@ -168,7 +168,7 @@ def export(arguments: Sequence[str]) -> None:
     quiet_transformers()
     _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8), parsed.json)
     if parsed.to == "dense" and not parsed.json:
-        print("The factors are multiplied out: this model has the teacher's size and speed again.")
+        print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -263,12 +263,12 @@ def push(arguments: Sequence[str]) -> None:
 
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
-        print(json.dumps(result))
+        print_result(result)
         return
     shown = list(keys or result)
     width = max(20, *(len(key) + 2 for key in shown))
     for key in shown:
-        print(f"{key:{width}}{_readable(result[key])}")
+        print_result(f"{key:{width}}{_readable(result[key])}")
 
 
 def _readable(value: Any) -> str:

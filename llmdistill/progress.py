@@ -5,7 +5,6 @@ They go to stderr, on rank 0 alone; the environment variable TQDM_DISABLE=1 turn
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -129,18 +128,10 @@ def progress(items: Iterable[Value], what: str, unit: str, *, total: int | None 
             activity.advance()
 
 
-def say(line: str) -> None:
-    """Print a line to stdout, above the bars; it is a sign of life, too."""
+def heard() -> None:
+    """Put the next line off, because the user has just read something else."""
     global _next_line
     _next_line = time.monotonic() + _NEXT_SECONDS
-    try:
-        tqdm.write(line)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def hand_over() -> None:

@@ -5,7 +5,6 @@ llmdistill cache [--num_gpus N] --output DIR [--recipe NAME] [--cache.content to
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse, parse_run
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import quiet_transformers
 
@@ -59,7 +59,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
         record = make_cache(plan, data, settings, parsed.output, world)
     if world.is_main:
         summary = summarise(record, parsed.output, time.perf_counter() - began)
-        print(json.dumps(summary) if parsed.json else sentence(summary), flush=True)
+        print_result(summary if parsed.json else sentence(summary))
 
 
 def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from llmdistill.experiments.variants import (
     method_names,
     suite_names,
 )
+from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
@@ -166,16 +165,18 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     try:
         findings = conduct(study)
     except KeyboardInterrupt as stop:
-        print(f"Stopped; what is finished stays in {study.root}, and the same command goes on.", file=sys.stderr)
+        logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", study.root)
         return stop.code if isinstance(stop, Stopped) else 130
     command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
     results = write_comparison(study.root, comparison)
     if parsed.json:
-        print(json.dumps(results))
+        print_result(results)
     else:
         print_comparison(results)
-        print(f"The report is {study.root / 'report.html'}, also report.md, results.json and costs.json beside it.")
+        print_result(
+            f"The report is {study.root / 'report.html'}, also report.md, results.json and costs.json beside it."
+        )
     return 1 if findings.failed else 0
 
 
@@ -219,9 +220,9 @@ def print_plan(study: Any, *, as_json: bool) -> None:
     if as_json:
         runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]
         further = {"final_runs": study.final_runs(), "sizes": list(study.sizes), "counts": counts}
-        print(json.dumps({"runs": runs, **further}))
+        print_result({"runs": runs, **further})
         return
-    print(describe_runs(counts))
+    print_result(describe_runs(counts))
     for trial in trials:
-        print(f"{trial.title:60} {trial.folder}")
-    print("The other runs depend on the settings that the validation set chooses.")
+        print_result(f"{trial.title:60} {trial.folder}")
+    print_result("The other runs depend on the settings that the validation set chooses.")

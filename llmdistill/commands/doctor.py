@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse, parse_run, split_words
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import quiet_transformers
 
@@ -52,7 +52,7 @@ def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
         if not parsed.json:
             print_finding(finding)
     if parsed.json:
-        print(json.dumps([asdict(finding) for finding in found]))
+        print_result([asdict(finding) for finding in found])
     return int(any(finding.state == "failure" for finding in found))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable, file_name
+from llmdistill.messages import print_result, say
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, TEXTS, suite_sets
 
@@ -132,12 +133,12 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
             dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
             world=world,
             output_dir=output,
-            log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
+            log=partial(say, aside=True),
         )
     if not world.is_main:
         return
     if parsed.json:
-        print(json.dumps(result))
+        print_result(result)
     else:
         print_scores(result)
 

@@ -5,9 +5,8 @@ llmdistill generate [--num_gpus N] --model DIR --data FILE --output FILE.jsonl
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import ResponseConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.generation import PROMPT_HELP
+from llmdistill.messages import print_result, say
 from llmdistill.runtime.terminal import quiet_transformers
 
 
@@ -78,10 +78,10 @@ def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> Non
             parsed.output,
             settings,
             world=world,
-            log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
+            log=partial(say, aside=True),
         )
     if world.is_main:
-        print(json.dumps(record) if parsed.json else summary(record, parsed.output), flush=True)
+        print_result(record if parsed.json else summary(record, parsed.output))
 
 
 def summary(record: dict[str, Any], output: Path) -> str:

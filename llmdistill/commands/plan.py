@@ -17,6 +17,7 @@ from llmdistill.config.command_line import build, parse, parse_run, split_words
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
@@ -91,7 +92,7 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
-        print(json.dumps(described(resolved, machine, choices, best, words)))
+        print_result(described(resolved, machine, choices, best, words))
     else:
         print_choices(resolved, machine, choices, every=parsed.all)
     best = propose(choices, config.train.micro_batch_size)
@@ -100,7 +101,7 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     if parsed.write is not None:
         write(parsed.write, best, words, machine)
         if not parsed.json:
-            print(f"Written    {parsed.write / 'ds_config.json'}, {parsed.write / 'launch.sh'}")
+            print_result(f"Written    {parsed.write / 'ds_config.json'}, {parsed.write / 'launch.sh'}")
 
 
 def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
@@ -237,7 +238,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     from llmdistill.run.forecast.duration import Duration
 
     train, sizes, cache = plan.config.train, plan.sizes, _cache_of(choices)
-    print(
+    print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
         f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
@@ -267,7 +268,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
     of_parts = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
     of_parts.append(["total", *(gigabytes(choice.total) for choice in best)])
-    print()
+    print_result("")
     names = [choice.ds_config for choice in best]
     print_table("GB of the best of each ds_config, by part", ["part", *names], of_parts)
     of_step = [["TFLOP", *(f"{choice.flops / 1e12:.3g}" for choice in best)]]
@@ -276,7 +277,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
         of_step.append(["GB sent in a node", *(gigabytes(choice.node_bytes) for choice in best)])
     for each in fields(Duration):
         of_step.append([f"{each.name} s", *(f"{getattr(choice.duration, each.name):.2g}" for choice in best)])
-    print()
+    print_result("")
     print_table("A step of the best of each ds_config on one rank", ["what", *names], of_step)
 
 
@@ -305,10 +306,10 @@ def about_cache(cache: CacheForecast) -> str:
 def print_proposal(choice: LayoutChoice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
     """Print a proposal, its reason, and the command that takes it."""
     first = first_words(choice, words, machine)
-    print(f"\nProposal   {choice.described()}\nReason     {reason}")
+    print_result(f"\nProposal   {choice.described()}\nReason     {reason}")
     if first is not None:
-        print(f"First      {shlex.join(first)}")
-    print(f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}")
+        print_result(f"First      {shlex.join(first)}")
+    print_result(f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}")
 
 
 def write(folder: Path, choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
+from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import quiet_transformers
 
@@ -74,15 +74,15 @@ def compare_table(
     try:
         measured = conduct(study)
     except KeyboardInterrupt as stop:
-        print(f"Stopped; what is finished stays in {root}, and the same command goes on.", file=sys.stderr)
+        logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", root)
         return stop.code if isinstance(stop, Stopped) else 130
     report = _report(study, measured, shlex.join(command))
     results = write_published(root, report)
     if as_json:
-        print(json.dumps(results))
+        print_result(results)
     else:
         print_published(report)
-        print(f"The report is {root / 'report.html'}, also report.md and results.json beside it.")
+        print_result(f"The report is {root / 'report.html'}, also report.md and results.json beside it.")
     return 1 if any(each.error is not None for each in measured.values()) else 0
 
 
@@ -126,21 +126,23 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
     missing, further = study.missing(), list(study.tasks.out_of_domain)
     if as_json:
         others = {"fine_tunings": trials, "out_of_domain": further, "suite": study.table.suite}
-        print(json.dumps({"rows": rows, **others, "not_run": left, "missing": missing}))
+        print_result({"rows": rows, **others, "not_run": left, "missing": missing})
         return
     for key, planned in rows.items():
         verb = "fine-tunes" if study.table.suite is None else "scores"
         what = f"{verb} {planned['model']}" if planned["recipe"] is None else planned["recipe"]
-        print(f"{key:24} {planned['label']}: {what}")
+        print_result(f"{key:24} {planned['label']}: {what}")
     counted = ", ".join(f"{name} {count}" for name, count in trials.items())
     fine_tunings = f"{sum(trials.values())} fine-tunings of each row: {counted}"
-    print(f"then {fine_tunings if study.table.suite is None else 'all rows side by side by ' + _suite_command(study)}")
+    print_result(
+        f"then {fine_tunings if study.table.suite is None else 'all rows side by side by ' + _suite_command(study)}"
+    )
     if further:
-        print(f"Scored too on {', '.join(further)}, by the models of the task that each belongs to")
+        print_result(f"Scored too on {', '.join(further)}, by the models of the task that each belongs to")
     for label, reason in left.items():
-        print(f"Not run     {label}: {reason}")
+        print_result(f"Not run     {label}: {reason}")
     for sentence in missing:
-        print(f"Missing     {sentence}")
+        print_result(f"Missing     {sentence}")
 
 
 def _suite_command(study: TableStudy) -> str:

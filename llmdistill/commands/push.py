@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.artifacts import CARD, MANIFEST, PLACE, manifest_damage
 from llmdistill.config.command_line import parse
 from llmdistill.errors import UserError
+from llmdistill.messages import print_result
 
 _FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -65,7 +66,7 @@ def push(arguments: Sequence[str], prog: str = "llmdistill push") -> None:
             f"{parsed.name}: the hub did not take it ({said}); fix that and give the command again"
         ) from error
     card = "" if CARD in files else f"; it has no {CARD}, which a run writes at its end"
-    print(f"{len(files)} files of {folder} are in {commit.commit_url}{card}")
+    print_result(f"{len(files)} files of {folder} are in {commit.commit_url}{card}")
 
 
 def _content(file: Path, name: str) -> str | bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import parse
 from llmdistill.config.recipes import RECIPES, recipe_names, recipe_path
+from llmdistill.messages import print_result
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -35,15 +35,17 @@ def recipes(arguments: Sequence[str], prog: str = "llmdistill recipes") -> None:
     parsed = parse(build_parser(prog), arguments)
     if parsed.name is not None:
         text = recipe_path(parsed.name).read_text(encoding="utf-8")
-        print(json.dumps({"name": parsed.name, "text": text}) if parsed.json else text.rstrip("\n"))
+        print_result({"name": parsed.name, "text": text} if parsed.json else text.rstrip("\n"))
         return
     found = {name: about(RECIPES / f"{name}.yaml") for name in recipe_names()}
     if parsed.json:
-        print(json.dumps(found))
+        print_result(found)
         return
     width = max(map(len, found)) + 2
-    print("\n".join(f"{name:{width}}{text}" for name, text in found.items()))
-    print("\nllmdistill recipes NAME shows one; llmdistill train --recipe NAME --dry_run says what it would run.")
+    print_result("\n".join(f"{name:{width}}{text}" for name, text in found.items()))
+    print_result(
+        "\nllmdistill recipes NAME shows one; llmdistill train --recipe NAME --dry_run says what it would run."
+    )
 
 
 def about(file: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,50 +18,51 @@ from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBy
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.config.zero_shot import ZeroShotConfig
 from llmdistill.files import check_writable
+from llmdistill.messages import print_result
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 
-class Suite(NamedTuple):
+class Entry(NamedTuple):
     """A suite of the command."""
 
     config: type[SideBySideConfig]
     """Its settings."""
     module: str
-    """The module with its `evaluate(config, command=...)`, which returns the results and writes the report, and its
-    `print_results(results)`. It is imported after the arguments are parsed, so that --help does not wait for torch."""
+    """The module of `llmdistill.experiments` with its SUITE, which is imported after the arguments are parsed, so that
+    --help does not wait for torch."""
     description: str
 
 
 _KEPT = " Finished models are kept, so the same command continues an interrupted one."
 
 SUITES = {
-    "zero_shot": Suite(
+    "zero_shot": Entry(
         ZeroShotConfig,
-        "llmdistill.experiments.zero_shot",
+        "zero_shot",
         "Score decoders on tasks of lm-evaluation-harness without fine-tuning, such as the teacher, the untrained "
         "student and the student of a run side by side." + _KEPT,
     ),
-    "mteb": Suite(
+    "mteb": Entry(
         MtebConfig,
-        "llmdistill.experiments.mteb",
+        "mteb",
         "Score the embeddings of encoders on tasks of MTEB, such as those of the teacher, the untrained student and "
         "the student of a run side by side. Finished tasks are kept, so the same command continues an interrupted one.",
     ),
-    "speed": Suite(
+    "speed": Entry(
         SpeedConfig,
-        "llmdistill.experiments.speed",
+        "speed",
         "Time the forward pass, and the training step, of models and of shapes of a model side by side: the seconds "
         "for 100 batches of MiniLM Table 4 and the training latency of KroneckerBERT A.1.",
     ),
-    "conll2000": Suite(
+    "conll2000": Entry(
         ChunksConfig,
-        "llmdistill.experiments.chunks",
+        "chunks",
         "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
         "types of the chunks by normalised mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
     ),
-    "attention": Suite(
+    "attention": Entry(
         AttentionConfig,
-        "llmdistill.experiments.attention",
+        "attention",
         "Draw the attention maps of models side by side, such as those of teacher and student, with the divergence of "
         "each from the first (MiniLM, supplement).",
     ),
@@ -94,12 +94,12 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
-    module = import_module(SUITES[suite].module)
+    found = import_module(f"llmdistill.experiments.{SUITES[suite].module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        results = module.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
+        results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
     if parsed.json:
-        print(json.dumps(results))
+        print_result(results)
     else:
-        module.print_results(results)
-        print(f"The report is {results['folder']}/report.md.")
+        found.print(results)
+        print_result(f"The report is {results['folder']}/report.md.")

@@ -3,96 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
 from llmdistill.data.sources import unreadable
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
+from llmdistill.experiments.side_by_side import Models, Scores, Suite
 from llmdistill.factorize.counting import count_parameters
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, max_positions, shape_of
-from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.attention import Panel, plot_attention
 from llmdistill.report.plots import Drawing
-from llmdistill.report.record import make_record
-from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
-from llmdistill.runtime.distributed import World
+from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 MEAN = "mean"
 """The name of the mean of all heads in the results, where the others have their numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The checked settings."""
-
-    models: Mapping[str, Path]
-    layers: Mapping[str, int]
-    """The layer of each model, counted from 1."""
-    folder: Path
-    dtype: str
-    texts: Sequence[str]
-    items: Sequence[EncodedPair]
-    """The tokens of each text, which are those of every model."""
-    tokens: Sequence[Sequence[str]]
-
-
-def evaluate(config: AttentionConfig, *, command: str) -> dict[str, Any]:
-    """Draw the maps of each text, write the report, and return the results as plain JSON values.
+def _score(config: AttentionConfig, models: Models) -> Scores:
+    """Draw the maps of each text, and measure their divergence.
 
     Raises:
         UserError: a model cannot be read, has other tokens than the first one, or has no such layer or head.
     """
-    world = World.alone()
-    plan = _plan(config, world)
-    models: dict[str, dict[str, Any]] = {}
+    layers = _layers(config, models.paths)
+    _check_heads(config, models.paths)
+    texts = [config.text] if config.text is not None else _first_lines(str(config.data), config.examples)
+    items, tokens = _encode(config, models.paths, texts)
+    entries: dict[str, dict[str, Any]] = {}
     maps = {}
-    for name, path in plan.models.items():
-        print(f"{name}: {path}, layer {plan.layers[name]} of {len(plan.texts)} text(s) ...", flush=True)
-        model = load_model(path, dtype=TORCH_DTYPES[plan.dtype], device=world.device, head="none")
-        maps[name] = attention_maps(model, plan.items, layer=plan.layers[name] - 1)
-        models[name] = {"path": str(path), "params": count_parameters(model), "layer": plan.layers[name]}
-    texts = [_compare(config, plan, maps, number) for number in range(len(plan.texts))]
-    for name, entry in models.items():
-        every = [text["models"][name] for text in texts]
+    for name, path in models.paths.items():
+        say(f"{name}: {path}, layer {layers[name]} of {len(texts)} text(s) ...")
+        model = models.load(name, "none")
+        maps[name] = attention_maps(model, items, layer=layers[name] - 1)
+        entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}
+    by_text = [{name: each[number] for name, each in maps.items()} for number in range(len(texts))]
+    found: list[dict[str, Any]] = [
+        {"text": text, "tokens": tokens_of_text, "models": _compare(config, of_text)}
+        for text, tokens_of_text, of_text in zip(texts, tokens, by_text, strict=True)
+    ]
+    for name, entry in entries.items():
+        every = [text["models"][name] for text in found]
         entry["kl"] = {head: fmean(each["kl"][head] for each in every) for head in every[0]["kl"]}
         shared = [each["kl_of_all_heads"] for each in every]
         entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
-    results = {
-        **{key: getattr(config, key) for key in ("data", "max_length", "heads")},
-        "dtype": plan.dtype,
-        "models": models,
-        "texts": texts,
-        "run": make_record(command, world.size),
-    }
-    return write_results(
-        plan.folder,
-        results,
-        title="Attention side by side",
-        legend=f"{_title(results)}. The last column is the mean over heads, of models with equally many.",
-        table=table_cells(results),
-        drawings=[_draw(plan, maps, text, number) for number, text in enumerate(texts)],
-        closing="The divergences of each text are in results.json.",
+    return Scores(
+        results={"models": entries, "texts": found},
+        drawings=[
+            _draw(f"attention-{n + 1}", layers, *each) for n, each in enumerate(zip(by_text, found, strict=True))
+        ],
     )
 
 
-def _plan(config: AttentionConfig, world: World) -> _Plan:
-    """Check all settings before a model is loaded; raise UserError for a mistake."""
-    models = named_models(config.model)
-    layers = _layers(config, models)
-    for name, path in models.items():
+def _check_heads(config: AttentionConfig, paths: Mapping[str, Path]) -> None:
+    """Raises UserError for a model whose scores are no products, or that has not the heads."""
+    for name, path in paths.items():
         config_of_model = load_config(path)
         if not family_of(config_of_model).scores_are_products:
             raise UserError(
@@ -103,25 +77,22 @@ def _plan(config: AttentionConfig, world: World) -> _Plan:
         for head in config.heads or ():
             if not 1 <= head <= heads:
                 raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {heads}")
-    texts = [config.text] if config.text is not None else _first_lines(str(config.data), config.examples)
+
+
+def _encode(
+    config: AttentionConfig, paths: Mapping[str, Path], texts: Sequence[str]
+) -> tuple[Sequence[EncodedPair], list[Any]]:
+    """Return the tokens of each text, which are those of every model, as ids and as words."""
     examples = [PairExample(text, None, None, number) for number, text in enumerate(texts)]
     items: Sequence[EncodedPair] = ()
-    for name, path in models.items():
+    for name, path in paths.items():
         tokenizer = load_tokenizer(path)
         encoded = encode_pairs(examples, tokenizer, max_positions(load_config(path), config.max_length))
         if items and [each.input_ids for each in encoded] != [each.input_ids for each in items]:
-            first = next(iter(models))
+            first = next(iter(paths))
             raise UserError(f"--model: {name} ({path}) cuts the text into other tokens than {first}; compare others")
         items = items or encoded
-    return _Plan(
-        models=models,
-        layers=layers,
-        folder=Path(config.output_dir or default_folder("attention", config.model[0])),
-        dtype=chosen_dtype(config.dtype, world.device),
-        texts=texts,
-        items=items,
-        tokens=[tokenizer.convert_ids_to_tokens(each.input_ids) for each in items],
-    )
+    return items, [tokenizer.convert_ids_to_tokens(each.input_ids) for each in items]
 
 
 def _layers(config: AttentionConfig, models: Mapping[str, Path]) -> dict[str, int]:
@@ -153,17 +124,16 @@ def _first_lines(file: str, count: int) -> list[str]:
     return texts
 
 
-def _compare(config: AttentionConfig, plan: _Plan, maps: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Any]:
+def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the divergences of one text: of the maps that are drawn, and of all heads where both have equally many."""
-    first = next(iter(maps.values()))[number]
+    first = next(iter(maps.values()))
     found = {}
-    for name, each in maps.items():
-        log_HTT = each[number]
+    for name, log_HTT in maps.items():
         heads = [MEAN] if config.heads is None else [str(head) for head in config.heads]
         kl = {head: float(map_divergence(_drawn(first, head), _drawn(log_HTT, head))[0]) for head in heads}
         shared = float(map_divergence(first, log_HTT).mean()) if len(first) == len(log_HTT) else None
         found[name] = {"kl": kl, "kl_of_all_heads": shared}
-    return {"text": plan.texts[number], "tokens": list(plan.tokens[number]), "models": found}
+    return found
 
 
 def _drawn(log_HTT: Tensor, head: str) -> Tensor:
@@ -171,33 +141,28 @@ def _drawn(log_HTT: Tensor, head: str) -> Tensor:
     return mean_map(log_HTT) if head == MEAN else log_HTT[int(head) - 1][None]
 
 
-def _draw(plan: _Plan, maps: Mapping[str, Sequence[Tensor]], text: Mapping[str, Any], number: int) -> Drawing:
+def _draw(name: str, layers: Mapping[str, int], maps: Mapping[str, Tensor], text: Mapping[str, Any]) -> Drawing:
     """Return the figure of a text: the models side by side, and a row for each head."""
-    names = list(maps)
+    first = next(iter(maps))
     rows = []
-    for head in text["models"][names[0]]["kl"]:
+    for head in text["models"][first]["kl"]:
         panels = []
-        for name in names:
-            log_HTT = maps[name][number]
+        for model, log_HTT in maps.items():
             what = f"mean of {len(log_HTT)} heads" if head == MEAN else f"head {head}"
-            kl = "" if name == names[0] else f", KL {text['models'][name]['kl'][head]:.3f}"
-            panels.append(Panel(name, f"layer {plan.layers[name]}, {what}{kl}", _drawn(log_HTT, head)[0].exp().numpy()))
+            kl = "" if model == first else f", KL {text['models'][model]['kl'][head]:.3f}"
+            panels.append(Panel(model, f"layer {layers[model]}, {what}{kl}", _drawn(log_HTT, head)[0].exp().numpy()))
         rows.append(panels)
     caption = (
-        f"The attention of each token (query) to the others (key). KL is in nats, from {names[0]}, mean over queries."
+        f"The attention of each token (query) to the others (key). KL is in nats, from {first}, mean over queries."
     )
-    return Drawing(f"attention-{number + 1}", text["text"], caption, plot_attention(rows, text["tokens"]))
+    return Drawing(name, text["text"], caption, plot_attention(rows, text["tokens"]))
 
 
-def table_cells(results: Mapping[str, Any]) -> Texts:
-    """Return header and rows as text: a row for each model."""
-    heads = list(next(iter(results["models"].values()))["kl"])
-    header = [
-        "",
-        "params",
-        "layer",
-        *("KL of the mean map" if head == MEAN else f"KL of head {head}" for head in heads),
-    ]
+def table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each model."""
+    first, count = next(iter(results["models"])), len(results["texts"])
+    heads = list(results["models"][first]["kl"])
+    shown = ["KL of the mean map" if head == MEAN else f"KL of head {head}" for head in heads]
     rows = [
         [
             name,
@@ -208,14 +173,17 @@ def table_cells(results: Mapping[str, Any]) -> Texts:
         ]
         for name, each in results["models"].items()
     ]
-    return [*header, "KL of all heads"], rows
+    texts = f" and {count} texts" if count > 1 else ""
+    title = f"Attention: divergence from {first} in nats, mean over queries{texts}"
+    return TitledTable(title, ["", "params", "layer", *shown, "KL of all heads"], rows)
 
 
-def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table, one row per model."""
-    print_table(_title(results), *table_cells(results), turned=True, console=console)
-
-
-def _title(results: Mapping[str, Any]) -> str:
-    first, count = next(iter(results["models"])), len(results["texts"])
-    return f"Attention: divergence from {first} in nats, mean over queries{f' and {count} texts' if count > 1 else ''}"
+SUITE = Suite(
+    name="attention",
+    title="Attention side by side",
+    asked=("data", "max_length", "heads"),
+    score=_score,
+    table=table,
+    note=" The last column is the mean over heads, of models with equally many.",
+    closing="The divergences of each text are in results.json.",
+)

@@ -14,7 +14,7 @@ from llmdistill.experiments.trials import Progress, Result
 from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
 from llmdistill.generation.answers_file import read_provenance
-from llmdistill.progress import say
+from llmdistill.messages import say
 from llmdistill.report.score import ROUGE_L, SCORES
 
 

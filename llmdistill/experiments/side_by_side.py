@@ -1,22 +1,174 @@
-"""Models that a suite runs side by side: what the user names, their kind, and the folder of the results."""
+"""The suites of `llmdistill evaluate` that run models as they are, side by side: what all of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import RESULT_FILE, read_record, write_record
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_record, write_result
+from llmdistill.config.side_by_side import SideBySideConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import file_name
+from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
+from llmdistill.models.load import Head, load_model
 from llmdistill.report.pages import write_page
 from llmdistill.report.plots import Drawing, save_plot
+from llmdistill.report.record import make_record
 from llmdistill.report.table import MODELS
-from llmdistill.report.tables import Texts
+from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.run.artifacts import METRICS_FILE, RUN_FILE
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of a command, how they run, and where their results go."""
+
+    paths: Mapping[str, Path]
+    """Folder or hub name of each model, by the name of its row."""
+    folder: Path
+    dtype: str
+    device: torch.device
+
+    def check_kind(self, *, causal: bool, reason: str) -> None:
+        """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
+        for name, path in self.paths.items():
+            if is_causal(load_config(path)) != causal:
+                kind = "an encoder" if causal else "a decoder"
+                raise UserError(f"--model: the {name} ({path}) is {kind}, and {reason}")
+
+    def load(self, name: str, head: Head) -> PreTrainedModel:
+        """Load a model by its name."""
+        return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
+
+    def file(self, *names: str) -> Path:
+        """Return the file that keeps the results of a model, or those of a model on a task."""
+        return self.folder.joinpath(*map(file_name, names), RESULT_FILE)
+
+    def score_each(
+        self,
+        score: Callable[[str, PreTrainedModel], Mapping[str, Any]],
+        *,
+        asked: Mapping[str, Any],
+        on: str,
+        head: Head,
+        check: Callable[[], object] = lambda: None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return path, parameters and scores of each model.
+
+        The scores of a model are kept in its folder as soon as they are there, so that the same command goes on with
+        the next model.
+
+        Args:
+            score: returns the scores of a model by its name.
+            asked: what the scores depend on, beside the model.
+            on: what the models are scored on, in words.
+            head: the head that a model is loaded with.
+            check: is called before the first model is loaded, unless all scores are kept.
+        """
+        of_model = {name: {**asked, "content of model": fingerprint(str(path))} for name, path in self.paths.items()}
+        kept = {name: read_result(self.file(name), each) for name, each in of_model.items()}
+        if None in kept.values():
+            check()
+        entries = {}
+        for name, found in kept.items():
+            if found is None:
+                say(f"{name}: {self.paths[name]} on {on} ...")
+                model = self.load(name, head)
+                result = {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
+                found = write_result(self.file(name), of_model[name], result)
+            entries[name] = {key: value for key, value in found.items() if key != "asked"}
+        return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a suite found."""
+
+    results: Mapping[str, Any]
+    """`models` with path and parameters of each, and further parts of results.json, such as `warnings`."""
+    drawings: Sequence[Drawing] = ()
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Further facts of the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What is measured or drawn of models side by side."""
+
+    name: str
+    """Its name on the command line and of its folder in a run."""
+    title: str
+    asked: Sequence[str]
+    """The settings that results.json repeats."""
+    score: Callable[[Any, Models], Scores]
+    """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
+    table: Callable[[Mapping[str, Any]], TitledTable]
+    """Returns the table of the results."""
+    turned: bool = True
+    """Whether rows become columns on a narrow terminal."""
+    note: str = ""
+    """What the report says after the title of the table."""
+    template: str = "side_by_side.md.j2"
+    closing: str = "The scores of each model are in a folder of its name, and all of them in results.json."
+
+    def evaluate(self, config: SideBySideConfig, *, command: str) -> dict[str, Any]:
+        """Score the models, write the drawings, results.json and report.md, and return the results with their folder.
+
+        Raises:
+            UserError: a setting is wrong, or a model or its data cannot be read.
+        """
+        world = World.alone()
+        models = Models(
+            paths=named_models(config.model),
+            folder=Path(config.output_dir or default_folder(self.name, config.model[0])),
+            dtype=chosen_dtype(config.dtype, world.device),
+            device=world.device,
+        )
+        scores = self.score(config, models)
+        results = {
+            **{key: getattr(config, key) for key in self.asked},
+            "dtype": models.dtype,
+            **scores.results,
+            "run": make_record(command, world.size),
+        }
+        for drawing in scores.drawings:
+            save_plot(drawing.figure, models.folder, drawing.name)
+        write_record(models.folder / "results.json", results)
+        table = self.table(results)
+        write_page(
+            models.folder / "report.md",
+            self.template,
+            title=self.title,
+            legend=f"{table.title.removesuffix('.')}.{self.note}",
+            table=table,
+            drawings=scores.drawings,
+            warnings=results.get("warnings", []),
+            record=results["run"],
+            models=results["models"],
+            dtype=models.dtype,
+            details=scores.details,
+            closing=self.closing,
+        )
+        return {**results, "folder": str(models.folder)}
+
+    def print(self, results: Mapping[str, Any]) -> None:
+        """Print the table and the warnings."""
+        print_table(*self.table(results), turned=self.turned)
+        for warning in results.get("warnings", []):
+            Console().print(f"Warning: {warning}", highlight=False)
 
 
 def named_models(references: Sequence[str]) -> dict[str, Path]:
@@ -64,61 +216,8 @@ def _run_models(reference: str) -> dict[str, Path] | None:
     return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
 
 
-def check_kind(models: Mapping[str, Path], *, causal: bool, reason: str) -> None:
-    """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
-    for name, path in models.items():
-        if is_causal(load_config(path)) != causal:
-            raise UserError(f"--model: the {name} ({path}) is {'an encoder' if causal else 'a decoder'}, and {reason}")
-
-
 def default_folder(kind: str, reference: str) -> Path:
     """Return where results go if the user does not say: into the run, or beside the results of other models."""
     if (Path(reference) / RUN_FILE).is_file():
         return Path(reference) / kind
     return Path("runs") / kind / file_name(reference)
-
-
-def result_file(folder: Path, name: str) -> Path:
-    """Return the file that keeps the results of a model."""
-    return folder / file_name(name) / RESULT_FILE
-
-
-def model_entries(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the kept results of each model as results.json has them, without what they were asked for."""
-    return {name: {key: value for key, value in each.items() if key != "asked"} for name, each in scores.items()}
-
-
-def write_results(
-    folder: Path,
-    results: Mapping[str, Any],
-    *,
-    title: str,
-    legend: str,
-    table: Texts,
-    closing: str,
-    template: str = "side_by_side.md.j2",
-    drawings: Sequence[Drawing] = (),
-    details: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Write results.json, the drawings and report.md; return the results with their folder.
-
-    `results` has `models`, `dtype` and `run`, and may have `warnings`; `details` are further facts of the report.
-    """
-    for drawing in drawings:
-        save_plot(drawing.figure, folder, drawing.name)
-    write_record(folder / "results.json", results)
-    write_page(
-        folder / "report.md",
-        template,
-        title=title,
-        legend=legend,
-        table=table,
-        drawings=drawings,
-        warnings=results.get("warnings", []),
-        record=results["run"],
-        models=results["models"],
-        dtype=results["dtype"],
-        details=details or {},
-        closing=closing,
-    )
-    return {**results, "folder": str(folder)}

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
+from llmdistill.experiments.side_by_side import Models, Scores, Suite
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import has_segments, is_causal
-from llmdistill.models.load import Head, build_random, load_model
+from llmdistill.models.load import Head, build_random
 from llmdistill.models.shapes import parse_shape, shaped_config
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.record import make_record
-from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
-from llmdistill.runtime.distributed import World
+from llmdistill.report.tables import TitledTable
+from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches
 from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
-def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
-    """Time the models, write results.json and report.md, and return the results as plain JSON values.
+def _score(config: SpeedConfig, models: Models) -> Scores:
+    """Time the models.
 
     Raises:
         UserError: a model cannot be read or has too few positions, a shape does not fit the first model, or the task
             has too few examples.
     """
-    world = World.alone()
-    paths = named_models(config.model)
+    paths = models.paths
     configs = {name: load_config(path) for name, path in paths.items()}
     first = next(iter(configs))
     shapes = {shape: shaped_config(configs[first], parse_shape(shape, key="--shapes")) for shape in config.shapes}
@@ -45,22 +40,17 @@ def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
     for name, each in {**configs, **shapes}.items():
         check_length(name, each, config.max_length)
     examples = _examples(config)
-    name_of_dtype = chosen_dtype(config.dtype, world.device)
-    dtype = TORCH_DTYPES[name_of_dtype]
-    models = {
-        name: load_model(path, dtype=dtype, device=world.device, head=_head(configs[name]))
-        for name, path in paths.items()
-    }
+    loaded = {name: models.load(name, _head(configs[name])) for name in paths}
     for shape, each in shapes.items():
         model: Any = build_random(each, _head(each), seed=0)
-        models[shape] = model.to(device=world.device, dtype=dtype).eval()
-    batches = _random_batches(config, models)
+        loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
+    batches = _random_batches(config, loaded)
     if examples is not None:
-        tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in models}
-        batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in models.items()}
+        tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in loaded}
+        batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in loaded.items()}
     kinds = {"forward": False, **({"step": True} if config.training else {})}
     seconds = {
-        kind: time_batches(models, batches, warmup=config.warmup, training=training) for kind, training in kinds.items()
+        kind: time_batches(loaded, batches, warmup=config.warmup, training=training) for kind, training in kinds.items()
     }
     rows = {
         name: {
@@ -69,19 +59,9 @@ def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
             "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
             **{kind: _timing(found[name], found[first]) for kind, found in seconds.items()},
         }
-        for name, model in models.items()
+        for name, model in loaded.items()
     }
-    folder = Path(config.output_dir or default_folder("speed", config.model[0]))
-    asked = {key: getattr(config, key) for key in ("batches", "batch_size", "max_length", "task", "warmup")}
-    results = {**asked, "dtype": name_of_dtype, "models": rows, "run": make_record(command, world.size)}
-    return write_results(
-        folder,
-        results,
-        title="Speed",
-        legend=_title(results) + ". Parameters of the token embedding (Emd) and of the layers (Trm).",
-        table=table_cells(results),
-        closing="All figures are in results.json.",
-    )
+    return Scores(results={"models": rows})
 
 
 def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -138,8 +118,8 @@ def _random_batches(config: SpeedConfig, models: Mapping[str, PreTrainedModel]) 
     return {name: [inputs] * (config.warmup + config.batches) for name in models}
 
 
-def table_cells(results: Mapping[str, Any]) -> Texts:
-    """Return header and rows as text: the parameters, the seconds of all batches, and those of a training step."""
+def table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each model: the parameters, the seconds of all batches, and those of a training step."""
     trains = "step" in next(iter(results["models"].values()))
     header = ["", "Emd", "Trm", f"{results['batches']} batches", "speed-up", "tokens/s"]
     header += ["training step", "speed-up"] if trains else []
@@ -153,18 +133,21 @@ def table_cells(results: Mapping[str, Any]) -> Texts:
             step = each["step"]
             row += [f"{1000 * step['median']:.0f} ms ± {1000 * step['iqr'] / 2:.0f}", f"{step['speedup']:.1f}x"]
         rows.append(row)
-    return header, rows
-
-
-def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table, one row per model."""
-    print_table(_title(results), *table_cells(results), turned=True, console=console)
-
-
-def _title(results: Mapping[str, Any]) -> str:
     length, task = results["max_length"], results["task"]
     what = f"{length} random tokens" if task is None else f"examples of {task}, at most {length} tokens"
-    return (
+    title = (
         f"Seconds for {results['batches']} batches of {results['batch_size']} sequences ({what}), {results['dtype']}; "
         "medians compared"
     )
+    return TitledTable(title, header, rows)
+
+
+SUITE = Suite(
+    name="speed",
+    title="Speed",
+    asked=("batches", "batch_size", "max_length", "task", "warmup"),
+    score=_score,
+    table=table,
+    note=" Parameters of the token embedding (Emd) and of the layers (Trm).",
+    closing="All figures are in results.json.",
+)

@@ -8,6 +8,7 @@ is finished is kept, so that the same command goes on where it stopped.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,22 +20,27 @@ import yaml
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
+from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import GridConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.experiments import chunks
 from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.table_suites import TABLE_SUITES, data_file
 from llmdistill.experiments.tables import PublishedTable, TableRow
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
+from llmdistill.messages import say
 from llmdistill.models.configs import load_config
-from llmdistill.progress import progress, say
+from llmdistill.progress import progress
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
 from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark
+
+_CHUNKS = "conll2000/train.txt"
+"""The file of CoNLL-2000, in tasks.data_dir."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +119,7 @@ class TableStudy:
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
             *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
-            *([] if self.table.suite is None else [partial(data_file, self.table.suite, folder)]),
+            *([] if self.table.suite is None else [partial(_chunk_file, folder)]),
         ]
         sentences = []
         for check in checks:
@@ -171,24 +177,40 @@ def _describe(metrics: Mapping[str, Any]) -> str:
     return "trained" if loss is None else f"validation loss {loss:.4f}"
 
 
+def _chunk_file(data_dir: str | None) -> Path:
+    """Return the file of CoNLL-2000; raise UserError if it is missing or malformed, or has too few spans."""
+    if data_dir is None:
+        raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
+    chunks.check_file(Path(data_dir) / _CHUNKS)
+    return Path(data_dir) / _CHUNKS
+
+
 def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[str, Result]) -> dict[str, Measured]:
-    """Score the models of rows side by side, by the suite of the table."""
+    """Score the models of rows side by side, by the suite `conll2000`, which is the only one of a published table."""
     if not keys:
         return {}
-    name, folder = str(study.table.suite), study.root / str(study.table.suite)
-    suite, file = TABLE_SUITES[name], data_file(name, study.tasks.data_dir)
-    results = suite.score({key: study.model(key) for key in keys}, file, folder, study.configs[keys[0]])
-    return {
-        key: Measured(
+    assert study.table.suite == chunks.SUITE.name
+    run, folder = study.configs[keys[0]], study.root / chunks.SUITE.name
+    named, file = [f"{key}={study.model(key)}" for key in keys], str(_chunk_file(study.tasks.data_dir))
+    seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
+    config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
+    words = ["--model", ",".join(named), "--data", file, "--output_dir", str(folder), "--dtype", config.dtype]
+    words += ["--seeds", ",".join(map(str, config.seeds))]
+    command = f"llmdistill evaluate --suite {chunks.SUITE.name} {shlex.join(words)}"
+    results = chunks.SUITE.evaluate(config, command=command)
+    measured = {}
+    for key in keys:
+        entry = results["models"][key]
+        layers = enumerate(entry["nmi"], start=1)
+        measured[key] = Measured(
             folder=str(folder),
-            model=results["models"][key]["path"],
-            scores=suite.scores(results["models"][key]),
-            params=results["models"][key]["params"],
+            model=entry["path"],
+            scores={(f"NMI-{layer}", "nmi"): [100 * value for value in found["seeds"]] for layer, found in layers},
+            params=entry["params"],
             warnings=results["warnings"] if key == keys[0] else (),
             seconds=(trained[key].seconds if key in trained else 0.0) or 0.0,
         )
-        for key in keys
-    }
+    return measured
 
 
 def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:

@@ -54,7 +54,7 @@ class PublishedTable:
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     suite: str | None = None
-    """The suite of `table_suites` that scores the models as they are; None if they are fine-tuned."""
+    """The suite of `llmdistill evaluate` that scores the models as they are; None if they are fine-tuned."""
     protocol: ProtocolName | None = None
     """The settings of fine-tuning; None without tasks."""
     second_stage: bool = False

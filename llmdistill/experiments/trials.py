@@ -16,8 +16,9 @@ from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
+from llmdistill.messages import say
 from llmdistill.methods import METHODS
-from llmdistill.progress import Activity, say
+from llmdistill.progress import Activity
 from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_ds_config, shaping_settings
 from llmdistill.runtime.ds_config import read_ds_config
 

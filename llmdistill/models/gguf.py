@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.files import cache_folder, check_writable, read_json, write_json
 from llmdistill.fingerprints import file_sha256
+from llmdistill.messages import say
 from llmdistill.progress import Activity
 
 RECORD = "gguf.json"
@@ -64,13 +64,16 @@ def _dequantised(file: Path, size: int, modified: int, root: Path) -> Path:
     sha256 = file_sha256(file)
     folder = root / "gguf" / sha256[:16]
     if folder.is_dir():
-        _say(f"{file.name}: {origin(folder)}, kept in {folder}")
+        say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder
     about = _about(file)
     license = about.pop("license")
     padding = about.pop("padding")
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
-    _say(f"{file.name}: dequantising {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}")
+    say(
+        f"{file.name}: dequantising {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
+        aside=True,
+    )
     with _one_at_a_time(folder):
         if not folder.is_dir():
             _write(file, folder, {"file": file.name, "sha256": sha256, **about}, license)
@@ -84,11 +87,6 @@ def origin(folder: Path | str) -> str | None:
         return None
     record = read_json(file)
     return f"dequantised from {record['bits']} bits ({record['type']})"
-
-
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

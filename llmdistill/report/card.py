@@ -26,7 +26,7 @@ from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.gguf import RECORD, origin
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
-from llmdistill.report.tables import Texts
+from llmdistill.report.tables import TitledTable
 
 USE = "## How to load it"
 """Heading of the last part of a card, which is another one for an export."""
@@ -126,7 +126,7 @@ class Story:
     """Those that differ from the defaults, nested as in a recipe."""
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By set and metric."""
-    table: Texts | None = None
+    table: TitledTable | None = None
     legend: str = ""
     warnings: Sequence[str] = ()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.artifacts import write_record
+from llmdistill.messages import print_result
 from llmdistill.report.answers import read_samples
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
@@ -17,7 +18,7 @@ from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
 from llmdistill.report.record import make_record
 from llmdistill.report.starts import draw_weighting, read_weighting
-from llmdistill.report.tables import Texts, print_table
+from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
 from llmdistill.tasks.instructions import VALID
@@ -83,8 +84,8 @@ def _last_loss(log: Log) -> tuple[str, str] | None:
     return None
 
 
-def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> Texts:
-    """Return the header and the rows of the scored models as text."""
+def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> TitledTable:
+    """Return a row for each scored model."""
     scored = {key: metrics[key] for key in MODELS if key in metrics}
     training = metrics["run"]["training"]
     generates = any("generation_tokens_per_second" in model for model in scored.values())
@@ -102,7 +103,7 @@ def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> Texts:
             ]
         )
     header = ["model", "params", "size", *scores.columns, "train tok/s", *(["gen tok/s"] if generates else [])]
-    return header, rows
+    return TitledTable(scores.title, header, rows)
 
 
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
@@ -112,7 +113,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         write_record(folder / "metrics.json", metrics)
         loss = _last_loss(log)
         ended = "" if loss is None else f" The {loss[0]} at the end is {loss[1]}."
-        print(f"No model was to be scored; the run is in {folder}.{ended}")
+        print_result(f"No model was to be scored; the run is in {folder}.{ended}")
         return
     table = model_table(metrics, scores)
     predictions = folder / "predictions"
@@ -132,6 +133,6 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     for kind in ("md", "html"):
         write_page(folder / f"report.{kind}", f"run.{kind}.j2", **context)
     write_record(folder / "metrics.json", metrics)  # last: a folder with this file is finished
-    print_table(scores.title, *table)
+    print_table(*table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
-    print(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")
+    print_result(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")

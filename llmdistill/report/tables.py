@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-Texts = tuple[list[str], list[list[str]]]
-"""The header and the rows of a table; each row has one text per column."""
+
+class TitledTable(NamedTuple):
+    """A table as texts."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    """Each row has one text per column."""
 
 
 def print_table(

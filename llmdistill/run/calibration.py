@@ -28,6 +28,7 @@ from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
+from llmdistill.messages import say
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.shapes import teacher_layers
@@ -104,7 +105,7 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
         }
         write_record(plan.folder / "importance.json", values)
         listed = ", ".join(map(str, named))
-        print(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
+        say(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
     return found
 
 
@@ -283,10 +284,10 @@ def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: f
         "spectra": found.spectra(),
     }
     write_record(folder / WEIGHTING_FILE, values)
-    print(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
-        print(
+        say(
             f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
             f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}"
         )

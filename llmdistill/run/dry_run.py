@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import about_recipe
+from llmdistill.messages import print_result
 from llmdistill.run.describe import cost, describe, headline
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.environment import print_finding
@@ -26,7 +26,7 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
     """
     found = []
     if not flags.json:
-        print("\n".join([about_recipe(flags.recipe), *lines(plans)]), flush=True)
+        print_result("\n".join([about_recipe(flags.recipe), *lines(plans)]))
     if flags.check:
         from llmdistill.run.checkup import check_run
         from llmdistill.runtime.terminal import quiet_transformers
@@ -38,7 +38,7 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
                 print_finding(finding)
     if flags.json:
         checked = {"check": [asdict(finding) for finding in found]} if flags.check else {}
-        print(json.dumps({**described(plans, tasks), **checked}))
+        print_result({**described(plans, tasks), **checked})
     return int(any(finding.state == "failure" for finding in found))
 
 

@@ -13,7 +13,8 @@ import torch
 from tqdm import tqdm
 
 from llmdistill.files import write_text
-from llmdistill.progress import Activity, say
+from llmdistill.messages import say
+from llmdistill.progress import Activity
 from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
 from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from llmdistill.errors import Stopped, UserError
+from llmdistill.messages import logger
 from llmdistill.progress import hand_over
 from llmdistill.runtime import signals
 
@@ -306,9 +306,7 @@ def joining(timeout: timedelta) -> Iterator[None]:
     )
     notice = threading.Timer(
         _NOTICE_SECONDS,
-        lambda: print(
-            f"waiting: {here} has not found all {ranks} ranks at {where} yet: {remedy}", file=sys.stderr, flush=True
-        ),
+        lambda: logger.warning("%s", f"waiting: {here} has not found all {ranks} ranks at {where} yet: {remedy}"),
     )
     notice.daemon = True
     if ranks > 1 and os.environ["LOCAL_RANK"] == "0":

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import refused_by_system
-from llmdistill.progress import Activity, say
+from llmdistill.messages import logger, say, set_level
+from llmdistill.progress import Activity
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
 
@@ -42,6 +43,7 @@ def exit_code(job: Callable[[], None]) -> int:
 def _code_of(job: Callable[[], None]) -> int:
     several = launched_ranks() > 1
     try:
+        set_level()
         job()
     except Stopped as stop:
         if several:
@@ -195,16 +197,12 @@ def quiet_libraries() -> None:
 
 
 def print_main(text: str, world: World) -> None:
-    """Print on rank 0."""
+    """Write a message of progress or a note on rank 0."""
     if world.is_main:
         say(text)
 
 
 def warn_main(text: str, world: World) -> None:
     """Print a highlighted warning on rank 0."""
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
     if world.is_main:
-        Console(stderr=True).print(Panel(Text(text), title="WARNING", border_style="bold yellow"))
+        logger.warning("%s", text, extra={"framed": True})

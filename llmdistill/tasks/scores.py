@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import differences, entries_damage, entries_of, find_record, write_record
-from llmdistill.progress import progress, say
+from llmdistill.messages import say
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData

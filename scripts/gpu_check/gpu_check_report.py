@@ -16,6 +16,7 @@ from benching_table import Line, finite
 from llmdistill.files import write_json
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record
+from llmdistill.report.tables import TitledTable
 
 LIBRARIES = ("torch", "triton", "deepspeed", "transformers", "trl")
 
@@ -77,11 +78,12 @@ class Report:
         about = {"device": self._device, "cuda": torch.version.cuda, "seconds": time.monotonic() - self._began}
         parts = {name: _as_json(self.results[name]) for name in self._order if name in self.results}
         write_json(self._folder / "gpu_check.json", finite({**record, **about, "parts": parts}))
+        table = self._table()
         write_page(
             self._folder / "gpu_check.md",
             "page.md.j2",
-            title="A check on a GPU" if self._device == "cuda" else "A small check on a CPU",
-            table=self._table(),
+            title=table.title,
+            table=table,
             legend=self._legend(),
             warnings=[
                 markdown(f"{name}: {result.state}: {result.why}")
@@ -91,7 +93,8 @@ class Report:
             record=record,
         )
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> TitledTable:
+        title = "A check on a GPU" if self._device == "cuda" else "A small check on a CPU"
         rows = []
         for name in (each for each in self._order if each in self.results):
             result = self.results[name]
@@ -102,7 +105,7 @@ class Report:
                 rows.append([name, markdown(line.measure), value + line.unit, limit, verdict, markdown(line.detail)])
             texts = [result.why] if result.state == "left out" else []
             rows += [[name, markdown(f"left out: {text}"), "–", "", "", ""] for text in texts + result.left_out]
-        return ["part", "measure", "value", "limit", "kept", "detail"], rows
+        return TitledTable(title, ["part", "measure", "value", "limit", "kept", "detail"], rows)
 
     def _legend(self) -> str:
         done = [f"{name} ({result.about}): {result.state}" for name, result in self.results.items()]

@@ -10,12 +10,13 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
-LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "objective", "progress"}
+LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "messages", "objective", "progress"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
 ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "api", "cli"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
+    "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},
     "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},

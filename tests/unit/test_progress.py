@@ -9,7 +9,8 @@ from contextlib import redirect_stderr
 import pytest
 
 from llmdistill import progress as shown
-from llmdistill.progress import Activity, duration, progress, say
+from llmdistill.messages import say
+from llmdistill.progress import Activity, duration, progress
 
 
 class Terminal(io.StringIO):

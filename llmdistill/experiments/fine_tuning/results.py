@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from llmdistill.experiments.grid import Choice, by_settings
 from llmdistill.experiments.trials import Result
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
-from llmdistill.report.tables import Texts, print_table
+from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.benchmark import BenchmarkData
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
 from llmdistill.tasks.glue_files import GLUE
@@ -106,8 +104,8 @@ def shown_metrics(task: Mapping[str, Any], column: str) -> list[str]:
     return [each for each in task["shown"] if each in task["dev"][column]] or list(task["dev"][column])
 
 
-def table_cells(results: Mapping[str, Any]) -> Texts:
-    """Return the header and the rows as text: the baseline and the teacher, if they exist, and the model."""
+def results_table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each of the baseline and the teacher, if they exist, and the model."""
     columns = [
         (task, column, metric)
         for task in results["tasks"].values()
@@ -126,24 +124,15 @@ def table_cells(results: Mapping[str, Any]) -> Texts:
         if has_speed:
             row.append(f"{results['speed'][role]['speedup']:.2f}x")
         rows.append(row)
-    return header, rows
+    seeds = count_seeds(max(len(task["seeds"]) for task in results["tasks"].values()))
+    limit = "" if results["limit"] is None else f", only {results['limit']} training examples"
+    return TitledTable(f"{_named(results)} dev sets x 100, {seeds}{limit}", header, rows)
 
 
 def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
     if role == "model":
         return show_seeds(task["dev"][column][metric])
     return f"{task['teacher']['dev'][column][metric]:.1f}" if role == "teacher" else ""
-
-
-def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table with one row per model, or with one column per model if the terminal is too narrow."""
-    print_table(_title(results), *table_cells(results), turned=True, console=console)
-
-
-def _title(results: Mapping[str, Any]) -> str:
-    seeds = count_seeds(max(len(task["seeds"]) for task in results["tasks"].values()))
-    limit = "" if results["limit"] is None else f", only {results['limit']} training examples"
-    return f"{_named(results)} dev sets x 100, {seeds}{limit}"
 
 
 def _named(results: Mapping[str, Any]) -> str:
@@ -154,13 +143,14 @@ def _named(results: Mapping[str, Any]) -> str:
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """Write report.md."""
+    table = results_table(results)
     write_page(
         folder / "report.md",
         "fine_tuning.md.j2",
         **results,
         title=f"{_named(results)}: {results['model']}",
-        legend=_title(results),
-        table=table_cells(results),
+        legend=table.title,
+        table=table,
         all_tasks=list(GLUE),
         record=results["run"],
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,15 +15,17 @@ from llmdistill.artifacts import read_result, write_record, write_result
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import BEST, short_names, teacher_of
-from llmdistill.experiments.fine_tuning.results import averages, print_results, write_report
+from llmdistill.experiments.fine_tuning.results import averages, results_table, write_report
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.files import check_writable, file_name
 from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import print_result
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.report.record import describe_hardware, make_record
+from llmdistill.report.tables import print_table
 from llmdistill.run.job import run_config
 from llmdistill.runtime.distributed import World, on_main, process_group
 from llmdistill.runtime.ds_config import read_ds_config
@@ -68,11 +69,11 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
     if not world.is_main:
         return
     if as_json:
-        print(json.dumps(results))
+        print_result(results)
         return
-    print_results(results)
+    print_table(*results_table(results), turned=True)
     root = output_dir(config)
-    print(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
+    print_result(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
 
 
 def evaluate(

@@ -15,7 +15,8 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import BEST, teacher_of
 from llmdistill.experiments.fine_tuning.run import check_drawable, check_layer, evaluate
 from llmdistill.experiments.fine_tuning.study import TaskStudy
-from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, print_rows, write_rows
+from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, show_rows
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
@@ -95,10 +96,8 @@ class TasksPlan:
             results[row] = evaluate(config, world, command=world.command, prefix=self.last.config.tasks.prefix)
         figures = self._draw(world) if self.last.config.tasks.tsne else {}
         if world.is_main:
-            table = collect(results, figures, run=str(self.last.folder))
-            write_rows(tasks_folder(self.last), table)
-            print_rows(table)
-            print(
+            show_rows(tasks_folder(self.last), collect(results, figures, run=str(self.last.folder)))
+            print_result(
                 f"The table is in {tasks_folder(self.last) / 'report.md'}, each row's own report in its folder there."
             )
 

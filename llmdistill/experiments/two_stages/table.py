@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from llmdistill.experiments.fine_tuning.results import shown_metrics
 from llmdistill.files import write_json
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import Texts, print_table
+from llmdistill.report.tables import TitledTable, print_table
 
 TEACHER = "teacher"
 """The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
@@ -86,8 +84,8 @@ def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def table_cells(table: Mapping[str, Any]) -> Texts:
-    """Return the header and the rows as text."""
+def stages_table(table: Mapping[str, Any]) -> TitledTable:
+    """Return the rows as texts."""
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]
@@ -97,27 +95,21 @@ def table_cells(table: Mapping[str, Any]) -> Texts:
         cells = [row["title"], row["pretraining"], row["finetuning"], f"{row['params']:,}"]
         cells += [show_seeds(row["dev"][column["column"]][column["metric"]]) for column in columns]
         rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
-    return [*header, "average"] if averaged else header, rows
+    title = f"Dev sets x 100, {count_seeds(table['seeds'])}"
+    return TitledTable(title, [*header, "average"] if averaged else header, rows)
 
 
-def print_rows(table: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table on the terminal."""
-    print_table(_title(table), *table_cells(table), left=range(3), console=console)
-
-
-def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
-    """Write report.md and report.json."""
+def show_rows(folder: Path, table: Mapping[str, Any]) -> None:
+    """Write report.md and report.json, and print the table."""
     write_json(folder / "report.json", table)
+    shown = stages_table(table)
     write_page(
         folder / "report.md",
         "two_stages.md.j2",
         **table,
         title=f"Two stages: {table['name']}",
-        legend=_title(table),
-        table=table_cells(table),
+        legend=shown.title,
+        table=shown,
         record=table["run"],
     )
-
-
-def _title(table: Mapping[str, Any]) -> str:
-    return f"Dev sets x 100, {count_seeds(table['seeds'])}"
+    print_table(*shown, left=range(3))

@@ -158,7 +158,7 @@ def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pyt
 def test_mistakes_are_told_before_a_model_is_loaded(
     teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmdistill.experiments.attention.load_model", None)
+    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     file = tmp_path / "texts.txt"
     file.write_text("one line\n", encoding="utf-8")
     model, text = ["--model", str(teacher)], ["--text", "a b"]

@@ -205,7 +205,7 @@ def test_models_stand_side_by_side(
     assert all(f">{text}<" in plot for text in ("teacher", "student", "small", "layer"))
 
     # What is finished is kept.
-    monkeypatch.setattr("llmdistill.experiments.chunks.load_model", None)
+    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "spans ..." not in shown
@@ -231,7 +231,7 @@ def test_what_was_not_read_and_what_was_missing_is_told(
 def test_mistakes_are_told_before_a_model_is_loaded(
     teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmdistill.experiments.chunks.load_model", None)
+    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     same = tmp_path / "same.txt"
     same.write_text("the DT B-NP\n", encoding="utf-8")
     (tmp_path / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")

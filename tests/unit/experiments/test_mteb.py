@@ -19,7 +19,7 @@ from stand_in_mteb import StandInTask
 from transformers import BertModel
 
 from llmdistill.commands.side_by_side import main
-from llmdistill.experiments.mteb import table_cells
+from llmdistill.experiments.mteb import table
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import read_sentence_settings
 from llmdistill.models.tokenizer import load_tokenizer
@@ -177,7 +177,7 @@ def test_similarities_are_cosines() -> None:
 def test_mistakes_are_told_before_a_model_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmdistill.experiments.mteb.load_model", None)
+    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     pictures = StandInTask("Pictures", [], modalities=("image", "text"))
     gone = StandInTask("Gone", [], error=ConnectionError("no route to the hub"))
     stand_in_mteb.install(monkeypatch, [StandInTask("First", ROWS["First"]), pictures, gone])
@@ -207,7 +207,8 @@ def test_mistakes_are_told_before_a_model_is_loaded(
 
 def test_a_table_shows_the_main_score_of_each_task_and_their_mean() -> None:
     tasks = {"STS": {"metric": "cosine_spearman", "score": 0.75}, "Bank": {"metric": "accuracy", "score": 0.5}}
-    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}}
-    header, rows = table_cells(results)
+    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}, "benchmark": None, "languages": ["deu"]}
+    title, header, rows = table(results)
+    assert title.startswith("Tasks of MTEB, in deu, main scores x 100, ")
     assert header == ["", "params", "average", "STS cosine_spearman", "Bank accuracy"]
     assert rows == [["teacher", "1,200", "62.50", "75.00", "50.00"]]

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from llmdistill.commands.side_by_side import main
-from llmdistill.experiments.speed import table_cells
+from llmdistill.experiments.speed import table
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import time_batches
 
@@ -99,9 +99,9 @@ def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
 
 def test_the_table_has_the_training_step_only_if_it_was_timed(bert, tmp_path):
     options = ("--model", bert, "--batches", 2, "--batch_size", 1, "--max_length", 8, "--warmup", 0)
-    header, rows = table_cells(run(tmp_path, *options))
+    _, header, rows = table(run(tmp_path, *options))
     assert len(header) == len(rows[0]) == 6
-    header, rows = table_cells(run(tmp_path, *options, "--training", "true"))
+    _, header, rows = table(run(tmp_path, *options, "--training", "true"))
     assert header[6:] == ["training step", "speed-up"]
     assert len(rows[0]) == 8
 

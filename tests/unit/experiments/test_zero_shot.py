@@ -13,7 +13,7 @@ from planted import plant
 import llmdistill
 from llmdistill.commands.side_by_side import main
 from llmdistill.embedded import locate
-from llmdistill.experiments.zero_shot import table_cells
+from llmdistill.experiments.zero_shot import table
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.tasks.zero_shot import is_share, main_metric
@@ -136,7 +136,7 @@ def test_code_in_the_folders_of_models_does_not_run(
 def test_mistakes_are_told_before_a_model_is_loaded(
     task_dir: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmdistill.experiments.zero_shot.load_model", None)
+    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     encoder = tmp_path / "encoder"
     encoder.mkdir()
     (encoder / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
@@ -166,10 +166,12 @@ def test_a_table_shows_one_metric_of_each_task_and_the_mean_of_shares() -> None:
         "boolq": {"metrics": {"acc": 0.75}, "stderr": {}},
         "wikitext": {"metrics": {"word_perplexity": 21.5}, "stderr": {}},
     }
-    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}}
+    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}, "num_fewshot": 5, "limit": 9}
 
-    header, rows = table_cells(results)
+    title, header, rows = table(results)
 
+    how = "5 solved examples before each question, only 9 examples of each"
+    assert title == f"Tasks of lm-evaluation-harness, shares x 100 ± standard error, {how}"
     assert header == ["", "params", "arc acc_norm", "boolq acc", "wikitext word_perplexity", "average"]
     assert rows == [["teacher", "1,200", "50.0 ± 1.0", "75.0", "21.500", "62.5"]]
     assert main_metric({"f1": 1.0, "acc": 0.5}) == "acc"

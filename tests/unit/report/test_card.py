@@ -15,6 +15,7 @@ from llmdistill.artifacts import manifest_damage
 from llmdistill.data.sources import hub_name
 from llmdistill.models.load import load_model
 from llmdistill.report.card import Story, Teacher, without_paths, write_card
+from llmdistill.report.tables import TitledTable
 
 TEACHERS_CARD = (
     "---\nlicense: other\nlicense_name: llama3.2\nlanguage: [de, en]\nbase_model: meta-llama/Llama-3.2-1B\n"
@@ -98,7 +99,7 @@ def test_a_dense_export_loads_without_us_and_keeps_the_rest_of_the_card(student,
 def test_scores_are_results_for_the_hub(student, tmp_path):
     (tmp_path / "config.json").write_bytes((student / "config.json").read_bytes())
     scores = {"RTE": {"accuracy": 61.25}, "dolly": {"rougeL": 27.0, "perplexity": 5.5}}
-    table = (["model", "RTE"], [["teacher", "70.0"], ["trained", "61.2"]])
+    table = TitledTable("", ["model", "RTE"], [["teacher", "70.0"], ["trained", "61.2"]])
     story = Story(intro="A.", tags=["kd"], made=[], datasets=["databricks/dolly"], scores=scores, table=table)
     write_card(tmp_path, "run", Teacher(name="t", params=10), story)
     card = ModelCard.load(tmp_path / "README.md")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmdistill.experiments.fine_tuning.results import averages, print_results, table_cells, write_report
+from llmdistill.experiments.fine_tuning.results import averages, results_table, write_report
+from llmdistill.report.tables import print_table
 from llmdistill.tasks.classification import CONVENTIONS
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
 
@@ -92,7 +93,7 @@ def test_averages_are_those_of_the_papers() -> None:
 )
 def test_the_average_is_called_by_what_it_is(names, shown) -> None:
     found = results({name: every_task()[name] for name in names})
-    header, rows = table_cells(found)
+    _, header, rows = results_table(found)
     assert shown in header
     key = {"average (MaKD's)": "makd", "average (MiniLMv2's, without SQuAD 2.0)": "minilmv2"}.get(shown)
     value = found["averages"]["model"]["plain"] if key is None else found["averages"]["model"][key]["glue"]
@@ -101,7 +102,7 @@ def test_the_average_is_called_by_what_it_is(names, shown) -> None:
 
 def test_rows_of_baseline_teacher_and_model() -> None:
     tasks = {"RTE": task("RTE", 60.0, teacher=70.0), "MRPC": task("MRPC", 80.0, teacher=90.0)}
-    header, rows = table_cells(results(tasks, "baseline", "teacher"))
+    _, header, rows = results_table(results(tasks, "baseline", "teacher"))
     sizes = ["params", "embedding", "transformer"]
     assert header == ["", *sizes, "RTE accuracy", "MRPC f1", "average of these 2", "speed-up"]
     counts = ["22,713,216", "11,720,448", "10,646,784"]
@@ -113,7 +114,7 @@ def test_rows_of_baseline_teacher_and_model() -> None:
 
 
 def test_a_single_task_and_seed_have_neither_average_nor_deviation() -> None:
-    header, rows = table_cells(results({"RTE": task("RTE", 60.0, seeds=1)}, speed=False))
+    _, header, rows = results_table(results({"RTE": task("RTE", 60.0, seeds=1)}, speed=False))
     assert header == ["", "params", "embedding", "transformer", "RTE accuracy"]
     assert rows == [["model", "22,713,216", "11,720,448", "10,646,784", "60.0"]]
 
@@ -121,7 +122,8 @@ def test_a_single_task_and_seed_have_neither_average_nor_deviation() -> None:
 @pytest.mark.parametrize(("width", "turned"), [(300, False), (60, True)])
 def test_a_narrow_terminal_gets_a_column_a_model(width, turned) -> None:
     written = io.StringIO()
-    print_results(results(every_task(teacher=90.0), "teacher"), Console(file=written, width=width))
+    table = results_table(results(every_task(teacher=90.0), "teacher"))
+    print_table(*table, turned=True, console=Console(file=written, width=width))
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.split() == ["teacher", "model"] for line in lines) == turned

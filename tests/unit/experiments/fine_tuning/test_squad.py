@@ -18,7 +18,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import protocol_of
-from llmdistill.experiments.fine_tuning.results import table_cells
+from llmdistill.experiments.fine_tuning.results import results_table
 from llmdistill.factorize.convert import compress
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
@@ -74,7 +74,7 @@ def test_squad2_is_learnt_and_its_numbers_are_those_of_its_files(evaluate, engin
     assert scores.f1 > 80
     assert scores.best_f1 >= scores.f1
     assert task["examples"] == {"train": 96, "dev": 30}
-    header, ((_, *cells),) = table_cells(results)
+    _, header, ((_, *cells),) = results_table(results)
     assert dict(zip(header[1:], cells, strict=True))["SQuAD2 best_f1"] == f"{scores.best_f1:.1f}"
     assert "SQuAD2 best_em" in header
     assert f"best_f1 {scores.best_f1:.2f} on dev" in said

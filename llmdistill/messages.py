@@ -1,0 +1,79 @@
+"""What a user reads in a terminal: results on stdout, and messages of progress, notes and warnings by logging.
+
+All messages go to the logger "llmdistill", which has one handler. The environment variable LLMDISTILL_LOG is the level
+of a command: info (the default) shows all, warning leaves out progress and notes, error the warnings too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+
+from tqdm import tqdm
+
+from llmdistill import progress
+from llmdistill.errors import UserError
+
+logger = logging.getLogger("llmdistill")
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class _Terminal(logging.Handler):
+    """Writes warnings to stderr, and the messages of rank 0 above the bars: to stdout, or to stderr if they say so."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            if getattr(record, "framed", False):
+                _print_framed(line)
+            else:
+                print(line, file=sys.stderr, flush=True)
+        elif os.environ.get("RANK", "0") == "0":
+            progress.heard()
+            stream = sys.stderr if getattr(record, "aside", False) else sys.stdout
+            try:
+                tqdm.write(line, file=stream)
+                stream.flush()
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
+                # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+logger.addHandler(_Terminal())
+logger.setLevel(logging.INFO)
+logger.propagate = False  # what a guest's own handlers write would stand in the terminal twice
+
+
+def set_level() -> None:
+    """Take the level from LLMDISTILL_LOG.
+
+    Raises:
+        UserError: there is no such level.
+    """
+    level = os.environ.get("LLMDISTILL_LOG", "info")
+    if level.lower() not in _LEVELS:
+        raise UserError(f"LLMDISTILL_LOG={level}: there is no such level; give one of {', '.join(_LEVELS)}")
+    logger.setLevel(_LEVELS[level.lower()])
+
+
+def say(line: str, *, aside: bool = False) -> None:
+    """Write a message of progress or a note on rank 0; `aside`: to stderr, because stdout is for the result alone."""
+    logger.info("%s", line, extra={"aside": aside})
+
+
+def print_result(result: object) -> None:
+    """Print a result on stdout: a text as it is, plain values as one line of JSON."""
+    print(result if isinstance(result, str) else json.dumps(result), flush=True)
+
+
+def _print_framed(line: str) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
