@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import RESULT_FILE, read_record, write_record
+from llmdistill.artifacts import RESULT_FILE, read_record
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import file_name
+from llmdistill.files import file_name, write_json
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.report.pages import write_page
@@ -106,7 +106,7 @@ def write_results(
     """
     for drawing in drawings:
         save_plot(drawing.figure, folder, drawing.name)
-    write_record(folder / "results.json", results)
+    write_json(folder / "results.json", results)
     write_page(
         folder / "report.md",
         template,
