@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.files import write_json
+from llmdistill.files import byte_size, write_json
 from llmdistill.report.drawings import draw_comparison, save_drawings
-from llmdistill.report.pages import binary_size, signed, write_page
+from llmdistill.report.pages import signed, write_page
 from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
@@ -140,7 +140,7 @@ def _held(rows: Sequence[Row]) -> dict[str, str]:
     held: dict[str, list[str]] = {}
     for row in rows:
         if row.checkpoint is not None:
-            held.setdefault(f"{binary_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
+            held.setdefault(f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
     return {", ".join(titles): text for text, titles in held.items()}
 
 

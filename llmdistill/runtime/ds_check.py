@@ -9,7 +9,7 @@ from functools import cache
 from inspect import signature
 from typing import Any, get_args
 
-from llmdistill.config.strict import nearest
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 _OF_ADAM = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
@@ -132,8 +132,7 @@ def _validate(model: Any, values: dict[str, Any], path: str) -> None:
             for parent in parents:
                 kind = _keys(model)[parent]
                 model = next(each for each in (kind, *get_args(kind)) if hasattr(each, "model_fields"))
-            hint = nearest(key, [".".join([*parents, each]) for each in _keys(model)])
-            hint = hint.replace("; --help lists them all", "")
+            hint = did_you_mean(key, [".".join([*parents, each]) for each in _keys(model)])
             raise UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; fix or remove it") from error
         given, why = repr(wrong["input"]), wrong["msg"][:1].lower() + wrong["msg"][1:]
         given = given if len(given) <= 60 else f"{given[:57]}..."
@@ -150,7 +149,7 @@ def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
     known = _optimizers()
     name = str(kind) if str(kind) in known else str(kind).lower()
     if name not in known:
-        hint = nearest(str(kind), known).partition("; --help")[0]
+        hint = did_you_mean(str(kind), known)
         raise UserError(f"{path}: optimizer.type is {kind!r}, which DeepSpeed does not have{hint}; take AdamW")
     classes = known[name][:1] if params.get("torch_adam") else known[name]
     if not classes:

@@ -386,7 +386,7 @@ def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full()))
     for call, name in ((student, "student"), (lambda: write_json(tmp_path / "run.json", {}), "run.json")):
-        with pytest.raises(UserError, match=r"MB of .* are free on the disk at /") as caught:
+        with pytest.raises(UserError, match=r"B of .* are free on the disk at /") as caught:
             call()
         assert str(caught.value).startswith(f"{tmp_path / name}: no space left on device, ")
     assert not list(tmp_path.iterdir())
