@@ -2,25 +2,22 @@
 
 So a later command knows whether it requests the same result, whether it is finished, and which setting differs.
 
-A record carries a checksum of its own content, and a folder a manifest of its files, so that damage is found before a
-later command relies on them.
+A folder has a manifest of its files, so that damage is found before a later command relies on them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json
-from llmdistill.fingerprints import digest, file_damage, file_entry
+from llmdistill.fingerprints import file_damage, file_entry
 
 RESULT_FILE = "result.json"
 MANIFEST = "manifest.json"
@@ -29,8 +26,6 @@ CARD = "README.md"
 """File of a model's folder for readers. Users complete it, so a manifest does not list it."""
 PLACE = "USER/NAME"
 """Stands in the examples of a card for the model's folder or its name on the hub, which is known when it is pushed."""
-_CHECKSUM = "content_sha256"
-"""Key of a record: the sha256 of its other keys and values. Versions up to 0.5 wrote none."""
 
 
 class State(Enum):
@@ -100,70 +95,27 @@ def compare_records(
     return State.FINISHED if finished else State.UNFINISHED
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as plain JSON values with its checksum."""
-    content = plain(record)
-    return {**content, _CHECKSUM: digest(content)}
+def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict[str, Any] | None, str | None]:
+    """Read a JSON object; return it, None if there is no file, and what is wrong with it, None if nothing is.
 
-
-def opened(kept: Any) -> tuple[dict[str, Any], bool] | str:
-    """Return a record of `sealed` without its checksum, and whether it had one; or what is wrong, as a clause."""
-    if not isinstance(kept, dict):
-        return "not a JSON object"
-    content = {key: value for key, value in kept.items() if key != _CHECKSUM}
-    if _CHECKSUM in kept and kept[_CHECKSUM] != digest(content):
-        return "changed after it was written (its checksum does not fit)"
-    return content, _CHECKSUM in kept
-
-
-def write_record(file: Path, record: Mapping[str, Any]) -> None:
-    """Save a record as a JSON object with its checksum, which `read_record` checks."""
-    write_json(file, sealed(record))
-
-
-def find_record(
-    file: Path, keys: Mapping[str, Any] | None = None, *, proven: bool = False
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Read a record of `write_record`; return it, None if there is none, and what is wrong with it, None if nothing is.
-
-    Args:
-        file: the record. One without a checksum is of version 0.5 or before; it is taken with a line on stderr.
-        keys: the keys that it must have, and the types of their values.
-        proven: whether a record without checksum counts as damaged.
+    `keys` are those that it must have, with the types of their values.
     """
     if not file.is_file():
         return None, None
     try:
-        found = opened(json.loads(file.read_text(encoding="utf-8")))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        found = "not valid JSON"
+        return None, f"{file}: not valid JSON"
     except OSError as error:
-        found = f"it cannot be read ({error.strerror})"
-    if isinstance(found, str):
-        return None, f"{file}: {found}"
-    record, has_checksum = found
+        return None, f"{file}: it cannot be read ({error.strerror})"
+    if not isinstance(record, dict):
+        return None, f"{file}: not a JSON object"
     wrong = [key for key, kind in (keys or {}).items() if not isinstance(record.get(key), kind)]
-    if wrong:
-        return None, f"{file}: it has no {wrong[0]}, or one of another type"
-    unproven = _without_proof(record["files"]) if "files" in (keys or {}) else None
-    if unproven is not None:
-        return None, f"{file}: it has no size and sha256 of {unproven}"
-    if not has_checksum and proven:
-        return None, f"{file}: it has no checksum"
-    if not has_checksum:
-        _say_unproven(file)
-    return record, None
-
-
-@cache
-def _say_unproven(file: Path) -> None:
-    logging.getLogger(__name__).warning(
-        "warning: %s has no checksum, so nothing shows that it is as it was written (by version 0.5 or before)", file
-    )
+    return (None, f"{file}: it has no {wrong[0]}, or one of another type") if wrong else (record, None)
 
 
 def read_record(file: Path, *, remedy: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Read a record of `write_record`, None if there is no file; a UserError, which ends with the remedy, for others.
+    """Read a JSON object, None if there is no file; a UserError, which ends with the remedy, if it is damaged.
 
     `keys` are those that it must have, with the types of their values.
     """
@@ -182,7 +134,7 @@ def read_result(file: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
 def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """Save a result with the record of its settings; return the same value as `read_result`."""
     kept = {"asked": plain(asked), **result}
-    write_record(file, kept)
+    write_json(file, kept)
     return kept
 
 
@@ -194,7 +146,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     if names is None:
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         names = (name for name in paths if name not in (MANIFEST, CARD))
-    write_record(folder / MANIFEST, {"files": entries_of(folder, names)})
+    write_json(folder / MANIFEST, {"files": entries_of(folder, names)})
 
 
 def entries_of(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -202,33 +154,21 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: file_entry(folder / name) for name in sorted(names)}
 
 
-def _without_proof(entries: Mapping[str, Any]) -> str | None:
-    """Return the first name whose entry is not one of `entries_of`, None if all are."""
-    kinds = {"bytes": int, "sha256": str}
-    return next(
-        (
-            name
-            for name, entry in entries.items()
-            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
-        ),
-        None,
-    )
-
-
 def manifest_damage(folder: Path, part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of a folder, None if nothing is or it has no manifest.
 
     `part` is what is checked of the files in the order of their names, so that ranks can share the work.
     """
-    manifest, damage = find_record(folder / MANIFEST, {"files": dict}, proven=True)
+    manifest, damage = find_record(folder / MANIFEST, {"files": dict})
     return damage if manifest is None else entries_damage(folder, manifest["files"], part)
 
 
 def entries_damage(folder: Path, entries: Mapping[str, Any], part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of `entries_of`, None if nothing is; the sizes are compared first."""
-    unproven = _without_proof(entries)
-    if unproven is not None:
-        return f"{folder / unproven}: nothing tells its size and sha256"
+    kinds = {"bytes": int, "sha256": str}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items()):
+            return f"{folder / name}: nothing tells its size and sha256"
     files = [(folder / name, entries[name]) for name in sorted(entries)[part]]
     cut = next((path for path, entry in files if os.path.isfile(path) and path.stat().st_size != entry["bytes"]), None)
     ordered = sorted(files, key=lambda each: each[0] != cut)

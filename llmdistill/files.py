@@ -93,7 +93,7 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
     shown = "a file" if place is None else os.fsdecode(place)
     if number not in _DISK:
         return UserError(f"{shown}: the system refuses it ({said}): choose another path, or fix its permissions")
-    needs = "" if size is None else f" for its {size / 1e6:,.1f} MB"
+    needs = "" if size is None else f" for its {byte_size(size)}"
     about = needs if place is None else f"{needs}, {_about_disk(os.path.abspath(os.fsdecode(place)))}"
     return UserError(
         f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
@@ -114,7 +114,17 @@ def _about_disk(path: str) -> str:
     while not os.path.ismount(disk):
         disk = os.path.dirname(disk)
     usage = shutil.disk_usage(disk)
-    return f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e9:,.1f} GB are free on the disk at {disk}"
+    return f"{byte_size(usage.free)} of {byte_size(usage.total)} are free on the disk at {disk}"
+
+
+def byte_size(size: float | None) -> str:
+    """Format a number of bytes in kB, MB or GB (powers of ten)."""
+    if size is None:
+        return "–"
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 1e3:.1f} kB"
 
 
 def write_text(path: Path, text: str) -> None:

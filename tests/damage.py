@@ -1,7 +1,7 @@
-"""Every kind of file that the package writes and reads again, and a flipped bit in one of them.
+"""Every kind of file that the package writes and reads again, and damage to one of them.
 
 `kinds` lists the files of any folder by their kind, so that a test need not know what a run leaves: a new kind of file
-is found by itself. `flip` changes one bit, and puts it back.
+is found by itself. `damage` changes a file, and puts it back: plain JSON has no checksum, and is cut.
 """
 
 from __future__ import annotations
@@ -34,10 +34,24 @@ def kinds(folder: Path) -> dict[str, list[Path]]:
 @contextmanager
 def flip(file: Path, place: int, bit: int = 0) -> Iterator[None]:
     """Block in which one bit of a file is another; `place` counts its bytes, and may be negative."""
-    before = file.read_bytes()
-    changed = bytearray(before)
+    changed = bytearray(file.read_bytes())
     changed[place] ^= 1 << bit
-    file.write_bytes(changed)
+    with _content(file, bytes(changed)):
+        yield
+
+
+@contextmanager
+def damage(file: Path) -> Iterator[None]:
+    """Block in which a JSON file is cut in its middle, and a bit in the middle of any other file is another."""
+    before = file.read_bytes()
+    with _content(file, before[: len(before) // 2]) if file.suffix == ".json" else flip(file, len(before) // 2):
+        yield
+
+
+@contextmanager
+def _content(file: Path, content: bytes) -> Iterator[None]:
+    before = file.read_bytes()
+    file.write_bytes(content)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ import torch
 from question_files import rows, write_file
 from safetensors.torch import save
 
-from llmdistill.artifacts import _CHECKSUM, manifest_damage, read_record, sealed
+from llmdistill.artifacts import manifest_damage, read_record
 from llmdistill.config import TaskConfig, TrainConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.corpus import _read_segments, text_files
@@ -128,8 +128,7 @@ def entries(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def record(**content: Any) -> bytes:
-    """A record with its checksum."""
-    return json.dumps(sealed(content)).encode()
+    return json.dumps(content).encode()
 
 
 RUN = record(format=3, config={"method": "kd", "train": {"steps": 3}}, world_size=1)
@@ -185,16 +184,15 @@ def read_ds(path: Path) -> None:
 
 
 def forged(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Read a record after all its checksums were made to fit, as somebody can do who writes the folder on purpose."""
+    """Read a manifest after the hashes in it were made to fit, as somebody can do who writes the folder on purpose."""
 
     def read_forged(path: Path) -> None:
         try:
             content = json.loads(path.read_bytes())
-            content.pop(_CHECKSUM, None)
             for name, entry in content["files"].items():
                 if (path.parent / name).is_file() and entry.keys() == {"bytes", "sha256"}:
                     entry.update(file_entry(path.parent / name))
-            path.write_text(json.dumps(sealed(content)), encoding="utf-8")
+            path.write_text(json.dumps(content), encoding="utf-8")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
             pass  # not even a record
         read(path)

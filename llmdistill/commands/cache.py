@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse, parse_run
+from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import quiet_transformers
@@ -92,6 +93,6 @@ def sentence(summary: dict[str, Any]) -> str:
     """Return the summary for the terminal."""
     return (
         f"{summary['cache']} has the teacher's outputs for {summary['examples']:,} examples of {summary['tokens']:,} "
-        f"tokens: {summary['bytes'] / 1e6:,.1f} MB, {summary['bytes_per_token']:,.0f} bytes a token, in "
+        f"tokens: {byte_size(summary['bytes'])}, {summary['bytes_per_token']:,.0f} bytes a token, in "
         f"{summary['seconds']:.1f} s. Train with --teacher.cache {summary['cache']}"
     )

@@ -21,7 +21,7 @@ from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
-from llmdistill.config.strict import check_keys, check_plain, flattened, nearest, one_sentence
+from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -336,7 +336,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         block = block.get(parent) if isinstance(block, dict) else None
     if not isinstance(block, dict) or name not in block:
-        raise UserError(f"{key}: there is no such setting{nearest(key, flattened(values))}")
+        raise UserError(f"{key}: there is no such setting{did_you_mean(key, flattened(values))}")
     block[name] = value
 
 

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
 from llmdistill.config.marks import marked
-from llmdistill.config.strict import nearest
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 ALL = "all"
@@ -50,7 +50,7 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
         return parser.format_help()
     others = [action for action in _settings(parser) if not _is_in(_key(action), topic)]
     if len(others) == len(_settings(parser)):
-        hint = nearest(topic, [ALL, *_sections(parser)]).replace("; --help lists them all", "; --help lists them")
+        hint = did_you_mean(topic, [ALL, *_sections(parser)]) or "; --help lists them"
         raise UserError(f"--help {topic}: there is no such section{hint}; give `--help all` for every setting")
     texts = [action.help for action in others]
     for action in others:

@@ -27,7 +27,8 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", 
     for key in keys:
         parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
         if key not in known and not any(known.get(parent, False) for parent in parents):
-            raise UserError(f"{where}{prefix}{key}: there is no such setting{nearest(key, known, prefix)}")
+            hint = did_you_mean(key, known, prefix) or "; --help lists them all"
+            raise UserError(f"{where}{prefix}{key}: there is no such setting{hint}")
 
 
 def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str) -> None:
@@ -78,22 +79,16 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:60]}...{text[-10:]}"
 
 
-def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint at the known key nearest to an unknown one: by the whole name, else by its last part alone."""
-    names = list(known)
-    found = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    last = key.rsplit(".", 1)[-1]
+def did_you_mean(value: str, choices: Iterable[str], prefix: str = "") -> str:
+    """A hint at the choice nearest to another value: by the whole name, else by its last part alone; "" if none is."""
+    names = list(choices)
+    found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    last = value.rsplit(".", 1)[-1]
     by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}  # if equal, the first wins: the run's own
     same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
     if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
         found = [by_last[same_last[0]]]
-    return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
-
-
-def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """A hint at the choice of a setting nearest to another value; "" if none is near."""
-    found = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
+    return f"; did you mean {prefix}{found[0]}?" if found else ""
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_record, write_result
+from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_result
 from llmdistill.config.side_by_side import SideBySideConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import file_name
+from llmdistill.files import file_name, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
@@ -146,7 +146,7 @@ class Suite:
         }
         for drawing in scores.drawings:
             save_plot(drawing.figure, models.folder, drawing.name)
-        write_record(models.folder / "results.json", results)
+        write_json(models.folder / "results.json", results)
         table = self.table(results)
         write_page(
             models.folder / "report.md",

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from llmdistill.artifacts import read_record, write_record
+from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import write_text
+from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest
 from llmdistill.messages import say
 from llmdistill.methods import METHODS
@@ -70,7 +70,7 @@ class Trial:
 
     def add_seconds(self, seconds: float) -> None:
         """Add the duration of one more start of the trial to its record."""
-        write_record(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
+        write_json(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
 
 
 @dataclass(frozen=True)

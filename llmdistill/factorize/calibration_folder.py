@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmdistill.artifacts import compare_records, read_record, write_record
+from llmdistill.artifacts import compare_records, read_record
 from llmdistill.errors import UserError
 from llmdistill.factorize.moments import Begun
 from llmdistill.factorize.weighted import WeightedSVD
-from llmdistill.files import cannot_write, is_unused, remove_abandoned, share, temporary_folder
+from llmdistill.files import cannot_write, is_unused, remove_abandoned, share, temporary_folder, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 
 RECORD = "statistics.json"
@@ -37,7 +37,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] =
             save_file({key: each.cpu().contiguous() for key, each in tensors.items()}, part, dict(words))
             share(part)
             # The entry first: tensors that are there after a kill always have theirs.
-            write_record(file.with_suffix(".json"), file_entry(part))
+            write_json(file.with_suffix(".json"), file_entry(part))
             os.replace(part, file)
     except (OSError, SafetensorError) as error:
         raise cannot_write(file, error) from error
@@ -110,7 +110,7 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         subject = f"{subject}: it holds statistics of another measurement"
         compare_records(old, record, finished=False, subject=subject, remedy=remedy)
         if old is None:
-            write_record(folder / RECORD, record)
+            write_json(folder / RECORD, record)
         for each in (folder, self._factors, folder / "sums"):
             each.mkdir(exist_ok=True)
             remove_abandoned(each)

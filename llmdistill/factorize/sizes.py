@@ -5,7 +5,6 @@ A model on the meta device is enough.
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import Form
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import (
@@ -239,10 +239,10 @@ def _by_pattern(
     """Each name with the first pattern that matches it and its value. Raises UserError for a pattern without match."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names)[:3]
+            hint = did_you_mean(pattern, names) or f", such as {next(iter(names))}"
             raise UserError(
-                f"pattern {pattern!r} in {key} matches no linear of the transformer layers; the nearest are "
-                f"{', '.join(near)} (a pattern covers the whole name: *.q_proj)"
+                f"pattern {pattern!r} in {key} matches no linear of the transformer layers{hint} "
+                "(a pattern covers the whole name: *.q_proj)"
             )
     for name in names:
         first = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

@@ -1,8 +1,8 @@
 """The file of a teacher's answers: its rows, the record of who wrote it, and the finished batches before it exists.
 
 OUTPUT.provenance.json beside the finished file says which model wrote it. Until then OUTPUT.parts holds request.json
-with the request, and rank-R.jsonl with one line per batch, {"batch": number, "rows": {prompt: token ids}} and its
-checksum. It does not matter which rank wrote a line, so the generation can be resumed on any number of ranks.
+with the request, and rank-R.jsonl with one line per batch, {"batch": number, "rows": {prompt: token ids}}. It does not
+matter which rank wrote a line, so the generation can be resumed on any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import compare_records, opened, read_record, sealed, write_record
+from llmdistill.artifacts import compare_records, read_record
 from llmdistill.data.examples import Example
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.files import write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.models.companions import downloaded
 
@@ -112,7 +113,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
-        write_record(parts / "request.json", request)
+        write_json(parts / "request.json", request)
     side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
         _drop_torn_line(file)
@@ -139,7 +140,7 @@ def _drop_torn_line(file: Path) -> None:
 def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:
     """Append a finished batch to the file of this rank."""
     with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(sealed({"batch": number, "rows": rows}), separators=(",", ":")) + "\n")
+        file.write(json.dumps({"batch": number, "rows": rows}, separators=(",", ":")) + "\n")
 
 
 def read_batches(output: Path) -> dict[int, Rows]:
@@ -149,10 +150,8 @@ def read_batches(output: Path) -> dict[int, Rows]:
         with path.open("rb") as file:
             for n, line in enumerate(file, start=1):
                 try:
-                    entry = opened(json.loads(line.decode("utf-8")))
-                    if isinstance(entry, str):
-                        raise ValueError(entry)
-                    batches[entry[0]["batch"]] = {int(index): ids for index, ids in entry[0]["rows"].items()}
+                    entry = json.loads(line)
+                    batches[entry["batch"]] = {int(index): ids for index, ids in entry["rows"].items()}
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     raise UserError(f"{path}:{n}: not a finished batch; remove the line to have it redone") from error
     return batches

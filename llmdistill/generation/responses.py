@@ -15,7 +15,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.artifacts import write_record
 from llmdistill.config import ResponseConfig
 from llmdistill.data.chat import answer_ends
 from llmdistill.data.examples import Example
@@ -23,7 +22,7 @@ from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import write_text
+from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprint
 from llmdistill.generation import answers_file, decode
 from llmdistill.generation.answers_file import parts_folder, side_file
@@ -224,5 +223,5 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "versions": installed_versions(("llmdistill", "torch", "transformers", "vllm")),
         "output_sha256": file_sha256(job.output),
     }
-    write_record(side_file(job.output), record)
+    write_json(side_file(job.output), record)
     shutil.rmtree(parts_folder(job.output), ignore_errors=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.artifacts import write_record
-from llmdistill.files import write_json
+from llmdistill.files import byte_size, write_json
 from llmdistill.report.drawings import draw_comparison, save_drawings
-from llmdistill.report.pages import binary_size, signed, write_page
+from llmdistill.report.pages import signed, write_page
 from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
@@ -35,7 +34,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
     results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
     results: dict[str, Any] = _without_prefix(_results(comparison), folder)
-    write_record(folder / "results.json", results)
+    write_json(folder / "results.json", results)
     write_json(folder / "costs.json", {row.key: _costs(row) for row in comparison.rows})
     context = _context(comparison, save_drawings(folder / "plots", draw_comparison(comparison)))
     for kind in ("html", "md"):
@@ -141,7 +140,7 @@ def _held(rows: Sequence[Row]) -> dict[str, str]:
     held: dict[str, list[str]] = {}
     for row in rows:
         if row.checkpoint is not None:
-            held.setdefault(f"{binary_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
+            held.setdefault(f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
     return {", ".join(titles): text for text, titles in held.items()}
 
 

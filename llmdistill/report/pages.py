@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from llmdistill.files import write_text
+from llmdistill.files import byte_size, write_text
 from llmdistill.progress import duration
 from llmdistill.report.record import describe_versions
 from llmdistill.report.spread import show_seeds
@@ -57,16 +57,6 @@ def thousands(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def binary_size(value: float | None) -> str:
-    """Format a number of bytes in KiB, MiB or GiB."""
-    if value is None:
-        return "–"
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if value >= unit:
-            return f"{value / unit:.1f} {name}"
-    return f"{value / 2**10:.1f} KiB"
-
-
 def settings_text(settings: Mapping[str, Any] | None) -> str:
     """Format a grid point in one line."""
     if not settings:
@@ -97,7 +87,7 @@ def relative(path: str, folder: Path) -> str:
 
 
 FILTERS: list[Callable[..., Any]] = [
-    *(figure, precise, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
+    *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code),
     *(describe_versions, relative, show_seeds, show_perplexity),
 ]
 """The filters of the templates."""

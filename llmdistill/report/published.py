@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.artifacts import write_record
+from llmdistill.files import write_json
 from llmdistill.report.column import Column
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.pages import signed, write_page
@@ -126,7 +126,7 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
         own = {"key": line.key, "label": line.label, **place}
         rows.append({**own, "published": list(line.published), "measured": measured})
     results = {"title": report.title, "columns": report.header, "rows": rows, "facts": dict(report.facts)}
-    write_record(folder / "results.json", results)
+    write_json(folder / "results.json", results)
     plots = save_drawings(folder / "plots", draw_rows(report))
     for kind in ("html", "md"):
         write_page(

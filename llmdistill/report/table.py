@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import write_record
+from llmdistill.files import write_json
 from llmdistill.messages import print_result
 from llmdistill.report.answers import read_samples
 from llmdistill.report.drawings import save_drawings
@@ -110,7 +110,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     """Write report.md, report.html and metrics.json, and print the table of the scored models."""
     log = read_metrics_log(folder)
     if not any(key in metrics for key in MODELS):
-        write_record(folder / "metrics.json", metrics)
+        write_json(folder / "metrics.json", metrics)
         loss = _last_loss(log)
         ended = "" if loss is None else f" The {loss[0]} at the end is {loss[1]}."
         print_result(f"No model was to be scored; the run is in {folder}.{ended}")
@@ -132,7 +132,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     }
     for kind in ("md", "html"):
         write_page(folder / f"report.{kind}", f"run.{kind}.j2", **context)
-    write_record(folder / "metrics.json", metrics)  # last: a folder with this file is finished
+    write_json(folder / "metrics.json", metrics)  # last: a folder with this file is finished
     print_table(*table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
     print_result(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from llmdistill.artifacts import State, compare_records, plain, read_record, write_record
+from llmdistill.artifacts import State, compare_records, plain, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.config.marks import marked
-from llmdistill.data.prompts import MINILLM
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, is_unused, remove_abandoned
+from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.run.lower_rate import rate_warnings, with_lowered_rate
 from llmdistill.run.more_steps import METRICS_FILE, forget_end, is_raised, steps_warnings, with_raised_steps
@@ -113,10 +112,7 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
     ds_config = shaping_ds_config(record["ds_config"])
-    shaping = shaping_settings(record["config"])
-    if shaping["data"]["kind"] == "instructions":
-        shaping["data"].setdefault("prompt", MINILLM)  # a record from before there was a choice
-    return {**shaping, **inputs, "ds_config": ds_config}
+    return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> State:
@@ -127,7 +123,7 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
         if old is not None:
             kept = with_lowered_rate(folder, old, new)
             before = _identity(with_raised_steps(folder, kept, new) if may_go_on else kept)
-    except (KeyError, TypeError, AttributeError) as error:  # a record without checksum, as before version 0.6
+    except (KeyError, TypeError, AttributeError) as error:  # of another version, or of something else
         raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
     state = compare_records(
         before,
@@ -212,7 +208,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
     if old is not None and is_raised(old, record):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten
         forget_end(folder)
-    write_record(folder / RUN_FILE, record)
+    write_json(folder / RUN_FILE, record)
     locks += [] if locks else [_lock(folder)]
     return state
 

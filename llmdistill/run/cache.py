@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from llmdistill.artifacts import compare_records, differences, plain, read_record, write_record
+from llmdistill.artifacts import compare_records, differences, plain, read_record
 from llmdistill.batch import POSITIONS, Positions
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import is_unused
+from llmdistill.files import is_unused, write_json
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.assemble import request_of
@@ -168,7 +168,7 @@ def _claim(job: Job) -> list[int]:
     old = None if asked is None else {key: asked.get(key) for key in job.record}
     compare_records(old, job.record, finished=False, subject=subject, remedy=remedy)
     if finished is None:
-        write_record(job.folder / REQUEST_FILE, job.record)
+        write_json(job.folder / REQUEST_FILE, job.record)
     missing = [n for n in range(len(job.shards)) if not is_whole(job.folder, shard_name(n), finished)]
     if not missing and job.has_head and not is_whole(job.folder, HEAD_FILE, finished):
         return [0]  # the head comes with any batch
@@ -188,7 +188,7 @@ def _finish(job: Job) -> dict[str, Any]:
             "start the command again"
         )
     record = {**job.record, "files": entries}
-    write_record(job.folder / CACHE_FILE, record)
+    write_json(job.folder / CACHE_FILE, record)
     for file in (job.folder / REQUEST_FILE, *((job.folder / name).with_suffix(".json") for name in names)):
         file.unlink(missing_ok=True)
     return record

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import plain, write_record
+from llmdistill.artifacts import plain
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
@@ -27,6 +27,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
+from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
 from llmdistill.messages import say
 from llmdistill.models.families import is_causal, shape_of
@@ -103,7 +104,7 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
             "layers": named,
             "influence": found.influence_L.tolist(),
         }
-        write_record(plan.folder / "importance.json", values)
+        write_json(plan.folder / "importance.json", values)
         listed = ", ".join(map(str, named))
         say(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
     return found
@@ -283,7 +284,7 @@ def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: f
         "ranks": dict(found.ranks),
         "spectra": found.spectra(),
     }
-    write_record(folder / WEIGHTING_FILE, values)
+    write_json(folder / WEIGHTING_FILE, values)
     say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]

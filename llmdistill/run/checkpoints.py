@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmdistill.artifacts import MANIFEST, entries_damage, find_record, write_record
+from llmdistill.artifacts import MANIFEST, entries_damage, find_record
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, sync
+from llmdistill.files import cannot_write, sync, write_json
 from llmdistill.fingerprints import file_entry
 from llmdistill.report.metrics_log import METRICS_LOG
 from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
@@ -76,9 +76,9 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 def _open(step: int, path: Path) -> Checkpoint:
     file = path / MANIFEST
-    manifest, damage = find_record(file, {"format": int}, proven=True)
+    manifest, damage = find_record(file, {"format": int})
     if manifest is not None and manifest["format"] == _FORMAT:
-        manifest, damage = find_record(file, _KEYS, proven=True)
+        manifest, damage = find_record(file, _KEYS)
         if manifest is not None and manifest["step"] != step:
             damage = f"{file}: it is of step {manifest['step']}"
     return Checkpoint(path, step, manifest or {}, damage or (None if manifest else f"{file} is missing"))
@@ -104,7 +104,7 @@ def save_checkpoint(
         about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
-        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "loss_modes": loss_modes})
+        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "loss_modes": loss_modes})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
         kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
@@ -185,14 +185,8 @@ def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
 
 
 def _candidates(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints; raises UserError if there are only those of another version."""
+    """Return the complete checkpoints; raises UserError if one is of another format."""
     found = checkpoints(folder)
-    other = next((folder / "checkpoints").glob("step-*/*model_states.pt"), None)
-    if other is not None and not found:
-        raise UserError(
-            f"{other.parent}: a checkpoint of version 0.5 or before, which is pickled and is not read: finish the run "
-            f"with that version, or remove {other.parent.parent} to start it again"
-        )
     for each in found:
         if each.damage is None and each.manifest["format"] != _FORMAT:
             raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def check_made(folder: Path) -> None:
     for name, again in (("untrained", "makes it again"), ("student", "trains it again from the last checkpoint")):
         made = folder / name
         if made.is_dir() and any(made.iterdir()):
-            damage = _damage(made)
+            damage = folder_damage(made)
             if damage is not None:
                 raise UserError(f"{damage}; remove {made}, and the same command {again}")
     damage = manifest_damage(folder) if (folder / "student").is_dir() else None
@@ -34,18 +33,6 @@ def check_made(folder: Path) -> None:
         raise UserError(
             f"{damage}; put the log back as it was, or remove {folder / MANIFEST} to have it reported as it is"
         )
-
-
-def _damage(made: Path) -> str | None:
-    if (made / MANIFEST).exists():
-        return folder_damage(made)
-    if not (made / "config.json").is_file():
-        return f"{made / 'config.json'} is missing"
-    logging.getLogger(__name__).warning(
-        "warning: %s has no %s, so nothing shows that it is as it was written (by version 0.5 or before)",
-        *(made, MANIFEST),
-    )
-    return None
 
 
 def check_log(folder: Path, step: int, entry: Mapping[str, Any] | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmdistill.config.command_line import to_dict
 from llmdistill.data.prompts import describe_prompt
+from llmdistill.files import byte_size
 from llmdistill.run.disk import DiskNeed
 from llmdistill.run.plan import Plan
 
@@ -55,7 +56,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
 def cost(plan: Plan) -> str:
     """Describe the estimate of the cost, and the room that the run takes on the disk, in one line."""
     found = estimate(plan)
-    room = f"up to {DiskNeed.of(plan).total / 1e9:.2g} GB on the disk"
+    room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if found is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
     hours = f"{found['a100_hours']:.2g} hours of an A100"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmdistill.errors import UserError
-from llmdistill.files import nearest
+from llmdistill.files import byte_size, nearest
 from llmdistill.run.plan import Plan
 
 _STATE_BYTES = 12
@@ -50,7 +50,7 @@ class DiskNeed:
         """Say it as part of a sentence."""
         parts = [(self.checkpoints, "checkpoint", self.checkpoint), (self.students, "student", self.student)]
         return " and ".join(
-            f"{number} {what}{'s' if number > 1 else ''} of {_size(size)}"
+            f"{number} {what}{'s' if number > 1 else ''} of {byte_size(size)}"
             for number, what, size in parts
             if number * size
         )
@@ -65,8 +65,8 @@ def check_disk(plan: Plan) -> None:
     free = shutil.disk_usage(there).free
     if missing > free:
         raise UserError(
-            f"output_dir {plan.folder}: the run needs {_size(missing)} more there ({need}), and the disk of {there} "
-            f"has {_size(free)} free: free some, choose another output_dir, or lower train.keep_checkpoints"
+            f"output_dir {plan.folder}: the run needs {byte_size(missing)} more there ({need}), and the disk of "
+            f"{there} has {byte_size(free)} free: free some, choose another output_dir, or lower train.keep_checkpoints"
         )
 
 
@@ -75,7 +75,3 @@ def _held(folder: Path) -> int:
     parts = ("checkpoints", "untrained", "student", "best")
     files = (file for part in parts for file in (folder / part).rglob("*") if file.is_file())
     return sum(file.stat().st_size for file in files)
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import read_record, write_record
+from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.errors import UserError
+from llmdistill.files import write_json
 from llmdistill.report.metrics_log import METRICS_LOG, Log, row_of
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import warn_main
@@ -222,7 +223,7 @@ def monitors(config: RunConfig, deepspeed: Any, start: int, world: World) -> Ite
     finally:
         found.close(whole=whole)
         if record:
-            write_record(file, {name: {**entry, "sent": found.sent.get(name)} for name, entry in record.items()})
+            write_json(file, {name: {**entry, "sent": found.sent.get(name)} for name, entry in record.items()})
 
 
 def _forget_after(deepspeed: Any, start: int) -> None:
@@ -257,7 +258,7 @@ def _open(found: Monitors, config: RunConfig, file: Path, start: int) -> dict[st
             raise _failed(name, error) from error
         found.add(name, tracker, last)
         record[name] = {"id": tracker.id, "shaping": shaping, "sent": None}
-    write_record(file, record)
+    write_json(file, record)
     return record
 
 

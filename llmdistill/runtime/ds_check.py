@@ -1,20 +1,17 @@
-"""Checks a DeepSpeed configuration by DeepSpeed's own reader, so that its keys and types are not listed again here."""
+"""Checks a DeepSpeed configuration by DeepSpeed's own models, before anything that takes long."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, get_args
 
-from llmdistill.config.strict import nearest
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
-_WITHOUT_DEFAULT: dict[str, type] = {"steps_per_print": int}
-"""Types of keys whose default in DeepSpeed is None."""
-_OF_ENGINE = {"sequence_parallel_size", "vocabulary_size"}
-"""Keys that DeepSpeed reads in some environments only."""
 _OF_ADAM = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
 """Parameters of Adam and AdamW that DeepSpeed removes before it makes the optimizer."""
 
@@ -28,15 +25,13 @@ def check_ds_config(resolved: dict[str, Any], path: str) -> None:
     with _quiet():
         from deepspeed.runtime.config import DeepSpeedConfig
 
-        # DeepSpeed computes the whole batch from its parts; the ranks may not have joined yet.
-        watched = _Watched({key: value for key, value in resolved.items() if key != "train_batch_size"}, path)
-        with _refusals(path, watched):
-            DeepSpeedConfig(watched)
-    unread = next(watched.unread(), None)
-    if unread is not None:
-        key, known = unread
-        raise _unknown(path, key, known)
-    _check_optimizer(resolved["optimizer"], path)
+        _validate(_top_level(), resolved, path)
+        try:  # DeepSpeed computes the whole batch from its parts; the ranks may not have joined yet
+            DeepSpeedConfig({key: value for key, value in resolved.items() if key != "train_batch_size"})
+        except Exception as error:  # it compares settings with each other, by several types of exceptions
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{path}: DeepSpeed refuses the configuration ({said}); fix or remove the key") from error
+        _check_optimizer(resolved["optimizer"], path)
 
 
 def check_zero(settings: dict[str, Any], where: str) -> None:
@@ -44,8 +39,7 @@ def check_zero(settings: dict[str, Any], where: str) -> None:
     with _quiet():
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        with _refusals(where, None):
-            DeepSpeedZeroConfig(**settings)
+        _validate(DeepSpeedZeroConfig, settings, where)
 
 
 @contextmanager
@@ -59,127 +53,93 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Watched(dict[str, Any]):
-    """A block of a configuration that notes which of its keys are read, and which was read last.
+@cache
+def _top_level() -> Any:
+    """Return a pydantic model of all keys: DeepSpeed has models of most blocks, but none of the whole file."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.runtime import config as ds
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-    A value must have the type of the default that its reader gives, which DeepSpeed does not check for plain keys.
-    """
-
-    def __init__(self, block: dict[str, Any], path: str, prefix: str = "", root: _Watched | None = None) -> None:
-        self.path, self.prefix, self.root = path, prefix, self if root is None else root
-        self.asked: set[str] = set()
-        self.whole = False
-        """Whether a class of DeepSpeed has taken the block as a whole: then it checks the keys itself."""
-        self.last = self.place = ""
-        """Of the root: the last of its own keys that was read, and the block that was then taken as a whole."""
-        blocks = {
-            key: _Watched(v, path, f"{prefix}{key}.", self.root) for key, v in block.items() if isinstance(v, dict)
-        }
-        super().__init__({**block, **blocks})
-
-    def _note(self, key: object) -> None:
-        self.asked.add(str(key))
-        if self.root is self:
-            self.last, self.place = str(key), ""
-
-    def __copy__(self) -> _Watched:
-        return self
-
-    def __contains__(self, key: object) -> bool:
-        self._note(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self._note(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, and check it by the type of the reader's default."""
-        self._note(key)
-        if not super().__contains__(key):
-            return default
-        value = super().__getitem__(key)
-        kind = _WITHOUT_DEFAULT.get(key, type(default))
-        if kind in _KINDS and not (isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind is bool)):
-            raise _refused(self.path, f"{self.prefix}{key}", value, f"expected {_NAMES[kind]}")
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        self.whole, self.root.place = True, self.prefix
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """Return the block itself, so that a look at one key and a walk over all keys are told apart."""
-        return self
-
-    def items(self) -> Any:
-        """Return keys and values; the block is taken as a whole."""
-        return [(key, dict.__getitem__(self, key)) for key in self]
-
-    def unread(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the keys that nothing has read, with all that were asked for beside them."""
-        if self.whole or (not self.asked and self.root is not self):  # a class has taken it, or the one around it has
-            return
-        if self.prefix == "optimizer.params.":  # see _check_optimizer
-            return
-        for key, value in dict.items(self):
-            name = f"{self.prefix}{key}"
-            if key not in self.asked and name not in _OF_ENGINE:
-                yield name, [f"{self.prefix}{each}" for each in sorted(self.asked)]
-            elif isinstance(value, _Watched):
-                yield from value.unread()
+    numbers = (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        *("steps_per_print", "gradient_predivide_factor", "sequence_parallel_size", "vocabulary_size"),
+    )
+    switches = (
+        *("prescale_gradients", "disable_allgather", "dump_state", "disable_python_gc", "wall_clock_breakdown"),
+        *("memory_breakdown", "dataloader_drop_last", "managed_gradient_accumulation", "zero_allow_untested_optimizer"),
+        *("zero_force_ds_cpu_optimizer", "use_data_before_expert_parallelism"),
+    )
+    checked_by_deepspeed = (
+        *("communication_data_type", "seq_parallel_communication_data_type", "gradient_allreduce_op", "log_level"),
+        *("scheduler", "pipeline", "autotuning", "data_efficiency", "datastates_ckpt", "expert_parallel"),
+    )
+    data_types = ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")
+    return _model(
+        "ds_config",
+        **dict.fromkeys(numbers, 0.0),
+        **dict.fromkeys(switches, False),
+        **dict.fromkeys(checked_by_deepspeed),
+        **{name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()},
+        zero_optimization=DeepSpeedZeroConfig,
+        bf16=DeepSpeedBF16Config,
+        bfloat16=DeepSpeedBF16Config,
+        fp16=DeepSpeedFP16Config,
+        comms_logger=CommsLoggerConfig,
+        hybrid_engine=ds.HybridEngineConfig,
+        compile=ds.CompileConfig,
+        weight_quantization=ds.WeightQuantConfig,
+        tensor_parallel=ds.get_tensor_parallel_config({}).__class__,
+        timers=_model("timers", throughput=DeepSpeedThroughputTimerConfig),
+        aio=_model("aio", **AIO_DEFAULT_DICT),
+        flops_profiler=_model("flops_profiler", **vars(ds.DeepSpeedFlopsProfilerConfig({}))),
+        activation_checkpointing=_model("activations", **vars(ds.DeepSpeedActivationCheckpointingConfig({}))),
+        torch_autocast=_model("torch_autocast", enabled=False, dtype=None, lower_precision_safe_modules=list),
+        data_types=_model("data_types", **dict.fromkeys(data_types)),
+        optimizer=_model("optimizer", type="", params=dict, legacy_fusion=False),
+        checkpoint=_model(
+            "checkpoint",
+            **{"tag_validation": "", "checkpoint_serialization": False, "writer": dict},
+            **{"load_universal": False, "use_node_local_storage": False},
+            parallel_write=_model("parallel_write", pipeline_stage=False),
+        ),
+    )
 
 
-_KINDS: dict[type, tuple[type, ...]] = {
-    bool: (bool,),
-    int: (int, float),
-    float: (int, float),
-    str: (str,),
-    dict: (dict,),
-}
-_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a text", dict: "a block"}
+def _model(name: str, **keys: Any) -> Any:
+    """Return a pydantic model of optional keys, each given by its type or by a value of its type; None fits all."""
+    from pydantic import ConfigDict, StrictBool, StrictFloat, StrictStr, create_model
+
+    plain = {bool: StrictBool, int: StrictFloat, float: StrictFloat, str: StrictStr, type(None): Any}
+    fields: dict[str, Any] = {key: (plain.get(type(kind), kind), None) for key, kind in keys.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
-@contextmanager
-def _refusals(path: str, watched: _Watched | None) -> Iterator[None]:
-    """Turn what DeepSpeed's reader raises into one sentence."""
+def _validate(model: Any, values: dict[str, Any], path: str) -> None:
+    """Raise a UserError for the first key or value that a pydantic model refuses."""
     from pydantic import ValidationError
 
     try:
-        yield
-    except UserError:
-        raise
+        model(**values)
     except ValidationError as error:
         wrong = error.errors()[0]
-        prefix = "" if watched is None else watched.place
-        key = prefix + ".".join(map(str, wrong["loc"]))
+        *parents, name = map(str, wrong["loc"])
+        key = ".".join([*parents, name])
         if wrong["type"] == "extra_forbidden":
-            raise _unknown(path, key, [f"{prefix}{each}" for each in _fields(error.title, wrong["loc"])]) from error
-        raise _refused(path, key, wrong["input"], wrong["msg"][:1].lower() + wrong["msg"][1:]) from error
-    except Exception as error:  # its own checks raise several types, assertions among them
-        said = " ".join(str(error).split()) or type(error).__name__
-        if watched is not None and dict.__contains__(watched, watched.last):
-            raise _refused(path, watched.last, dict.__getitem__(watched, watched.last), said) from error
-        raise UserError(f"{path}: DeepSpeed refuses the configuration ({said}); fix or remove the key") from error
+            for parent in parents:
+                kind = _keys(model)[parent]
+                model = next(each for each in (kind, *get_args(kind)) if hasattr(each, "model_fields"))
+            hint = did_you_mean(key, [".".join([*parents, each]) for each in _keys(model)])
+            raise UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; fix or remove it") from error
+        given, why = repr(wrong["input"]), wrong["msg"][:1].lower() + wrong["msg"][1:]
+        given = given if len(given) <= 60 else f"{given[:57]}..."
+        raise UserError(f"{path}: {key} is {given}: DeepSpeed refuses it ({why}); fix or remove it") from error
 
 
-def _fields(title: str, place: tuple[int | str, ...]) -> list[str]:
-    """Return the keys that a class of DeepSpeed knows at a place, with those before them."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    models, found = [DeepSpeedConfigModel], dict[str, Any]()
-    for model in models:
-        models += model.__subclasses__()
-        found[model.__name__] = model
-    model = found.get(title)
-    for name in place[:-1]:
-        field = None if model is None else _named(model).get(str(name))
-        model = next((each for each in found.values() if field is not None and each.__name__ in str(field)), None)
-    parents = "".join(f"{name}." for name in place[:-1])
-    return [] if model is None else [f"{parents}{name}" for name in _named(model)]
-
-
-def _named(model: Any) -> dict[str, Any]:
+def _keys(model: Any) -> dict[str, Any]:
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
@@ -189,7 +149,7 @@ def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
     known = _optimizers()
     name = str(kind) if str(kind) in known else str(kind).lower()
     if name not in known:
-        hint = nearest(str(kind), known).partition("; --help")[0]
+        hint = did_you_mean(str(kind), known)
         raise UserError(f"{path}: optimizer.type is {kind!r}, which DeepSpeed does not have{hint}; take AdamW")
     classes = known[name][:1] if params.get("torch_adam") else known[name]
     if not classes:
@@ -223,17 +183,3 @@ def _optimizers() -> dict[str, list[Any]]:
     }
     of_torch = {name: [each] for name, each in vars(torch.optim).items() if isinstance(each, type)}
     return {**of_torch, "Adam": adams, "AdamW": adams, **{name: [] for name in DEEPSPEED_OPTIMIZERS}, **own}
-
-
-def _unknown(path: str, key: str, known: list[str]) -> UserError:
-    hint = nearest(key, known).replace("; --help lists them all", "")
-    return UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; fix or remove it")
-
-
-def _refused(path: str, key: str, value: object, why: str) -> UserError:
-    return UserError(f"{path}: {key} is {_shown(value)}: DeepSpeed refuses it ({why}); fix or remove it")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

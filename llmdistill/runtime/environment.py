@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from llmdistill.errors import UserError
-from llmdistill.files import check_writable, nearest
+from llmdistill.files import byte_size, check_writable, nearest
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
 
@@ -123,9 +123,10 @@ def disk(folder: Path, needed_bytes: int | None) -> Finding:
         said, _, remedy = str(error).partition("; ")
         return Finding("failure", "disk", said, remedy or "give another --output_dir")
     free = shutil.disk_usage(there).free
+    said = f"{byte_size(free)} free at {there}"
     if needed_bytes is None:
-        return Finding("ok", "disk", f"{free / 1e9:.1f} GB free at {there}")
-    said = f"{free / 1e9:.1f} GB free at {there}, of which the run needs about {needed_bytes / 1e9:.2g} GB"
+        return Finding("ok", "disk", said)
+    said += f", of which the run needs about {byte_size(needed_bytes)}"
     if free < needed_bytes:
         remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
         return Finding("failure", "disk", said, remedy or "give another --output_dir")

@@ -5,11 +5,11 @@ A new task is a class of `base.Task` in a file of its own, and an entry in TASKS
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
     plain = _plain(name)
     if not is_task(name):
         known = [each for each in TASKS if each not in _KINDS]
-        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{key}: there is no task {name!r}{hint} (there are {', '.join(known)})")
+        raise UserError(f"{key}: there is no task {name!r}{did_you_mean(plain, known)} (there are {', '.join(known)})")
     return plain
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import write_record
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
@@ -21,7 +20,7 @@ from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_text
+from llmdistill.files import write_json, write_text
 from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
 from llmdistill.models.configs import load_config
@@ -218,5 +217,5 @@ def evaluate_model(
         "texts": of_texts,
     }
     if output_dir is not None and world.is_main:
-        write_record(output_dir / "metrics.json", result)
+        write_json(output_dir / "metrics.json", result)
     return result

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import differences, entries_damage, entries_of, find_record, write_record
+from llmdistill.artifacts import differences, entries_damage, entries_of, find_record
+from llmdistill.files import write_json
 from llmdistill.messages import say
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
@@ -58,10 +59,10 @@ class ScoreBook:
             kept.pop(set_name, None)
             score = self.data.score_set(set_name, scored)
             if self.world.is_main:
-                others = {file for each in kept.values() for file in each.get("files", {})}
+                others = {file for each in kept.values() for file in each["files"]}
                 own = [file for file in _files(predictions) if file not in others]
                 kept[set_name] = {"asked": asked, "score": score, "files": entries_of(predictions, own)}
-                write_record(file, kept)
+                write_json(file, kept)
         kept = broadcast_object(kept)
         summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
         if self.world.is_main:
@@ -73,9 +74,9 @@ class ScoreBook:
         record, damage = find_record(file)
         found: dict[str, Any] = {}
         for set_name, kept in (record or {}).items():
-            if isinstance(kept, dict) and {"asked", "score"} <= kept.keys():
+            if isinstance(kept, dict) and {"asked", "score", "files"} <= kept.keys():
                 found[set_name] = kept
-                damage = damage or entries_damage(predictions, kept.get("files", {}))
+                damage = damage or entries_damage(predictions, kept["files"])
         if damage is not None:
             warn_main(f"{damage}: the model is scored again", self.world)
         return found if damage is None else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 _MAIN_METRICS = ("acc_norm", "acc", "exact_match")
@@ -62,8 +62,7 @@ def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
     known = [str(name) for name in manager.all_tasks]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known)
             raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}{hint} (lm_eval ls tasks lists them)")
     return ZeroShotTasks(names=tuple(names), manager=manager)
 

@@ -28,10 +28,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmdistill.artifacts import entries_damage, read_record, write_record
+from llmdistill.artifacts import entries_damage, read_record
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
-from llmdistill.files import share
+from llmdistill.files import share, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.teacher.request import place_of
@@ -60,7 +60,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], metada
     share(part)
     entry = file_entry(part)
     os.replace(part, file)
-    write_record(file.with_suffix(".json"), entry)
+    write_json(file.with_suffix(".json"), entry)
 
 
 def is_whole(folder: Path, name: str, record: Mapping[str, Any] | None) -> bool:

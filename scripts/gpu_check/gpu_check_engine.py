@@ -21,10 +21,11 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from llmdistill.artifacts import entries_of, write_record
+from llmdistill.artifacts import entries_of
 from llmdistill.batch import POSITIONS, Batch, HeadInputs
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
+from llmdistill.files import write_json
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
@@ -175,7 +176,7 @@ def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder:
         write_tensors(folder, HEAD_FILE, {"weight": head.weight.cpu()}, {})
         names.append(HEAD_FILE)
     held = {**request.record(), "top_k": settings.kept_top_k}
-    write_record(folder / CACHE_FILE, {"held": held, "data": {}, "files": entries_of(folder, names)})
+    write_json(folder / CACHE_FILE, {"held": held, "data": {}, "files": entries_of(folder, names)})
     return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
 
 

@@ -89,16 +89,6 @@ def calibrated(shop: Shop) -> Path:
     return folder
 
 
-def half_answered(shop: Shop) -> Path:
-    """What a kill after some answers leaves."""
-    folder = shop.folder / "damaged" / "half-answered"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        done = shop.run(SCENARIOS["generate"], folder, ranks=1, fault=Fault("kill", mark="generating", call=9))
-        assert done.struck is not None, done.said
-    return folder
-
-
 def tokens(shop: Shop) -> Path:
     """The tokens of a run's data, in a folder of its own."""
     folder = shop.folder / "damaged" / "tokens"
@@ -145,7 +135,6 @@ TARGETS = (
     Damaged("unfinished cache", unfinished_cache, CACHE),
     Damaged("calibration folder", calibrated, SCENARIOS["weighted"], within="cal"),
     Damaged("answers, same command", lambda shop: shop.reference(GENERATE, 1), GENERATE, finished=True),
-    Damaged("unfinished answers", half_answered, GENERATE),
     Damaged(
         "tokens of the data",
         tokens,
@@ -157,13 +146,13 @@ TARGETS = (
 
 
 def places(shop: Shop, each: int, targets: Sequence[Damaged] = TARGETS) -> list[tuple[Damaged, str, int]]:
-    """For each file of each target some bytes of it, by the dice of the seed."""
+    """For each file of each target some bytes of it, by the dice of the seed; plain JSON has no hash."""
     found = []
     for number, target in enumerate(targets):
         dice, folder = shop.random("bytes", number), target.make(shop)
         for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0):
             name = str(file.relative_to(folder))
-            if name.startswith(target.within) and "tfevents" not in name:
+            if name.startswith(target.within) and "tfevents" not in name and file.suffix != ".json":
                 found += [(target, name, dice.randrange(file.stat().st_size)) for _ in range(each)]
     return found
 

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import write_record
-
 _VOLATILE = (
     *("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions"),
     "sha256",
@@ -111,14 +109,6 @@ def logged_steps(folder: Path) -> list[int]:
 def move_records(folder: Path, original: Path, *, besides: Path | None = None) -> None:
     """Make a copied folder one that was made where it is: records name the folder that they were made in."""
     for path in folder.rglob("*.json"):
-        if path == besides:
-            continue
-        text = path.read_text(encoding="utf-8")
-        if str(original) not in text:
-            continue
-        content = json.loads(text.replace(str(original), str(folder)))
-        if isinstance(content, dict) and "content_sha256" in content:
-            del content["content_sha256"]
-            write_record(path, content)
-        else:
-            path.write_text(json.dumps(content), encoding="utf-8")
+        if path != besides:
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(str(original), str(folder)), encoding="utf-8")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from llmdistill.artifacts import read_record, write_record
+from llmdistill.artifacts import read_record
+from llmdistill.files import write_json
 from llmdistill.report.metrics_log import read_metrics_log
 
 from support import interrupted_copy, largest_difference
@@ -76,7 +77,7 @@ def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, laun
     assert largest_difference(folder, whole) == 0
     record = read_record(folder / "run.json", remedy="")
     record["inputs"]["teacher.cache"] = "sha256:0"
-    write_record(folder / "run.json", record)
+    write_json(folder / "run.json", record)
     said = launch(*words, "--teacher.cache", str(alone), code=2).stderr
     assert "content of teacher.cache was sha256:0" in said
 

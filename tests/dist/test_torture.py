@@ -63,12 +63,12 @@ def test_flipped_bytes_are_named_and_one_that_nothing_looks_at_is_reported(shop,
     answers = next(target for target in TARGETS if target.name == "answers, same command")
     folder = tmp_path / "more"
     shutil.copytree(answers.make(shop), folder)
-    (folder / "more.json").write_text("{}")
+    (folder / "more.bin").write_text("{}")
     beside = Damaged("a file that no command knows", lambda _: folder, answers.scenario, within="more", finished=True)
     tally = bytes_flipped(shop, each=1, targets=(answers, beside))
-    assert dict(tally.figures)["bytes flipped"].startswith("3, of which 1 ")
-    assert dict(tally.figures)["  answers, same command"] == "named 2"
-    assert "more.json" in tally.failures[0]
+    assert dict(tally.figures)["bytes flipped"].startswith("2, of which 1 ")
+    assert dict(tally.figures)["  answers, same command"] == "named 1"
+    assert "more.bin" in tally.failures[0]
 
 
 def test_what_differs_is_seen(shop, tmp_path):

@@ -14,13 +14,26 @@ from pathlib import Path
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, remove_abandoned, temporary_folder, write_json
+from llmdistill.files import byte_size, new_folder, remove_abandoned, temporary_folder, write_json
 
 
 def test_json_is_written_whole(tmp_path):
     write_json(tmp_path / "new" / "a.json", {"x": "é"})
     assert json.loads((tmp_path / "new" / "a.json").read_text(encoding="utf-8")) == {"x": "é"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
+
+
+def test_sizes_have_the_unit_that_fits():
+    sizes = (None, 0, 1_550, 999_999, 1_000_000, 999_990_000, 1_234_560_000_000)
+    assert [byte_size(size) for size in sizes] == [
+        "–",
+        "0.0 kB",
+        "1.6 kB",
+        "1000.0 kB",
+        "1.0 MB",
+        "1,000.0 MB",
+        "1,234.6 GB",
+    ]
 
 
 def test_folder_gets_its_name_only_at_the_end(tmp_path):

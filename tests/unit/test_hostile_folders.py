@@ -12,7 +12,8 @@ import torch
 from hostile import refuses
 from safetensors.torch import save_file
 
-from llmdistill.artifacts import MANIFEST, entries_damage, entries_of, manifest_damage, write_record
+from llmdistill.artifacts import MANIFEST, entries_damage, entries_of, manifest_damage
+from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.adapters import of_base
 from llmdistill.runtime.distributed import World
@@ -20,9 +21,9 @@ from llmdistill.teacher.cache_folder import CACHE_FILE, CacheFolder, shard_name
 
 PROVEN = {"bytes": 1, "sha256": "0"}
 ENTRIES = [
-    ({"a": 5}, "it has no size and sha256 of a"),
-    ({"a": {"bytes": 1}}, "it has no size and sha256 of a"),
-    ({"a": {"bytes": "1", "sha256": "0"}}, "it has no size and sha256 of a"),
+    ({"a": 5}, "a: nothing tells its size and sha256"),
+    ({"a": {"bytes": 1}}, "a: nothing tells its size and sha256"),
+    ({"a": {"bytes": "1", "sha256": "0"}}, "a: nothing tells its size and sha256"),
     ({"n" * 5_000: PROVEN}, "is missing"),
     ({"a\0b": PROVEN}, "is missing"),
 ]
@@ -30,11 +31,11 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("files", "said"), ENTRIES, ids=lambda each: str(each)[:40])
 def test_the_entries_of_a_manifest(tmp_path: Path, files: dict[str, Any], said: str) -> None:
-    write_record(tmp_path / MANIFEST, {"files": files})
+    write_json(tmp_path / MANIFEST, {"files": files})
     damage = manifest_damage(tmp_path)
     assert damage is not None
     assert said in damage
-    write_record(tmp_path / CACHE_FILE, {"files": files, "held": {}, "data": {}})
+    write_json(tmp_path / CACHE_FILE, {"files": files, "held": {}, "data": {}})
     refuses(said, lambda: CacheFolder(tmp_path).check_files(World(0, 1, torch.device("cpu"))))
 
 
@@ -56,13 +57,13 @@ def test_a_shard_that_is_none(tmp_path: Path, tensors: Any, metadata: Any) -> No
     file = tmp_path / shard_name(0)
     file.parent.mkdir()
     save_file(tensors, file, metadata)
-    write_record(tmp_path / CACHE_FILE, {"files": entries_of(tmp_path, [shard_name(0)]), "held": {}, "data": {}})
+    write_json(tmp_path / CACHE_FILE, {"files": entries_of(tmp_path, [shard_name(0)]), "held": {}, "data": {}})
     refuses("cannot be read as a shard of a teacher's cache", lambda: CacheFolder(tmp_path).missing([1]))
     refuses("cannot be read as a shard of a teacher's cache", lambda: CacheFolder(tmp_path).scaling)
 
 
 def test_a_cache_without_shards(tmp_path: Path) -> None:
-    write_record(tmp_path / CACHE_FILE, {"files": {}, "held": {}, "data": {}})
+    write_json(tmp_path / CACHE_FILE, {"files": {}, "held": {}, "data": {}})
     refuses("cache.json: it names no shard", lambda: CacheFolder(tmp_path).missing([1]))
 
 

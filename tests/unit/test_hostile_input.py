@@ -22,6 +22,7 @@ from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.errors import UserError, check_name
 from llmdistill.files import check_writable, json_lines, new_folder, refused_by_system, write_json
 from llmdistill.methods import METHODS
+from llmdistill.runtime import ds_check
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
@@ -61,9 +62,13 @@ DS_CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"checkpoint": {"tag_validaton": "Warn"}}, "did you mean checkpoint.tag_validation?"),
     ({"flops_profiler": {"profile_stp": 1}}, "did you mean flops_profiler.profile_step?"),
     ({"aio": 5}, "aio is 5: DeepSpeed refuses it"),
-    ({"steps_per_print": "1e3"}, "steps_per_print is '1e3': DeepSpeed refuses it (expected a number)"),
-    ({"wall_clock_breakdown": "x"}, "wall_clock_breakdown is 'x': DeepSpeed refuses it (expected true or false)"),
-    ({"optimizer": {"type": 5}}, "optimizer is {'type': 5"),
+    ({"steps_per_print": "1e3"}, "steps_per_print is '1e3': DeepSpeed refuses it (input should be a valid number)"),
+    (
+        {"wall_clock_breakdown": "x"},
+        "wall_clock_breakdown is 'x': DeepSpeed refuses it (input should be a valid bo",
+    ),
+    ({"optimizer": {"type": 5}}, "optimizer.type is 5: DeepSpeed refuses it (input should be a valid string)"),
+    ({"gradient_allreduce_op": "sume"}, "DeepSpeed refuses the configuration (Invalid gradient_allreduce_op."),
     ({"optimizer": {"type": "Adem"}}, "optimizer.type is 'Adem', which DeepSpeed does not have; did you mean Adam?"),
     ({"optimizer": {"type": "SGD"}}, "optimizer.params.betas: SGD has no such parameter"),
     ({"optimizer": {"params": {"beta": 1}}}, "optimizer.params.beta: AdamW has no such parameter, only"),
@@ -121,6 +126,28 @@ ACCEPTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", ACCEPTED, ids=lambda each: ", ".join(each))
 def test_what_deepspeed_knows_is_not_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     check(ds_file(tmp_path, change))
+
+
+def test_every_key_that_deepspeed_reads_is_known() -> None:
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
+
+    read: set[str] = set()
+
+    class Watched(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            read.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+    DeepSpeedConfig(Watched(train_micro_batch_size_per_gpu=1))
+    assert len(read) > 40
+    assert read - _REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() <= ds_check._keys(ds_check._top_level()).keys()
 
 
 def test_a_ds_config_is_checked_before_anything_is_read(
@@ -359,7 +386,7 @@ def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full()))
     for call, name in ((student, "student"), (lambda: write_json(tmp_path / "run.json", {}), "run.json")):
-        with pytest.raises(UserError, match=r"MB of .* are free on the disk at /") as caught:
+        with pytest.raises(UserError, match=r"B of .* are free on the disk at /") as caught:
             call()
         assert str(caught.value).startswith(f"{tmp_path / name}: no space left on device, ")
     assert not list(tmp_path.iterdir())

@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from llmdistill.artifacts import read_result, write_record, write_result
+from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import BEST, short_names, teacher_of
 from llmdistill.experiments.fine_tuning.results import averages, results_table, write_report
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.launcher import InProcess, Launcher
-from llmdistill.files import check_writable, file_name
+from llmdistill.files import check_writable, file_name, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import print_result
 from llmdistill.models.configs import load_config
@@ -114,7 +114,7 @@ def evaluate(
         "run": make_record(command, world.size),
     }
     if world.is_main:
-        write_record(first.root / "results.json", results)
+        write_json(first.root / "results.json", results)
         write_report(first.root, results)
     return results
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import manifest_damage, read_record, write_record
+from llmdistill.artifacts import manifest_damage, read_record
 from llmdistill.errors import UserError
+from llmdistill.files import write_json
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.callbacks.base import TrainState
 from llmdistill.runtime.distributed import World, on_main
@@ -89,7 +90,7 @@ class BestStudent:
 
     def _record(self, step: int, value: float, target: Path) -> None:
         record = {"step": step, "metric": self.metric, "value": value, "student": f"{_FOLDER}/{target.name}"}
-        write_record(self.folder / BEST_FILE, record)
+        write_json(self.folder / BEST_FILE, record)
         for other in target.parent.iterdir():
             if other != target:
                 shutil.rmtree(other)

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmdistill.artifacts import write_record
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.files import sync
+from llmdistill.files import sync, write_json
 from llmdistill.run.callbacks.base import StepTerms, TrainState
 from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
@@ -185,12 +184,12 @@ class FiniteSteps:
         kept = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
         on_every(partial(_keep, folder, kept, self.world.rank), self.world)
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
-        on_main(lambda: write_record(folder / "about.json", about), self.world)
+        on_main(lambda: write_json(folder / "about.json", about), self.world)
         return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
 
     def _end(self, step: int, why: str) -> NoReturn:
         record = {"step": step, "learning_rate": self.learning_rate}
-        on_main(lambda: write_record(self.folder / NOT_FINITE / ENDED, record), self.world)
+        on_main(lambda: write_json(self.folder / NOT_FINITE / ENDED, record), self.world)
         error = UserError(why)
         error.everywhere = True
         raise error

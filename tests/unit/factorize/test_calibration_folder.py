@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from damage import flip, kinds
+from damage import damage, kinds
 from safetensors.torch import save_file
 
 from llmdistill.errors import UserError
@@ -125,9 +125,8 @@ def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
     files = [each for (each, *_) in kinds(tmp_path).values()]
     assert len(files) == 3
     for file in files:
-        for place in (3, file.stat().st_size // 2, -3):
-            with flip(file, place), pytest.raises(UserError, match=re.escape(str(file))):
-                KeptFactors(tmp_path, {"seed": 0})[NAME]
+        with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
+            KeptFactors(tmp_path, {"seed": 0})[NAME]
     assert KeptFactors(tmp_path, {"seed": 0})[NAME].tokens == 10**9 + 1
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from llmdistill.artifacts import sealed
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
@@ -90,7 +89,7 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
     }
     assert {key: record[key] for key in expected} == expected
     assert record["settings"]["dtype"] == "fp32"
-    assert json.loads(side_file(output).read_text()) == sealed(record)
+    assert json.loads(side_file(output).read_text()) == record
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
@@ -191,7 +190,7 @@ def test_a_kill_before_the_record_is_written_loses_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(responses, "write_record", die)
+        patch.setattr(responses, "write_json", die)
         generate_responses(str(teacher), str(data), output, SETTINGS)
     assert not side_file(output).exists()
     written = output.read_bytes()

@@ -56,17 +56,6 @@ def test_the_same_run_goes_on_until_it_is_finished(parse, tmp_path):
     assert claim(parse()) is State.FINISHED
 
 
-def test_a_run_from_before_there_was_a_choice_of_prompts_was_asked_by_minillms(parse, tmp_path):
-    claim(parse("--data.prompt", "minillm"))
-    file = tmp_path / "run" / "run.json"
-    record = {key: value for key, value in json.loads(file.read_text()).items() if key != "content_sha256"}
-    del record["config"]["data"]["prompt"]
-    file.write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"data\.prompt was minillm and is now chat"):
-        claim(parse("--data.prompt", "chat"))
-    assert claim(parse("--data.prompt", "minillm")) is State.UNFINISHED
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from llmdistill.artifacts import write_record
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
@@ -21,6 +20,7 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.files import write_json
 from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
@@ -497,10 +497,10 @@ def test_a_run_is_identified_by_the_content_of_its_cache(planned, broken):
     before = run_record(config, 1)["inputs"]
     assert before["teacher.cache"].startswith("sha256:")
     record = read_cache_record(broken)
-    write_record(broken / "cache.json", record | {"model": "moved"})
+    write_json(broken / "cache.json", record | {"model": "moved"})
     assert run_record(config, 1)["inputs"] == before
     record["files"]["head.safetensors"]["sha256"] = "0"
-    write_record(broken / "cache.json", record)
+    write_json(broken / "cache.json", record)
     assert run_record(config, 1)["inputs"] != before
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmdistill.artifacts import write_record
 from llmdistill.config import TrainConfig
+from llmdistill.files import write_json
 from llmdistill.run import more_steps
 from llmdistill.run.callbacks.best import read_best
 from llmdistill.runtime.engine import learning_rate
@@ -78,7 +78,7 @@ def test_the_best_student_so_far_stays_one(base, train, tmp_path):
     train(run, *best)
     # No later student is better than this record says.
     record = {"step": 1, "metric": "loss", "value": -1.0, "student": "best/step-1"}
-    write_record(run / "best.json", record)
+    write_json(run / "best.json", record)
     kept = load_file(run / "student/model.safetensors")
     train(run, *best, "--train.steps", "4")
     assert read_best(run)["value"] == -1.0
