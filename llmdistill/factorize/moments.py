@@ -31,6 +31,8 @@ from llmdistill.runtime.devices import give_back_memory
 
 _CHUNK_BYTES = 1 << 24
 """Bytes of the logits in fp32 that are there at a time."""
+_FEW_TOKENS = 16
+"""As many show which linears read the same tensor; all that is read is kept for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ def run_sampled(
             loss = _sampled_loss(tapped, batch, seed, sums.judged)
             if gradients:
                 loss.backward()
+        give_back_memory()
 
     try:
         run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
@@ -180,7 +183,7 @@ def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
 
 @torch.no_grad()
 def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) -> list[list[str]]:
-    """Group linears that read the same tensor, such as queries, keys and values, by a forward pass on one sequence."""
+    """Group linears that read the same tensor, such as queries, keys and values, by a forward pass on a few tokens."""
     read: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -193,7 +196,7 @@ def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) 
     training = model.training
     tapped = tapped_output(model.eval())
     try:
-        tapped(rows_of(batch, slice(0, 1)).to(model.device))
+        tapped(rows_of(batch, slice(0, 1), _FEW_TOKENS).to(model.device))
     finally:
         tapped.remove()
         model.train(training)
@@ -265,13 +268,13 @@ class _Sums(HookSums):
         first = next((first for each, first in self._read if _identity(each) == _identity(inputs)), None)
         if first is None:
             first = name
-            self._read.append((inputs, name))
+            self._read.append((inputs.detach(), name))  # the graph would hold this object through its hooks
             _add(self._inputs, name, self.rows(inputs))
         self._source.setdefault(name, first)
 
 
 BLOCK = 256
-"""Columns of a moment that are added up at a time, each from its diagonal on: the other half is the same."""
+"""Rows of a moment that are added up at a time, each up to its diagonal: the other half is the same."""
 
 
 def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
@@ -280,9 +283,9 @@ def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
     width = rows.shape[1]
     if name not in sums:
         sums[name] = rows.new_zeros(width, width)
-    for start in range(0, width, BLOCK):
-        here = slice(start, start + BLOCK)
-        sums[name][start:, here].addmm_(rows[:, start:].T, rows[:, here])
+    for end in range(BLOCK, width + BLOCK, BLOCK):
+        here = slice(end - BLOCK, end)
+        sums[name][here, :end].addmm_(rows[:, here].T, rows[:, :end])
 
 
 def _whole(lower: Tensor) -> Tensor:
@@ -335,6 +338,7 @@ def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[
         chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
         if not torch.is_grad_enabled():
             return head.rows
+        give_back_memory()  # what the layers have freed lies between what they keep
         if classes:
             return (head.rows * _sampled_gradients(head, chances_NK[:, 0], seen)).sum()
         # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
@@ -354,20 +358,27 @@ def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
     The logits are there in chunks. `chances_N` are uniform from 0 to 1.
     """
     gradients_NK = torch.empty_like(head.rows)
-    words = head.rows.shape[1] if head.weight is None else len(head.weight)
+    w_VK = head.weight
+    words = head.rows.shape[1] if w_VK is None else len(w_VK)
     count = max(1, _CHUNK_BYTES // (4 * words))
     for start in range(0, len(head.rows), count):
         here = slice(start, start + count)
         rows = head.rows[here]
-        logits = rows if head.weight is None else functional.linear(rows.to(head.weight.dtype), head.weight, head.bias)
-        p_NV = logits.float().sub(logits.amax(-1, keepdim=True)).exp_()
+        logits = rows.clone() if w_VK is None else functional.linear(rows.to(w_VK.dtype), w_VK, head.bias)
+        p_NV = logits.float()
+        p_NV.sub_(p_NV.amax(-1, keepdim=True)).exp_()
         p_NV /= p_NV.sum(-1, keepdim=True)
         seen(p_NV)
-        cumulated = p_NV.cumsum(dim=-1)
-        target = torch.searchsorted(cumulated, (chances_N[here] * cumulated[:, -1])[:, None]).clamp_(max=words - 1)
+        target = _sampled(p_NV, chances_N[here])
         p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
-        gradients_NK[here] = p_NV if head.weight is None else p_NV.to(head.weight.dtype) @ head.weight
+        gradients_NK[here] = p_NV if w_VK is None else p_NV.to(w_VK.dtype) @ w_VK
     return gradients_NK
+
+
+def _sampled(p_NV: Tensor, chances_N: Tensor) -> Tensor:
+    """One class (N, 1) of each row, by uniform random numbers from 0 to 1."""
+    cumulated = p_NV.cumsum(dim=-1)
+    return torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp_(max=p_NV.shape[1] - 1)
 
 
 def _uniform(batch: Batch, width: int, seed: int) -> Tensor:

@@ -120,9 +120,8 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     Raises:
         UserError: the moments are not positive after damping.
     """
-    inputs, gradients = damped_moments(moments, weight.device)
-    inner = torch.linalg.cholesky(inputs)
-    outer = None if gradients is None else torch.linalg.cholesky(gradients)
+    (_, inner), outputs = _damped_moments(moments, weight.device)
+    outer = None if outputs is None else outputs[1]
     whitened = weight.double() @ inner
     if outer is not None:
         whitened = outer.T @ whitened
@@ -147,22 +146,32 @@ def damped_moments(moments: Moments, device: torch.device) -> tuple[Tensor, Tens
     Raises:
         UserError: a moment has no entry over 0.
     """
+    (inputs, _), outputs = _damped_moments(moments, device)
+    return inputs, None if outputs is None else outputs[0]
+
+
+def _damped_moments(moments: Moments, device: torch.device) -> tuple[_Damped, _Damped | None]:
     gradients = None if moments.gradients is None else _damped(moments.gradients.to(device), GRADIENT_DAMPING)
     return _damped(moments.inputs.to(device), INPUT_DAMPING), gradients
 
 
-def _damped(moment: Tensor, damping: float) -> Tensor:
+_Damped = tuple[Tensor, Tensor]
+"""A damped moment and its Cholesky factor."""
+
+
+def _damped(moment: Tensor, damping: float) -> _Damped:
     exact = moment.double()
     mean = exact.diagonal().mean()
     if not mean > 0:
         raise UserError(
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
-    identity = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
     while True:
-        damped = exact + damping * mean * identity
-        if not torch.linalg.cholesky_ex(damped).info:
-            return damped
+        damped = exact.clone()
+        damped.diagonal().add_(damping * mean)
+        root, info = torch.linalg.cholesky_ex(damped)
+        if not info:
+            return damped, root
         # The rounding of fp32 sums follows the strongest direction, which may be far above the mean.
         damping *= 10
 

@@ -65,7 +65,7 @@ def entries(groups: Groups) -> int:
 
 
 def summed(groups: Groups) -> float:
-    """Multiply-adds for each token of these entries: blocks of columns are computed from their diagonal on."""
+    """Multiply-adds for each token of these entries: blocks of rows are computed up to their diagonal."""
     from llmdistill.factorize.moments import BLOCK
 
     def triangle(width: int) -> int:
