@@ -53,7 +53,7 @@ install() {
         # The list is complete, and pip would refuse that one library asks for another with an extra.
         "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --require-hashes --no-deps -r "$ROOT/scripts/hashes.txt"
     fi
-    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
+    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev,docs]"
     echo "$stamp" >"$VENV/.installed"
 }
 

@@ -101,9 +101,12 @@ def relation_kl(
     Args:
         student: both sides of the student's relation.
         teacher: both sides of the teacher's relation.
-        attention_mask, causal, window, horizon: as in `attention_kl`.
+        attention_mask: as in `attention_kl`.
         relation_heads: number of relation heads; must divide the width of each side (after the repetition above) of
             student and teacher.
+        causal: as in `attention_kl`.
+        window: as in `attention_kl`.
+        horizon: as in `attention_kl`.
 
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.

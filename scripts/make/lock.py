@@ -38,7 +38,7 @@ def resolved() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report), "-c", str(constraints)]
-        command = [sys.executable, "-m", "pip", "install", *options, "torch", "-e", f"{ROOT}[dev]"]
+        command = [sys.executable, "-m", "pip", "install", *options, "torch", "-e", f"{ROOT}[dev,docs]"]
         subprocess.run(command, check=True)
         installed: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
     return installed
@@ -61,8 +61,9 @@ def licences(libraries: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Licences of what is installed",
         "",
-        "What an installation with `scripts/constraints.txt` and the `dev` extra brings, with the licence that each",
-        "library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill has the Apache License 2.0.",
+        "What an installation with `scripts/constraints.txt` and the extras `dev` and `docs` brings, with the license",
+        "that each library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill itself has the",
+        "Apache License 2.0.",
         "",
         "| library | version | licence |",
         "|---|---|---|",

@@ -139,7 +139,7 @@ def test_the_plain_loop_is_one_short_file_without_the_engine():
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_a_notebook_that_begins_with_how_to_install_it(script):
     text = script.read_text(encoding="utf-8")
-    assert f"`{script.name}`" in (ROOT / "docs/train.md").read_text(encoding="utf-8")
+    assert f"python scripts/examples/{script.name}\n" in (ROOT / "docs/tutorials.md").read_text(encoding="utf-8")
     assert text.startswith('"""')
     assert "pip install -e ." in text.partition("# %%")[0]
     assert f"python scripts/examples/{script.name}" in text.partition("# %%")[0]
