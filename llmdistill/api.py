@@ -26,7 +26,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
@@ -129,7 +129,7 @@ def sizes(
     search runs on `device`.
 
     Returns:
-        teacher_params, student_params, their ratio and more (see `factorize.sizes.summarise`); after a search also the
+        teacher_params, student_params, their ratio and more (see `factorize.sizes.summarize`); after a search also the
         `candidates`, best first, and the `settings` with which `compress` makes the best one.
 
     Raises:
@@ -140,7 +140,7 @@ def sizes(
     source = model if isinstance(model, PreTrainedModel) else locate(str(model))
     candidates = search(source, chosen, device=device_for(model, device)) if needs_search(chosen, method) else []
     chosen = candidates[0].settings if candidates else chosen
-    result = summarise(source.config if isinstance(source, PreTrainedModel) else source, chosen, method)
+    result = summarize(source.config if isinstance(source, PreTrainedModel) else source, chosen, method)
     rows = [candidate.row() for candidate in candidates]
     return {**result, "settings": rows[0]["settings"], "candidates": rows} if rows else result
 

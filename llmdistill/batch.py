@@ -89,8 +89,8 @@ class Batch:
     """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch, the number (from 1) of the token's sequence in
     the row; a token sees only tokens with the same number."""
     labels: Tensor
-    """(B, T) int64, not shifted: the token id where the token is to be learnt, else IGNORE_INDEX. The first label of a
-    sequence is never learnt: in a decoder no token before it predicts it, and encoders never mask the first token."""
+    """(B, T) int64, not shifted: the token id where the token is to be learned, else IGNORE_INDEX. The first label of a
+    sequence is never learned: in a decoder no token before it predicts it, and encoders never mask the first token."""
     own_answers: bool = False
     """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
     token_type_ids: Tensor | None = None
@@ -230,7 +230,7 @@ class Taps:
     horizon: Tensor | None = None
     """(B, T), `Batch.horizon` of the batch: which keys the queries see."""
     projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
-    """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learnt matrix: (B, T, teacher's
+    """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learned matrix: (B, T, teacher's
     width)."""
 
 
@@ -274,7 +274,7 @@ class Outputs:
     sequence_logits: Tensor | None = None
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
     for spans, with K = 2 for start and end and C = T, -inf at padding; or the embeddings of sentences (B, W), if these
-    are learnt; None without such a head."""
+    are learned; None without such a head."""
     lm_head: Mapping[Positions, HeadInputs | TopK] = field(default_factory=dict)
     """In place of the logits, for each kind of positions at which they are compared: the inputs and the parameters of
     the LM head's last linear, or a teacher's most likely tokens."""

@@ -49,7 +49,7 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def rounded(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """The weights of a model after quantising and dequantising each of them."""
+    """The weights of a model after quantizing and dequantizing each of them."""
     found = {}
     for name, weight in weights_of(folder).items():
         of_weight = kind_of(name, weight, kind)
@@ -96,7 +96,7 @@ def write_gguf(
         if name == "model.embed_tokens.weight":
             weight = weight[:rows]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads is not None:  # llama.cpp turns neighbours, transformers halves
+        if heads is not None:  # llama.cpp turns neighbors, transformers halves
             weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
         of_weight = kind_of(name, weight, kind)
         writer.add_tensor(gguf_name(name), quantize(weight, of_weight), raw_dtype=of_weight)

@@ -59,7 +59,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
         data = plan.task.read_on_all(plan.models, world).prepared(world)
         record = make_cache(plan, data, settings, parsed.output, world)
     if world.is_main:
-        summary = summarise(record, parsed.output, time.perf_counter() - began)
+        summary = summarize(record, parsed.output, time.perf_counter() - began)
         print_result(summary if parsed.json else sentence(summary))
 
 
@@ -76,7 +76,7 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, rest
 
 
-def summarise(record: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+def summarize(record: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Return the size of a cache and the time of the command."""
     size = sum(entry["bytes"] for entry in record["files"].values())
     return {

@@ -56,7 +56,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser.add_argument(
         "--count_data",
         action="store_true",
-        help="Read and tokenise the training set for the size of a cache; otherwise its examples are taken to be those "
+        help="Read and tokenize the training set for the size of a cache; otherwise its examples are taken to be those "
         "of the run's steps, each once and of data.max_length tokens.",
     )
     parser.add_class_arguments(MachineConfig, None)

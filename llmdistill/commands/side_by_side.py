@@ -58,7 +58,7 @@ SUITES = {
         ChunksConfig,
         "chunks",
         "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
-        "types of the chunks by normalised mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
+        "types of the chunks by normalized mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
     ),
     "attention": Entry(
         AttentionConfig,

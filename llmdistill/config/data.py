@@ -29,13 +29,13 @@ class TextConfig:
     """Whether an encoder reads pairs of segments, as in BERT's pre-training, instead of one piece of text: half of the
     second segments follow the first, half are from another document. Without pairs the embedding of the second segment
     learns nothing, and a task on pairs of sentences begins with its initial weights. Default: yes if the student tells
-    two segments apart (BERT, not RoBERTa), or next_sentence is learnt."""
+    two segments apart (BERT, not RoBERTa), or next_sentence is learned."""
     next_sentence: bool | None = None
     """Whether an encoder also predicts whether the second segment follows the first (BERT), which needs pairs. Default:
     yes if the teacher is a BERT and the method uses its next-sentence head, unless pairs is false."""
     fraction: float = 1.0
     """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
-    1/fraction successive ones, drawn by seed. Only these documents are tokenised. The validation text is always used
+    1/fraction successive ones, drawn by seed. Only these documents are tokenized. The validation text is always used
     as a whole."""
     sampling_exponent: float | None = None
     """Sample the parts of the training text, which are the files and folders directly in the folder data.train, one for
@@ -117,7 +117,7 @@ class TaskConfig:
     limit: int | None = None
     """Train only on the first so many training examples, for a quick test."""
     copy_classifier: bool | None = None
-    """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
+    """Initialize the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
     stride: int = 128
     """Question answering: tokens from one window in a long context to the next one; a window has data.max_length."""
@@ -202,7 +202,7 @@ class DataConfig:
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
     cache_dir: str | None = field(default=None, metadata=FREE)
-    """Folder of the tokenised texts, instruction sets and tasks, which other runs with the same data and tokenizer use
+    """Folder of the tokenized texts, instruction sets and tasks, which other runs with the same data and tokenizer use
     again; all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
     text: TextConfig = field(default_factory=TextConfig)
     """Settings if kind is text."""

@@ -1,4 +1,4 @@
-"""Settings of sentences, whose embeddings are learnt."""
+"""Settings of sentences, whose embeddings are learned."""
 
 from __future__ import annotations
 

@@ -39,13 +39,13 @@ class ChunksConfig(SideBySideConfig):
     """File in the format of CoNLL-2000, such as its train.txt, which Jawahar et al. take: a line for each word with its
     part of speech and its chunk tag (B-NP, I-NP, O), and an empty line after each sentence."""
     chunks: int = 3000
-    """Labelled chunks that are drawn; all of them if the file has fewer."""
+    """Labeled chunks that are drawn; all of them if the file has fewer."""
     unlabeled: int = 500
     """Spans of words outside of chunks that are drawn; they are a label of their own."""
     held_out: int = 500
     """Spans of both kinds that k-means does not see and that are scored; 0 scores those that it sees."""
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
-    """Seeds, separated by commas. Each draws its own spans and its own first centres."""
+    """Seeds, separated by commas. Each draws its own spans and its own first centers."""
     batch_size: int = 16
     """Sequences in a forward pass."""
 

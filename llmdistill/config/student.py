@@ -149,7 +149,7 @@ class TeacherConfig:
 
     model: str | None = field(default="embedded:teacher", metadata=COMMON)
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
-    file, or a folder with one, which is dequantised; embedded:teacher is the small model that ships with llmdistill;
+    file, or a folder with one, which is dequantized; embedded:teacher is the small model that ships with llmdistill;
     package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
     method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"

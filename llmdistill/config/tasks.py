@@ -60,7 +60,7 @@ class GridConfig:
     """Sets of other data on which the fine-tuned models are scored too, as in data.task.out_of_domain of a run: {PAWS:
     {}, IMDb: {}, HANS: {}}."""
     copy_classifier: bool | None = None
-    """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
+    """Initialize the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: with method kroneckerbert, if both classifiers have the same shape."""
     tsne_layer: int | None = None
     """Layer, counted from 1, whose output t-SNE draws, read as kroneckerbert.ffn_output says; default: the middle

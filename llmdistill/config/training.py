@@ -1,4 +1,4 @@
-"""Settings of the optimisation."""
+"""Settings of the optimization."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOG_LINES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Optimisation. The user sets the global batch size; its split over ranks and accumulation is derived."""
+    """Optimization. The user sets the global batch size; its split over ranks and accumulation is derived."""
 
     steps: int = field(default=DEFAULT_STEPS, metadata=COMMON)
     """Number of optimizer steps of the whole run."""

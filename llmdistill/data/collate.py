@@ -67,7 +67,7 @@ def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
     """Collate each prompt with its response, (B, T), padded on the right to the longest row.
 
     Only the tokens of the response are labels, its end token included. The mask follows from the lengths, so an end
-    token that is also the padding token is attended to and learnt.
+    token that is also the padding token is attended to and learned.
     """
     rows = [item.ids for item in items]
     return Batch(
@@ -95,15 +95,15 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     return Batch(
         padded([[token for item in row for token in item.ids] for row in rows], pad_token_id),
         padded(numbers, 0),
-        padded([[label for item in row for label in _labels(item, learnt=1)] for row in rows], IGNORE_INDEX),
+        padded([[label for item in row for label in _labels(item, learned=1)] for row in rows], IGNORE_INDEX),
         position_ids=padded(positions, 0),
         sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
     )
 
 
-def _labels(item: Encoded, *, learnt: int = 0) -> list[int]:
-    """The label of each token: the tokens of the response, but none before the position `learnt`."""
-    first = max(learnt, len(item.prompt_ids))
+def _labels(item: Encoded, *, learned: int = 0) -> list[int]:
+    """The label of each token: the tokens of the response, but none before the position `learned`."""
+    first = max(learned, len(item.prompt_ids))
     return [IGNORE_INDEX] * first + item.ids[first:]
 
 

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Element = TypeVar("Element")
 
 _AT_ONCE = 1000
-"""Number of examples that are tokenised and then written together."""
+"""Number of examples that are tokenized and then written together."""
 
 
 class LazyItems(Sequence[Item], ABC):
@@ -93,7 +93,7 @@ class MappedColumns(MappedItems[Item]):
 
 
 class Grouped(MappedItems[list[Item]]):
-    """So many neighbouring examples at a time, such as the three of a triple."""
+    """So many neighboring examples at a time, such as the three of a triple."""
 
     def __init__(self, items: MappedItems[Item], size: int) -> None:
         self._items = items
@@ -208,7 +208,7 @@ class StoredSplits:
 
 
 def in_pieces(elements: Iterable[Element], size: int | None = None) -> Iterator[list[Element]]:
-    """Cut elements into lists of `size`, by default of as many as are tokenised together; the last may be shorter."""
+    """Cut elements into lists of `size`, by default of as many as are tokenized together; the last may be shorter."""
     remaining = iter(elements)
     with Activity("Tokenizing", unit="examples") as activity:
         while piece := list(islice(remaining, size or _AT_ONCE)):

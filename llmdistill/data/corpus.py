@@ -1,4 +1,4 @@
-"""A tokenised text: its segments (lines) are read and tokenised once, kept on disk and mapped into memory."""
+"""A tokenized text: its segments (lines) are read and tokenized once, kept on disk and mapped into memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from llmdistill.fingerprints import file_sha256
 from llmdistill.progress import progress
 
 _FORMAT = 2
-"""Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
+"""Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _AT_ONCE = 512
-"""Number of segments that are tokenised and then written together."""
+"""Number of segments that are tokenized and then written together."""
 
 _DOCUMENTS = 4  # separates these random numbers from those of windows, sequences and answers
 
@@ -35,7 +35,7 @@ Segments = Iterator[tuple[tuple[int, int], str]]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A tokenised text: documents of segments (lines), as token ids on disk that are mapped into memory."""
+    """A tokenized text: documents of segments (lines), as token ids on disk that are mapped into memory."""
 
     tokens: np.ndarray
     """(tokens,) uint16, or uint32 for vocabularies that need it."""
@@ -58,7 +58,7 @@ class Corpus:
         return f"{self.num_documents:,} documents, {len(self.segments) - 1:,} segments, {len(self.tokens):,} tokens"
 
 
-def tokenise(
+def tokenize(
     reference: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -67,7 +67,7 @@ def tokenise(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise a text and open it; see `store_corpus`, of which these are the arguments and errors."""
+    """Tokenize a text and open it; see `store_corpus`, of which these are the arguments and errors."""
     settings: dict[str, Any] = {"field": field, "cache_dir": cache_dir, "fraction": fraction, "seed": seed}
     return open_corpus(store_corpus(reference, tokenizer, **settings))
 
@@ -81,7 +81,7 @@ def store_corpus(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> Path:
-    """Tokenise a text, without special tokens, into a folder; reuse that of the same text, tokenizer and field.
+    """Tokenize a text, without special tokens, into a folder; reuse that of the same text, tokenizer and field.
 
     In a plain text file a line is a segment, and an empty line ends a document. In rows each row is a document, and its
     lines are the segments. A tokenizer with a mask token belongs to an encoder, and gets each line without the blanks
@@ -131,7 +131,7 @@ def store_corpus(
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map a tokenised text into memory. Raises UserError if it is damaged."""
+    """Map a tokenized text into memory. Raises UserError if it is damaged."""
     _, arrays = mapped(folder)
     # Plain views of the mapped offsets, because one number of a memmap costs ten times as much as one of an array.
     return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))

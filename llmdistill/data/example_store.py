@@ -1,4 +1,4 @@
-"""An instruction set as tokens on disk: it is read and tokenised once, and every process maps it into memory."""
+"""An instruction set as tokens on disk: it is read and tokenized once, and every process maps it into memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 
 _FORMAT = 2
-"""Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
+"""Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _AT_ONCE = 1000
-"""Number of examples that are parsed, tokenised and then written together."""
+"""Number of examples that are parsed, tokenized and then written together."""
 
 _ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
 """Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 
 
 class MappedExamples(MappedItems[Encoded]):
-    """Tokenised examples in two arrays; the tokens of an example are copied only when it is asked for."""
+    """Tokenized examples in two arrays; the tokens of an example are copied only when it is asked for."""
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
         """Take the tokens of all prompts and responses, (tokens,), and where each begins, (2 * examples + 1,).
@@ -73,7 +73,7 @@ class StoredExamples:
 def store_examples(
     reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, cache_dir: str | Path | None = None
 ) -> Path:
-    """Tokenise an instruction set into a folder; reuse that of the same rows, tokenizer and limits.
+    """Tokenize an instruction set into a folder; reuse that of the same rows, tokenizer and limits.
 
     The examples are those that `encode` makes of `read_examples`, in their order.
 

@@ -1,4 +1,4 @@
-"""Tokenises examples: renders prompts, applies the limits on length, and always appends the end token."""
+"""Tokenizes examples: renders prompts, applies the limits on length, and always appends the end token."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class InstructData:
 def encode_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> EncodedPrompts:
-    """Tokenise the prompt of each example, rendered by `render_prompt`, within the limits.
+    """Tokenize the prompt of each example, rendered by `render_prompt`, within the limits.
 
     Truncation keeps the end (``### Response:``). A prompt from messages gets no second start token.
 
@@ -174,10 +174,10 @@ def _last_tokens(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase
 def encode(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> InstructData:
-    """Tokenise the prompt and the first reference of each example; the end token is always appended (and learnt).
+    """Tokenize the prompt and the first reference of each example; the end token is always appended (and learned).
 
     An answer in a chat ends with the token that ends a turn, any other with the tokenizer's end token. Prompt and
-    response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both.
+    response are tokenized separately, as MiniLLM does in effect, so no token contains parts of both.
 
     Raises:
         UserError: as in `encode_prompts`, or the tokenizer has no end token.

@@ -122,7 +122,7 @@ def _word_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], bo
         return (parts["model"]["continuing_subword_prefix"],), False
     if '"ByteLevel"' in json.dumps(parts["pre_tokenizer"]):
         return _BYTE_BLANKS, True
-    # Metaspace has the character as its replacement; older files have it in a normaliser.
+    # Metaspace has the character as its replacement; older files have it in a normalizer.
     if "▁" in json.dumps([parts["pre_tokenizer"], parts["normalizer"]], ensure_ascii=False):
         return ("▁",), True
     return None

@@ -67,7 +67,7 @@ PAIRS = Layout(
 def encode_pairs(
     examples: Sequence[PairExample], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[EncodedPair]:
-    """Tokenise each example, with special tokens around and between the sentences; the longer sentence is cut first.
+    """Tokenize each example, with special tokens around and between the sentences; the longer sentence is cut first.
 
     A tokenizer without such special tokens (GPT-2's) puts the two sentences side by side with nothing between them.
 

@@ -22,7 +22,7 @@ _WINDOW_ORDER = 3  # separates these random numbers from those of epochs, sequen
 
 _SMALLEST_SHARE = 4
 """A window is at most this part of the data set. Examples of the same length are side by side in a window, so an
-example that occurs twice in it, from two epochs, would be learnt twice in one step."""
+example that occurs twice in it, from two epochs, would be learned twice in one step."""
 
 
 def global_batch_indices(*, seed: int, step: int, dataset_size: int, global_batch_size: int) -> list[int]:
@@ -68,8 +68,8 @@ def rank_micro_batches(
 ) -> list[list[Element]]:
     """The micro batches of one rank, in order; len(batch) = micro_batch_size x world_size x accumulation.
 
-    Neighbours in the global batch are in the same micro batch, and the micro batches of all ranks at one accumulation
-    step are neighbours, so with a sorted batch the ranks have about the same work. With `spread` the examples are dealt
+    Neighbors in the global batch are in the same micro batch, and the micro batches of all ranks at one accumulation
+    step are neighbors, so with a sorted batch the ranks have about the same work. With `spread` the examples are dealt
     out in turn instead, so that every micro batch has short and long examples and all micro batches have about the same
     number of tokens, which suits packing.
     """
@@ -229,11 +229,11 @@ def scoring_batches(
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     share = [(part, collate([items[index] for index in part])) for part in parts[rank::world_size]]
     if len(share) < -(-len(parts) // world_size):
-        share.append(([], _unlearnt(collate([items[index] for index in parts[0]]))))
+        share.append(([], _unlearned(collate([items[index] for index in parts[0]]))))
     return share
 
 
-def _unlearnt(batch: Batch) -> Batch:
+def _unlearned(batch: Batch) -> Batch:
     """The same batch with unknown labels and targets."""
     labels, targets = torch.full_like(batch.labels, IGNORE_INDEX), batch.targets
     if targets is not None:

@@ -1,4 +1,4 @@
-"""Reads sentences, whose embeddings are learnt, and pairs of sentences with a similarity (STS), which score them."""
+"""Reads sentences, whose embeddings are learned, and pairs of sentences with a similarity (STS), which score them."""
 
 from __future__ import annotations
 

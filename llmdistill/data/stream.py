@@ -45,7 +45,7 @@ def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iter
 
 
 def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
-    """Check that a set can be read: read and tokenise its first row.
+    """Check that a set can be read: read and tokenize its first row.
 
     Raises:
         UserError: the set is missing or empty, or the row is malformed; or as in `encode`.
@@ -74,7 +74,7 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """The exchange of a rank that reads and tokenises the whole stream by itself."""
+    """The exchange of a rank that reads and tokenizes the whole stream by itself."""
 
     rank = 0
     size = 1
@@ -102,7 +102,7 @@ class _Part(NamedTuple):
     epochs: list[int]
     """Of all examples of the block."""
     examples: list[Example]
-    """The examples that this rank tokenises."""
+    """The examples that this rank tokenizes."""
     failed: _Failed | None = None
 
 
@@ -122,7 +122,7 @@ class StreamLoader(StepLoader[Encoded]):
 
     Like TrainLoader it gives the same batches for the same seed and step, whatever was requested before, on any number
     of ranks. Rank 0 of the exchange alone reads the set and holds the shuffle buffer. It deals the examples out, each
-    rank tokenises its share, and the ranks exchange the tokens, because the length of every example decides which rank
+    rank tokenizes its share, and the ranks exchange the tokens, because the length of every example decides which rank
     gets it. To reach a later step the loader skips the steps before it; to reach an earlier step it starts again from
     the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may contain examples of two epochs.
     The loader holds the examples that are sorted by length together.
@@ -207,7 +207,7 @@ class StreamLoader(StepLoader[Encoded]):
             found = False
             rng = np.random.default_rng((self.share.seed, epoch))
             examples = (parse_row(row, source) for row, source in stream_rows(self.reference))
-            # Texts are shuffled, not tokens, because texts are smaller; each text is tokenised when its turn comes.
+            # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
             for example in shuffled(examples, self.shuffle_buffer, rng):
                 found = True
                 yield epoch, example
@@ -220,7 +220,7 @@ class StreamLoader(StepLoader[Encoded]):
         part = self.exchange.deal(parts)
         if part.failed is not None:
             raise self._error(part.failed)
-        made = self.exchange.collect(self._tokenised(part.examples))
+        made = self.exchange.collect(self._tokenized(part.examples))
         failures = [each for each in made if isinstance(each, _Failed)]
         if failures:
             raise self._error(min(failures))
@@ -248,8 +248,8 @@ class StreamLoader(StepLoader[Encoded]):
         epochs = [epoch for epoch, _ in block]
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 
-    def _tokenised(self, examples: list[Example]) -> _Tokens | _Failed:
-        """Tokenise this rank's share of a block."""
+    def _tokenized(self, examples: list[Example]) -> _Tokens | _Failed:
+        """Tokenize this rank's share of a block."""
         first, ranks = self.exchange.rank, self.exchange.size
         try:
             data = encode(examples, self.tokenizer, self.limits, may_be_empty=True)

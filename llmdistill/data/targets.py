@@ -106,7 +106,7 @@ class Marks:
 def encode_targets(
     examples: Sequence[TargetExample], tokenizer: PreTrainedTokenizerBase, *, max_source: int, max_target: int
 ) -> EncodedTargets:
-    """Tokenise each example; what exceeds the limits is left out at the end of the source, or of the target.
+    """Tokenize each example; what exceeds the limits is left out at the end of the source, or of the target.
 
     Args:
         examples: the examples.

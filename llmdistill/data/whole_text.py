@@ -1,4 +1,4 @@
-"""A whole text as one string, for scores that must equal those of other tools, which tokenise it in one piece."""
+"""A whole text as one string, for scores that must equal those of other tools, which tokenize it in one piece."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class QuestionExample:
     question: str
     context: str
     answers: tuple[Answer, ...]
-    """The right answers; none if the context does not answer the question. The first one is learnt."""
+    """The right answers; none if the context does not answer the question. The first one is learned."""
 
     @property
     def is_located(self) -> bool:
@@ -77,7 +77,7 @@ class EncodedWindow:
     """The index of the example."""
     characters: np.ndarray | None
     """(T, 2), the characters from and up to which a token stands in the context, -1 at other tokens; None if the window
-    is only learnt."""
+    is only learned."""
 
     @cached_property
     def sample_id(self) -> int:
@@ -107,18 +107,18 @@ WINDOWS = Layout(
 
 
 def encode_windows(
-    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learnt: bool
+    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learned: bool
 ) -> list[EncodedWindow]:
-    """Tokenise each question with its context; see `encode_in_pieces`."""
-    return [window for piece in encode_in_pieces(examples, tokenizer, limits, learnt=learnt) for window in piece]
+    """Tokenize each question with its context; see `encode_in_pieces`."""
+    return [window for piece in encode_in_pieces(examples, tokenizer, limits, learned=learned) for window in piece]
 
 
 def encode_in_pieces(
-    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learnt: bool
+    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learned: bool
 ) -> Iterator[list[EncodedWindow]]:
-    """Tokenise each question with its context, in windows that slide over a context that is too long (Devlin et al.).
+    """Tokenize each question with its context, in windows that slide over a context that is too long (Devlin et al.).
 
-    Learnt windows have the first answer of their example as the target, NO_ANSWER if the window holds only a part of
+    Learned windows have the first answer of their example as the target, NO_ANSWER if the window holds only a part of
     it; the other windows know the characters of their tokens.
 
     Raises:
@@ -137,7 +137,7 @@ def encode_in_pieces(
         )
     # All at once would keep the tokenizer's own objects of all windows in memory.
     for indices in in_pieces(range(len(examples))):
-        yield _encode(examples, indices, tokenizer, limits, learnt)
+        yield _encode(examples, indices, tokenizer, limits, learned)
 
 
 def _encode(
@@ -145,7 +145,7 @@ def _encode(
     indices: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     limits: WindowLimits,
-    learnt: bool,
+    learned: bool,
 ) -> list[EncodedWindow]:
     texts = [examples[index].question.strip() for index in indices]
     questions = _cut(texts, tokenizer, limits.max_question_length)
@@ -167,7 +167,7 @@ def _encode(
         )
         for member, window in _windows(encoded):
             index = members[member]
-            windows[index].append(_window(window, index, examples[index], learnt))
+            windows[index].append(_window(window, index, examples[index], learned))
     return [window for index in indices for window in windows[index]]
 
 
@@ -198,14 +198,14 @@ def _windows(encoded: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
         )
 
 
-def _window(window: Mapping[str, Any], index: int, example: QuestionExample, learnt: bool) -> EncodedWindow:
-    target = _target(window["characters"], example) if learnt else (IGNORE_INDEX, IGNORE_INDEX)
+def _window(window: Mapping[str, Any], index: int, example: QuestionExample, learned: bool) -> EncodedWindow:
+    target = _target(window["characters"], example) if learned else (IGNORE_INDEX, IGNORE_INDEX)
     return EncodedWindow(
         input_ids=window["input_ids"],
         token_type_ids=window["token_type_ids"],
         target=target,
         question=index,
-        characters=None if learnt else window["characters"],
+        characters=None if learned else window["characters"],
     )
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmdistill.errors import UserError
-from llmdistill.models.gguf import dequantised, gguf_file
+from llmdistill.models.gguf import dequantized, gguf_file
 
 FOLDER = Path(__file__).parent
 SPLITS = ("train", "valid", "seen", "unseen", "skills")
@@ -22,18 +22,18 @@ def locate(reference: str) -> Path:
     """The path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed Python
     package for `package:NAME/PATH`, else the reference itself.
 
-    For a GGUF file, or a folder with one and no config.json, the folder of its dequantised model, which the first call
+    For a GGUF file, or a folder with one and no config.json, the folder of its dequantized model, which the first call
     makes.
 
     Raises:
         UserError: the package contains no `embedded:NAME`, or the Python package is not installed; or as in
-            `models.gguf.dequantised`.
+            `models.gguf.dequantized`.
     """
     if reference.startswith("package:"):
         reference = str(_in_package(reference))
     if not reference.startswith("embedded:"):
         file = gguf_file(reference)
-        return Path(reference) if file is None else dequantised(file)
+        return Path(reference) if file is None else dequantized(file)
     if reference not in LOCATIONS:
         raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]

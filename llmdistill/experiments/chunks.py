@@ -141,7 +141,7 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     ]
     scored = f"{results['held_out']} held-out spans" if results["held_out"] else "the clustered spans themselves"
     seeds = count_seeds(len(results["seeds"]))
-    title = f"Normalised mutual information of the clusters and the types of the chunks on {scored}, {seeds}."
+    title = f"Normalized mutual information of the clusters and the types of the chunks on {scored}, {seeds}."
     return TitledTable(title, ["layer", *models], rows)
 
 
@@ -155,7 +155,7 @@ def _draw(models: Mapping[str, Any]) -> Drawing:
         means = [value["mean"] for value in each["nmi"]]
         curves.append((name, styles[name], Curve(layers, means, list(map(min, seeds)), list(map(max, seeds)))))
     caption = "Mean over seeds; the band goes from the lowest to the highest seed."
-    figure = plot_panels({"normalised mutual information": curves}, "layer", scores=True)
+    figure = plot_panels({"normalized mutual information": curves}, "layer", scores=True)
     return Drawing("layers", "Phrases by layer", caption, figure)
 
 

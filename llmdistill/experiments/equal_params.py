@@ -8,7 +8,7 @@ from typing import Any
 from llmdistill.config import RunConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 
 
 def is_rank(size: str) -> bool:
@@ -58,6 +58,6 @@ def equal_size(recipe: RunConfig, size: str | None = None) -> dict[str, Any]:
     if size is not None:
         rank, target = (int(size), None) if is_rank(size) else (None, size)
         factorize = replace(factorize, rank=rank, ranks=None, target_params=target)
-    target_params = summarise(locate(str(recipe.teacher.model)), factorize)["student_params"]
+    target_params = summarize(locate(str(recipe.teacher.model)), factorize)["student_params"]
     sizes = {"rank": None, "ranks": None, "target_params": target_params}
     return {f"student.factorize.{key}": value for key, value in sizes.items()}

@@ -69,11 +69,11 @@ def _settings(path: Path, max_length: int | None) -> SentenceSettings:
 
 def _entry(path: Path, settings: SentenceSettings, tasks: Sequence[MtebTask], scores: Sequence[Any]) -> dict[str, Any]:
     """Return the results of a model as results.json has them, without what they were asked for."""
-    normalised = ", normalised" if settings.pooling.normalize else ""
+    normalized = ", normalized" if settings.pooling.normalize else ""
     return {
         "path": str(path),
         "params": scores[0]["params"],
-        "embeddings": f"{' and '.join(settings.pooling.modes)} of at most {settings.max_length} tokens{normalised}",
+        "embeddings": f"{' and '.join(settings.pooling.modes)} of at most {settings.max_length} tokens{normalized}",
         "tasks": {
             task.name: {key: value for key, value in each.items() if key not in ("asked", "params")}
             for task, each in zip(tasks, scores, strict=True)

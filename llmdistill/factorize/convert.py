@@ -24,7 +24,7 @@ from llmdistill.factorize.install import install, is_factorized, matrices, tied_
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.reconstruction import Squares, squares_lost
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, summarise
+from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, summarize
 from llmdistill.factorize.weighted import Weighted, check_calibration_data
 from llmdistill.models.companions import save_model, take_generation_settings
 from llmdistill.models.configs import load_config
@@ -35,7 +35,7 @@ from llmdistill.models.shapes import (
     Parts,
     check_sizes,
     first_parts,
-    initialise,
+    initialize,
     parse_shape,
     shaped_config,
     teacher_layers,
@@ -61,10 +61,10 @@ def factorize(
     stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
     decomposed with weights, of sizes that the factorization names. `lost` is given what each matrix loses, by its name
     (experts have numbers), while it is there. save_pretrained then writes a student that from_pretrained loads. Raises
-    UserError if the model is already factorized or quantised, or if a matrix has values that are not finite.
+    UserError if the model is already factorized or quantized, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(f"this {type(model).__name__} is factorized or quantised already; start from the dense teacher")
+        raise UserError(f"this {type(model).__name__} is factorized or quantized already; start from the dense teacher")
     base, kind = model.base_model, kind_of(factorization.method)
     named = replace(factorization, sizes={base_name(model, name): size for name, size in factorization.sizes.items()})
 
@@ -173,7 +173,7 @@ def compress(
     head: Head = "saved",
     weighted: Weighted | None = None,
 ) -> dict[str, Any]:
-    """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
+    """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarize` does.
 
     The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
     for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,
@@ -182,7 +182,7 @@ def compress(
     """
     if needs_search(settings, method):
         settings = search(model_dir, settings, device=device)[0].settings
-    summary = summarise(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
+    summary = summarize(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
         student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
@@ -217,7 +217,7 @@ def make_student(
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
             if is_factorized(teacher):
                 merge(teacher)
-            initialise(student, teacher, parts)
+            initialize(student, teacher, parts)
         if embedding.embedding is not None:
             factorize(student, embedding)
         take_generation_settings(student, teacher_path)

@@ -94,7 +94,7 @@ def install_stack(experts: nn.Module, name: str, factors: LowRankStack) -> None:
     delattr(experts, name)
     setattr(experts, factors_name(name), factors)
     cast(Any, experts).config._experts_implementation = EXPERTS_NAME
-    experts._is_hf_initialized = True  # type: ignore[assignment]  # transformers initialises stacks by their names
+    experts._is_hf_initialized = True  # type: ignore[assignment]  # transformers initializes stacks by their names
 
 
 def merge_stack(model: PreTrainedModel, name: str, products: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Lets transformers load a student: config.json holds the factorization, and a hook replaces the modules.
 
-transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
+transformers calls its hook for changed modules "quantizer", but nothing is quantized here. The named linears are
 factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one.
 
 Without llmdistill, transformers only warns of a quantizer that it does not know and gives the model random weights.
@@ -116,8 +116,8 @@ class FactorizedLoader(HfQuantizer):
         self.quantization_config.install(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # Nothing is quantised, so the model must not be marked as quantised: transformers refuses .float(), .half() and
-        # training for quantised models, and resizes them differently under ZeRO-3. The config has all that
+        # Nothing is quantized, so the model must not be marked as quantized: transformers refuses .float(), .half() and
+        # training for quantized models, and resizes them differently under ZeRO-3. The config has all that
         # save_pretrained needs.
         vars(model).pop("is_quantized", None)
         del model.hf_quantizer, model.quantization_method

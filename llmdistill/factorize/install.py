@@ -17,7 +17,7 @@ from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.families import base_name
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
-"""The types of linears that can be factorized. The type must match exactly: a subclass (quantised, or used by a
+"""The types of linears that can be factorized. The type must match exactly: a subclass (quantized, or used by a
 fused kernel of its library) is left unchanged."""
 
 

@@ -39,7 +39,7 @@ class FactorizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense product; computed at each access, for code that needs a weight."""
         product = self.dense()
-        # GPT-2's initialisation in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
+        # GPT-2's initialization in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
         product._is_hf_initialized = True  # type: ignore[attr-defined]
         return product
 

@@ -49,7 +49,7 @@ def export_onnx(
     An encoder takes input_ids, attention_mask and, where it has any, token_type_ids. A decoder takes position_ids and
     past_key_values.N.key and .value (B, heads, tokens before, head width) too, and gives present.N.key and .value; with
     no tokens before, it reads a prompt. Batch and tokens are free. `int8` also writes model_int8.onnx, whose matrices
-    are quantised as it runs (dynamically). `describe` adds a card, see `export.Describe`.
+    are quantized as it runs (dynamically). `describe` adds a card, see `export.Describe`.
 
     Returns:
         output, params, bytes, largest_difference of an output from the model's in fp64, and milliseconds of a pass

@@ -28,9 +28,9 @@ from llmdistill.models.families import base_name, family_of, has_family, layers_
 SAMPLED_LAYERS = 3
 """Number of layers whose weights are used, evenly spread."""
 EXACT_SIDE = 64
-"""A rearranged matrix with a side of at most this uses its Gram matrix, any other a randomised SVD."""
+"""A rearranged matrix with a side of at most this uses its Gram matrix, any other a randomized SVD."""
 OVERSAMPLING, POWER_ITERATIONS = 6, 2
-"""Parameters of the randomised SVD: accurate enough to rank shapes."""
+"""Parameters of the randomized SVD: accurate enough to rank shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)

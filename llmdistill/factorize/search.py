@@ -2,7 +2,7 @@
 
 As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed matrices have the transposed shape, and
 attention and feed-forward are separate. The options of each such group are every pair of divisors, and dense; the
-options of the token embedding are all divisors of the width. The search minimises the mean squared error over all
+options of the token embedding are all divisors of the width. The search minimizes the mean squared error over all
 entries of the matrices and of the table, where the error of each group is a share of its own mean square: the absolute
 size of entries means little in a model whose norms rescale the outputs.
 """
@@ -73,7 +73,7 @@ def search(
 ) -> list[Candidate]:
     """The combinations of shapes within target_params and max_flops that have the smallest error, best first.
 
-    The errors of linears are measured on a few layers, from their largest singular values by a randomised SVD; the
+    The errors of linears are measured on a few layers, from their largest singular values by a randomized SVD; the
     error of the embedding is exact. Raises UserError if settings do not fit the model, or if no combination reaches the
     target; the message then gives the smallest possible number. The weights of a folder or hub name are read only after
     these checks.

@@ -114,13 +114,13 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
         )
 
 
-def summarise(
+def summarize(
     model: Path | str | PreTrainedConfig,
     settings: FactorizeConfig,
     method: str = "svd",
     planned: Factorization | None = None,
 ) -> dict[str, Any]:
-    """Summarise a planned factorization, from the config.json of a folder (or a config) alone, without weights.
+    """Summarize a planned factorization, from the config.json of a folder (or a config) alone, without weights.
 
     Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, for one token),
     dense (linears of the layers that stay dense); for svd rank (None if ranks differ), ranks by module, embedding_rank;
@@ -150,7 +150,7 @@ def summarise(
 
 
 def _describe_target(config: PreTrainedConfig, settings: FactorizeConfig, method: str) -> dict[str, Any]:
-    """Summarise a factorization whose ranks the data will decide: student_params is the target itself."""
+    """Summarize a factorization whose ranks the data will decide: student_params is the target itself."""
     reference = build_reference(config)
     check_settings(settings, method)
     planned, budget = plan_embedding(reference, settings, method), rank_budget(reference, settings)

@@ -139,7 +139,7 @@ def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tenso
                 f"{name} is {tuple(loaded.shape)} in the student's weights, and this layer of vLLM has {tuple(shape)} "
                 "of it; check that config.json belongs to the weights, or set tensor_parallel_size to 1"
             )
-        if ranks > 1:  # neighbouring ranks have the same part where there are more ranks than key-value heads
+        if ranks > 1:  # neighboring ranks have the same part where there are more ranks than key-value heads
             loaded = loaded.narrow(axis, layer.tp_rank * ranks // layer.tp_size * size, size)
     return loaded
 

@@ -1,4 +1,4 @@
-"""Beam search for encoders that learnt to write (UniLM §2.3): a mask token is predicted, replaced, and appended anew.
+"""Beam search for encoders that learned to write (UniLM §2.3): a mask token is predicted, replaced, and appended anew.
 
 The source and the tokens written so far do not see the mask, so their keys and values are computed once and kept. A
 step computes two tokens of each beam: the newest one, whose keys and values are kept, and the mask. For a source of 464
@@ -73,7 +73,7 @@ def search(
     forbidden: Tensor,
     all_done: Callable[[bool], bool] = itself,
 ) -> list[list[int]]:
-    """Search the text with the largest penalised log-probability for each of `batch_size` sources.
+    """Search the text with the largest penalized log-probability for each of `batch_size` sources.
 
     Args:
         step: predicts the next tokens.

@@ -6,7 +6,7 @@
     hidden = hidden_mse(student_hidden, teacher_hidden, attention_mask)
     (output.sum / output.count + hidden.sum / hidden.count).backward()
 
-Logits are (B, T, V). Labels are (B, T), not shifted, with -100 where nothing is learnt. Hidden states are (B, T, W).
+Logits are (B, T, V). Labels are (B, T), not shifted, with -100 where nothing is learned. Hidden states are (B, T, W).
 Masks are (B, T) with 1 at real tokens. Divide by the count of the whole global batch: then the split of the batch over
 ranks and accumulation steps does not change the result.
 

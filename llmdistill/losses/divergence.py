@@ -159,7 +159,7 @@ def output_divergence(
     Args:
         student_logits: (B, T, V).
         teacher_logits: (B, T, V).
-        labels: (B, T), IGNORE_INDEX where nothing is learnt; only their positions matter, not their values.
+        labels: (B, T), IGNORE_INDEX where nothing is learned; only their positions matter, not their values.
         divergence: a function of log p (teacher) and log q (student), both (N, V), that returns (N,).
         temperature: t, greater than 0.
         shift: if True, position i predicts label i+1 (decoders); if False, label i (masked tokens of encoders).

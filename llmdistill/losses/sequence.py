@@ -112,7 +112,7 @@ def sequence_margin_mse(student: Tensor, teacher: Tensor, place: Tensor) -> Loss
 
 
 def _margins(embeddings_BW: Tensor, is_positive_B: Tensor) -> Tensor:
-    """The margins at the positives, 0 elsewhere, where the neighbours are no triple."""
+    """The margins at the positives, 0 elsewhere, where the neighbors are no triple."""
     embeddings_BW = embeddings_BW.to(torch.promote_types(embeddings_BW.dtype, torch.float32))
     query_BW, negative_BW = embeddings_BW.roll(1, 0), embeddings_BW.roll(-1, 0)
     difference_BW = torch.where(is_positive_B[:, None], embeddings_BW - negative_BW, 0.0)

@@ -27,7 +27,7 @@ class EmbeddingConfig:
     mse: float = 1.0
     """Weight of the squared error between them, as the mean over their width (Reimers and Gurevych 2020, eq. 1).
     Between embeddings of length 1 it is (1 - cos) times 2 over the width, so it matters if the teacher does not
-    normalise."""
+    normalize."""
 
     margin: float = 0.0
     """Weight of the squared error between the margins q·p - q·n of student and teacher, of a query, a positive and a

@@ -20,7 +20,7 @@ class KdConfig:
     """Distillation of the output for each token: a divergence to the teacher plus the cross-entropy on the labels."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"] = "forward_kl"
-    """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalised Jensen-Shannon; skew_*:
+    """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon; skew_*:
     DistiLLM's, against a mixture; tvd: total variation distance."""
     beta: float = 0.5
     """Share of the teacher in the mixture of jsd, between 0 and 1."""

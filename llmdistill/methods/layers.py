@@ -333,7 +333,7 @@ def mse_term(
         pair: the layers.
         scale: what the error of a token is divided by.
         name: the name of the term; by default that of the aspect.
-        mapped: whether a learnt matrix maps the student's width to the teacher's; without it both widths are the same.
+        mapped: whether a learned matrix maps the student's width to the teacher's; without it both widths are the same.
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:

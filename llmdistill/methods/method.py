@@ -44,7 +44,7 @@ class Method(Terms):
     shift: bool = True
     """Whether position i predicts label i+1 (decoders) or label i (masked tokens)."""
     projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
-    """Aspects for which a learnt matrix maps the student's taps to the teacher's width before the comparison (the
+    """Aspects for which a learned matrix maps the student's taps to the teacher's width before the comparison (the
     mapped taps are in `Taps.projected`): the input width, all heads side by side, and the output width."""
     pooling: Pooling | None = None
     """How both models make the embeddings of sentences that the terms on sequences compare; None if none does."""

@@ -33,12 +33,12 @@ class MinilmConfig:
     value_relation: float = 1.0
     """Weight of the KL between the value relations (L_VR)."""
     value_mse: float = 0.0
-    """Weight of the MSE of the values, with a learnt matrix between them if the widths differ (MiniLM Table 6)."""
+    """Weight of the MSE of the values, with a learned matrix between them if the widths differ (MiniLM Table 6)."""
     hidden_relation: float = 0.0
     """Weight of the KL between the relations of the hidden states, the layers' outputs, which are cut into as many
     parts as there are heads (tried in MiniLM's first arXiv version, §4.4, which gives no figures)."""
     hidden_mse: float = 0.0
-    """Weight of the MSE of the hidden states, with a learnt matrix between them if the widths differ (MiniLM §4.2.3:
+    """Weight of the MSE of the hidden states, with a learned matrix between them if the widths differ (MiniLM §4.2.3:
     transferring hidden states)."""
     teacher_layer: int | Literal["last"] = "last"
     """The teacher's layer that the student's last layer learns from, counted from 1 (MiniLMv2 Table 4)."""
@@ -63,7 +63,7 @@ def build_minilm(
 
     The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
     `teacher_layers` maps them (a term is then the sum over layers). The MSE of the values (Table 6) and the terms on
-    hidden states (§4.2.3, and §4.4 of the first arXiv version) are ablations in the paper; if widths differ, a learnt
+    hidden states (§4.2.3, and §4.4 of the first arXiv version) are ablations in the paper; if widths differ, a learned
     matrix maps the student's. The method never uses the logits, whatever the objective is.
 
     Raises:

@@ -21,7 +21,7 @@ from llmdistill.objective import TOKENS, Objective
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
     """The search for the teacher's layer (MiniLMv2 Figure 2). Each candidate gets a short run of distillation and
-    then some steps on the language-modelling labels alone, as when the student is used later; its score is the
+    then some steps on the language-modeling labels alone, as when the student is used later; its score is the
     validation loss on data.valid after these steps."""
 
     layers: str = "all"

@@ -19,7 +19,7 @@ from llmdistill.objective import TOKENS, Objective
 @dataclass(frozen=True, kw_only=True)
 class TinybertConfig:
     """TinyBERT's distillation of embedding, attention and hidden states, with the teacher's layers evenly spread
-    over the student's (Jiao et al. 2020, eq. 7-9). Learnt matrices map the student's width to the teacher's. A
+    over the student's (Jiao et al. 2020, eq. 7-9). Learned matrices map the student's width to the teacher's. A
     weight of 0 drops the term."""
 
     teacher_layers: str = "uniform"
@@ -53,7 +53,7 @@ def build_tinybert(
 
     Layer m of the student learns from layer m·L/M of the teacher, or as `teacher_layers` says; a term is the sum over
     the student's layers (eq. 11).
-    If the widths differ, one learnt matrix maps the hidden states of all layers, and another maps the embedding.
+    If the widths differ, one learned matrix maps the hidden states of all layers, and another maps the embedding.
 
     Raises:
         UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of

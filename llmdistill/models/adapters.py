@@ -157,7 +157,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
     model.requires_grad_(False)
     for _, layer in _adapted(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        # The default initialisation of torch's linears, which LoRA uses too.
+        # The default initialization of torch's linears, which LoRA uses too.
         values = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
         a.data, b.data = values.to(a.device, dtype), torch.zeros_like(b, dtype=dtype)
         a.requires_grad_(True)

@@ -78,7 +78,7 @@ def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _copy_modules(source: Path, target: Path) -> None:
-    """Copy what sentence-transformers runs after the model (pooling, normalisation, linears) and its settings.
+    """Copy what sentence-transformers runs after the model (pooling, normalization, linears) and its settings.
 
     The modules learn the width of a model that has another one. Of such a model none is copied if some have weights,
     because these are matrices of the old width.

@@ -1,4 +1,4 @@
-"""Models in GGUF files: each is dequantised once, into an ordinary model folder that the cache keeps."""
+"""Models in GGUF files: each is dequantized once, into an ordinary model folder that the cache keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmdistill.messages import say
 from llmdistill.progress import Activity
 
 RECORD = "gguf.json"
-"""File of a dequantised folder: the name and the sha256 of its GGUF file, and the type of most of its weights."""
+"""File of a dequantized folder: the name and the sha256 of its GGUF file, and the type of most of its weights."""
 
 _CONFIGS = ("config.json", "adapter_config.json")
 """Each of them marks an ordinary folder, also where GGUF files stand beside it."""
@@ -45,7 +45,7 @@ def gguf_file(path: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def dequantised(file: Path) -> Path:
+def dequantized(file: Path) -> Path:
     """Return the folder of a GGUF file's model in fp32, with tokenizer and chat template; make it if it is not there.
 
     It is named after the sha256 of the file. If several processes need it, one makes it and the others wait. A line on
@@ -56,11 +56,11 @@ def dequantised(file: Path) -> Path:
             architecture that transformers does not read.
     """
     status = file.stat()
-    return _dequantised(file, status.st_size, status.st_mtime_ns, cache_folder())
+    return _dequantized(file, status.st_size, status.st_mtime_ns, cache_folder())
 
 
 @cache  # a command locates its model several times
-def _dequantised(file: Path, size: int, modified: int, root: Path) -> Path:
+def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
     sha256 = file_sha256(file)
     folder = root / "gguf" / sha256[:16]
     if folder.is_dir():
@@ -71,7 +71,7 @@ def _dequantised(file: Path, size: int, modified: int, root: Path) -> Path:
     padding = about.pop("padding")
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
     say(
-        f"{file.name}: dequantising {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
+        f"{file.name}: dequantizing {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
         aside=True,
     )
     with _one_at_a_time(folder):
@@ -81,12 +81,12 @@ def _dequantised(file: Path, size: int, modified: int, root: Path) -> Path:
 
 
 def origin(folder: Path | str) -> str | None:
-    """Return that the weights of a folder are dequantised, with their kind of bits; None for any other model."""
+    """Return that the weights of a folder are dequantized, with their kind of bits; None for any other model."""
     file = Path(folder) / RECORD
     if not os.path.isfile(file):
         return None
     record = read_json(file)
-    return f"dequantised from {record['bits']} bits ({record['type']})"
+    return f"dequantized from {record['bits']} bits ({record['type']})"
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _about(file: Path) -> dict[str, Any]:
-    """Return the type of most weights of a file, its bits, its licence, and how many embeddings are padding."""
+    """Return the type of most weights of a file, its bits, its license, and how many embeddings are padding."""
     try:
         from gguf import GGUFReader
     except ImportError as error:

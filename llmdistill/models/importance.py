@@ -159,9 +159,9 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
     assert family.layer_axes is not None, "a student of this architecture has no shape of its own"
 
     def of_norm(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        centred = args[0] - args[0].mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else args[0]
+        centered = args[0] - args[0].mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else args[0]
         sums.add(f"norm {name}", output)
-        sums.add(f"spread {name}", centred, torch.square)
+        sums.add(f"spread {name}", centered, torch.square)
 
     def of_output_projection(layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         heads = args[0].unflatten(-1, (sizes.num_heads, sizes.head_dim))

@@ -69,10 +69,10 @@ class HeadLosses:
         for place, rows in by_positions(head, self._batch, self.places).items():
             terms = [term for term in self._terms.token_terms if term.positions == place]
             # Away from the labels there are only divergences, which read no label.
-            is_labelled = place == "labels"
+            is_labeled = place == "labels"
             labels_N = (
                 self._batch.row_labels(shift=self._shift)
-                if is_labelled
+                if is_labeled
                 else torch.zeros_like(self._batch.rows_at(place))
             )
             factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)

@@ -86,7 +86,7 @@ def load_model(
         dtype: dtype of the weights; auto keeps that of the folder (for an adapter, of its base).
         device: device to move the model to; None leaves the model where it was loaded.
         head: the head of the model.
-        new_head: whether a head that the weights lack is initialised at random (from torch's generator).
+        new_head: whether a head that the weights lack is initialized at random (from torch's generator).
         num_classes: outputs of a new classifier, 1 for a classifier that predicts a score; None takes the config's.
 
     Raises:
@@ -169,7 +169,7 @@ def _load_weights(
     missing = set(info["missing_keys"])
     if new_head or (head != "saved" and model.base_model is model):  # without a head, the pooler may be new
         missing = {name for name in missing if not is_head(model, name)}
-    if missing:  # transformers would initialise them at random
+    if missing:  # transformers would initialize them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
             f"architecture{_WITH_HEAD[head]}"

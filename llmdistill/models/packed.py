@@ -39,7 +39,7 @@ def packed_attention(
     """Let each token attend to the tokens of its own sequence up to itself.
 
     On a GPU that has it, torch's flash kernel for sequences of different lengths takes the whole batch at once.
-    Elsewhere, in fp32 and with dropout on the attention, each group of neighbouring sequences of one length is a call
+    Elsewhere, in fp32 and with dropout on the attention, each group of neighboring sequences of one length is a call
     of the stock sdpa function. Both compute only the blocks within the sequences, and neither makes the host wait.
 
     Args:
@@ -110,7 +110,7 @@ def _by_sequence(
     window: int | None,
     **kwargs: Any,
 ) -> Tensor:
-    """One call for each group of neighbouring sequences of one length."""
+    """One call for each group of neighboring sequences of one length."""
     groups = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
     sizes = [length * count for length, count in groups]
     # The gradient of a split is one concatenation; that of each slice would be as large as the whole tensor.

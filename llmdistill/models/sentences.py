@@ -42,10 +42,10 @@ class SentenceSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that the files name for other uses, such as query and document; `prompt` is one of them or empty."""
     lower_case: bool = False
-    """Whether sentences are made lower case before they are tokenised."""
+    """Whether sentences are made lower case before they are tokenized."""
 
     def text(self, sentence: str) -> str:
-        """Return the text that is tokenised for a sentence."""
+        """Return the text that is tokenized for a sentence."""
         text = self.prompt + sentence
         return text.lower() if self.lower_case else text
 
@@ -54,7 +54,7 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     """Read the settings in the folder or hub name of a model; None without modules.json.
 
     Raises:
-        UserError: the model does more than pooling and normalisation, or a file is malformed.
+        UserError: the model does more than pooling and normalization, or a file is malformed.
     """
     folder = downloaded(source, weights=False)  # a plan reads them
     if not (folder / MODULES_FILE).is_file():
@@ -115,7 +115,7 @@ def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tens
     Args:
         hidden_BTW: the outputs of the model's last layer.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, which may be on either side.
-        pooling: the modes of sentence-transformers' Pooling, and whether the result is normalised.
+        pooling: the modes of sentence-transformers' Pooling, and whether the result is normalized.
     """
     # Padding may hold NaN, which a product with 0 would keep.
     is_real_BT1 = attention_mask.bool()[:, :, None]

@@ -99,7 +99,7 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
 def teacher_layers(
     spec: str, student_depth: int, teacher_depth: int, *, key: str, influence: Tensor | None = None
 ) -> list[int]:
-    """The teacher's layers (0-based) whose weights initialise the student's layers.
+    """The teacher's layers (0-based) whose weights initialize the student's layers.
 
     `spec` is important (those with the largest `influence`, which has a number for each of the teacher's layers; in
     their order), or one of `mapped_layers`. Raises UserError, which names the setting by `key`, for another word, for
@@ -189,7 +189,7 @@ def first_parts(student: PreTrainedConfig, teacher: PreTrainedConfig, layers: li
 
 
 @torch.no_grad()
-def initialise(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts) -> None:
+def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts) -> None:
     """Copy parts of the teacher's weights into the student, in place.
 
     Args:

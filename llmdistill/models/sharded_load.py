@@ -49,7 +49,7 @@ def load_sharded(
         ds_config: the DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3.
         dtype: dtype of the weights.
         head: the head of the model.
-        new_head: whether a head that the weights lack is initialised at random (from torch's generator).
+        new_head: whether a head that the weights lack is initialized at random (from torch's generator).
         num_classes: outputs of a new classifier; None takes the config's.
         group: the process group, of several ranks; None: all ranks.
 
@@ -159,7 +159,7 @@ def _shard(parameter: nn.Parameter, ds_config: dict[str, Any], group: Any) -> No
 
 
 def _initialize(model: PreTrainedModel, saved: Mapping[str, _Saved]) -> None:
-    """Read or compute the buffers, and initialise the parameters that were not read, as transformers does."""
+    """Read or compute the buffers, and initialize the parameters that were not read, as transformers does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))

@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
 @rc_context(STYLE)
 def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Figure:
-    """Plot the panels of each row side by side, in one scale of colours a row, with the tokens on the axes.
+    """Plot the panels of each row side by side, in one scale of colors a row, with the tokens on the axes.
 
     Args:
         rows: panels by row; all rows have equally many.

@@ -73,7 +73,7 @@ class Teacher:
     hub: str | None = None
     """Its name on the hub, or of the model that its own card gives as its base."""
     header: Mapping[str, Any] = field(default_factory=dict)
-    """Its licence (`license`, `license_name`, `license_link`) and `language`, as far as its card or config says so."""
+    """Its license (`license`, `license_name`, `license_link`) and `language`, as far as its card or config says so."""
     origin: str | None = None
     """How its weights were made, if they are those of a GGUF file."""
 
@@ -241,8 +241,8 @@ def _factors(config: PreTrainedConfig) -> str | None:
 
 
 def _teacher_text(teacher: Teacher) -> str:
-    licence = teacher.header.get("license_name") or teacher.header.get("license")
-    said = "its licence is not known here" if licence is None else f"its licence, {licence}, holds for the student too"
+    license = teacher.header.get("license_name") or teacher.header.get("license")
+    said = "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
     made = "" if teacher.origin is None else f", {teacher.origin}"
     return f"{teacher.name}{made}; {said}"
 

@@ -102,7 +102,7 @@ def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str
 
 
 def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
-    """Return a style by the key of each row; its colour says the method, and its marker the start."""
+    """Return a style by the key of each row; its color says the method, and its marker the start."""
     methods = plots.method_styles(list(dict.fromkeys(row.name for row in rows)), plain=(TEACHER, UNTRAINED))
     starts = list(dict.fromkeys(row.start for row in rows if row.start))
     styles = {}

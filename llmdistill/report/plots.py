@@ -1,6 +1,6 @@
 """The plots of reports: scores, learning curves, quality against size, points in a plane.
 
-Every method has the same colour and marker in all plots. The same data always gives the same bytes.
+Every method has the same color and marker in all plots. The same data always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from llmdistill.report.score import Score
 STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 """The style of all figures."""
 
-INK, PAPER, GREY = STYLE["text.color"], STYLE["figure.facecolor"], STYLE["axes.edgecolor"]
-"""Colours of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
+INK, PAPER, GRAY = STYLE["text.color"], STYLE["figure.facecolor"], STYLE["axes.edgecolor"]
+"""Colors of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
 
 COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
-"""Okabe and Ito's colours for colour-blind readers; the pale colours are darkened to be visible on white."""
+"""Okabe and Ito's colors for color-blind readers; the pale colors are darkened to be visible on white."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
@@ -95,10 +95,10 @@ class Drawing(NamedTuple):
 
 
 def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, Style]:
-    """Return a style for each method by its position in the list; the names in `plain` are grey and use no colour."""
-    styles = {name: Style(GREY, "o", ()) for name in plain}
+    """Return a style for each method by its position in the list; the names in `plain` are gray and use no color."""
+    styles = {name: Style(GRAY, "o", ()) for name in plain}
     for index, name in enumerate(name for name in names if name not in plain):
-        # The numbers of markers and colours differ, so that a repeated colour has another marker and dash.
+        # The numbers of markers and colors differ, so that a repeated color has another marker and dash.
         dashes = DASHES[index // len(COLORS) % len(DASHES)]
         styles[name] = Style(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], dashes)
     return styles
@@ -208,12 +208,12 @@ def plot_size(points: Sequence[Line], teacher: float | None, score: Score, sets:
 
 @rc_context(STYLE)
 def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Plot the clouds side by side, coloured by class or score (KroneckerBERT Figure 4).
+    """Plot the clouds side by side, colored by class or score (KroneckerBERT Figure 4).
 
     Args:
         clouds: one cloud per model, all of the same examples.
         targets: (rows,), the class or the score of each example.
-        classes: the names of the classes; empty if targets are scores, which are shown by a colour scale.
+        classes: the names of the classes; empty if targets are scores, which are shown by a color scale.
     """
     columns = min(len(clouds), _MAX_PANELS)
     lines = -(-len(clouds) // columns)
@@ -254,7 +254,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
 
 
 def inline_svg(svg: str, label: str) -> str:
-    """Return an SVG as an element of an HTML page: without prologue and group ids, in the colours of the page.
+    """Return an SVG as an element of an HTML page: without prologue and group ids, in the colors of the page.
 
     `label` is the text for screen readers; it must already be escaped.
     """

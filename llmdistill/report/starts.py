@@ -35,7 +35,7 @@ WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""
 
 _LIGHT, _DARK = "#fdfdfd", "#101010"
-"""Colours of marks on fields, which stay as they are in pages of other colours."""
+"""Colors of marks on fields, which stay as they are in pages of other colors."""
 _DEPTHS = colormaps["viridis"]
 _MAX_COLUMNS = 2
 _MAX_WRITTEN = 12

@@ -105,7 +105,7 @@ def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
 
 
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
-    """Load the student with the head that the run needs; a missing head is initialised by torch's random generator.
+    """Load the student with the head that the run needs; a missing head is initialized by torch's random generator.
 
     `shard` loads it in shards if the run trains it at ZeRO stage 3; every rank must then call this function.
     """
@@ -133,7 +133,7 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
     """Return the DeepSpeed engine of the student, and the projectors, which map its widths to the teacher's."""
     config = plan.config
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # initialises a missing head equally on every rank
+        torch.manual_seed(config.seed)  # initializes a missing head equally on every rank
         student = load_student(plan, student_folder, plan.dtype, shard=True)
     if plan.copies_classifier:
         set_classifier(student, read_classifier(str(plan.teacher_path), plan.teacher_head))

@@ -45,9 +45,9 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     teacher = Teacher.of(str(teacher_name), plan.teacher_config, plan.sizes["teacher_params"])
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.sizes["ratio"]
-    learnt = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
+    learned = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
     story = Story(
-        intro=f"{learnt} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
+        intro=f"{learned} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
         tags=[
             "distillation",
             *config.methods(),

@@ -136,7 +136,7 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     except UserError:
         return Finding("ok", what, "not applicable: the map of the layers is for another depth")
     if method.projections:
-        return Finding("ok", what, "not applicable: learnt matrices map the widths")
+        return Finding("ok", what, "not applicable: learned matrices map the widths")
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
     found = {name: size for name, size in _own_sizes(method, teacher, batch).items() if name not in labels}

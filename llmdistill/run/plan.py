@@ -17,7 +17,7 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
-from llmdistill.factorize.sizes import plan_embedding, summarise
+from llmdistill.factorize.sizes import plan_embedding, summarize
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
@@ -68,7 +68,7 @@ class Plan:
     before: Plan | None = None
     """The plan of the run whose student is this run's teacher, if the same command executes both."""
     copies_classifier: bool = False
-    """Whether the student's classifier is initialised from the teacher's."""
+    """Whether the student's classifier is initialized from the teacher's."""
     vocabulary: int | None = None
     """The number of logits that teacher and student share; None if the logits are not compared."""
     teacher_origin: str | None = None
@@ -309,7 +309,7 @@ def _student(
     check_weighting(config)
     if settings.model is None and settings.shape is None:
         # A factorized student has the shape of its teacher.
-        return teacher, summarise(teacher, settings.factorize, settings.method)
+        return teacher, summarize(teacher, settings.factorize, settings.method)
     if settings.model is not None:
         student, how = _model_config(task, "student.model", settings.model, pending), "given"
     else:

@@ -211,12 +211,12 @@ def save_student(
     """Save the student as a Hugging Face model, with merged adapters and without projectors; every rank must call it.
 
     `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
-    the `prompt` by which the student learnt to be asked.
+    the `prompt` by which the student learned to be asked.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        with torch.random.fork_rng(devices=[]):  # a missing head is initialised at random and then overwritten
+        with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten
             model = template(next(iter(state.values())).dtype)
         if lora is not None and has_adapters:
             add_lora(model, lora, seed=0)  # the seed is irrelevant: the trained adapters replace these

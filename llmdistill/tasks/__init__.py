@@ -1,4 +1,4 @@
-"""The tasks, which define what is learnt and how it is scored, with one file per task, and their metrics.
+"""The tasks, which define what is learned and how it is scored, with one file per task, and their metrics.
 
 A new task is a class of `base.Task` in a file of its own, and an entry in TASKS.
 """

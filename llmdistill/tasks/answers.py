@@ -41,7 +41,7 @@ def encode_sets(
     settings: GenerationConfig,
     limits: Limits,
 ) -> dict[str, EncodedPrompts]:
-    """Tokenise the prompts of the examples that are scored; this also checks them without a model.
+    """Tokenize the prompts of the examples that are scored; this also checks them without a model.
 
     Raises:
         UserError: a prompt exceeds the limit and is neither dropped nor truncated, or no prompt is left; or all answers

@@ -187,7 +187,7 @@ class Task(ABC):
         return 1
 
     def changing_examples(self, *, causal: bool) -> str | None:
-        """Return why the examples of decoders (`causal`) or encoders change while they are learnt, as a clause.
+        """Return why the examples of decoders (`causal`) or encoders change while they are learned, as a clause.
 
         None if there is a list of examples that are the same in every epoch.
         """

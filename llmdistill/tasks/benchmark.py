@@ -124,7 +124,7 @@ class Benchmark(Task):
     usual_length: ClassVar[int]
     """The usual maximum number of tokens of an example."""
     has_classes: ClassVar[bool] = True
-    """Whether the targets are classes or scores of whole examples, which a figure may colour."""
+    """Whether the targets are classes or scores of whole examples, which a figure may color."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its files; raise UserError if there is none."""
@@ -176,7 +176,7 @@ class Benchmark(Task):
         return self.opened(StoredSplits(self._stored(models)), models)
 
     def read_on_all(self, models: Models, world: World) -> BenchmarkData:
-        """See Task. Rank 0 reads and tokenises the examples, and all ranks map their tokens."""
+        """See Task. Rank 0 reads and tokenizes the examples, and all ranks map their tokens."""
         folder = made_once(lambda: self._stored(models), world)
         return on_every(lambda: self.opened(StoredSplits(folder), models), world)
 
@@ -205,10 +205,10 @@ class Benchmark(Task):
 
     @abstractmethod
     def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenise what `read_files` has read, and write it; return what `opened` needs beside it as plain JSON values.
+        """Tokenize what `read_files` has read, and write it; return what `opened` needs beside it as plain JSON values.
 
         Raises:
-            UserError: the examples cannot be tokenised.
+            UserError: the examples cannot be tokenized.
         """
 
     @abstractmethod

@@ -28,13 +28,13 @@ NOT_READ = -1
 """The token of a word that the model does not read."""
 
 _STARTS = 10
-"""First centres that k-means tries; the clusters with the smallest squared distances count."""
+"""First centers that k-means tries; the clusters with the smallest squared distances count."""
 
 
 def encode_sentences(
     sentences: Sequence[Sentence], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[EncodedPair], list[np.ndarray]]:
-    """Tokenise sentences, their words with a space between them, cut after `max_length` tokens.
+    """Tokenize sentences, their words with a space between them, cut after `max_length` tokens.
 
     Returns:
         The tokens of each sentence, with the special tokens around them, and the first and the last token of each of
@@ -137,7 +137,7 @@ def represent(ends_N2W: np.ndarray) -> np.ndarray:
 
 
 def cluster_score(features: np.ndarray, labels: Sequence[str], *, held_out: int, seed: int) -> float:
-    """Return the normalised mutual information of labels and clusters, from 0 to 1.
+    """Return the normalized mutual information of labels and clusters, from 0 to 1.
 
     k-means with as many clusters as there are labels sees all rows but the last `held_out`, and these are scored; with
     0 it sees and scores all rows.
@@ -146,7 +146,7 @@ def cluster_score(features: np.ndarray, labels: Sequence[str], *, held_out: int,
         features: (rows, width).
         labels: the label of each row.
         held_out: the number of rows at the end that are scored.
-        seed: the seed of the first centres.
+        seed: the seed of the first centers.
     """
     cut = len(labels) - held_out
     means: Any = KMeans(n_clusters=len(set(labels)), n_init=_STARTS, random_state=seed).fit(features[:cut])

@@ -336,7 +336,7 @@ class GlueData(BenchmarkData):
         return [
             f"the teacher {self.teacher_name} scores at chance on {self.name}: {self.metric} "
             f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
-            "be learnt from it: fine-tune it first, or check that its classes are in GLUE's order"
+            "be learned from it: fine-tune it first, or check that its classes are in GLUE's order"
         ]
 
     def legend(self) -> str:

@@ -297,7 +297,7 @@ class InstructionData(TaskData):
         return [
             *self.data_warnings,
             f"the teacher scores at chance on the validation set: ROUGE-L {valid['rougeL']:.1f}, where its answers "
-            f"score {valid['chance']:.1f} against the references of other questions. Nothing can be learnt from it, "
+            f"score {valid['chance']:.1f} against the references of other questions. Nothing can be learned from it, "
             "and every comparison with it is meaningless: fine-tune it first (method sft), or check the format of its "
             "prompts",
         ]

@@ -80,7 +80,7 @@ class SentenceEncoder:
         return first @ second.T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Return the cosine of each embedding of (N, W) with its neighbour of (N, W), as (N,)."""
+        """Return the cosine of each embedding of (N, W) with its neighbor of (N, W), as (N,)."""
         return functional.cosine_similarity(_rows(embeddings1), _rows(embeddings2), dim=-1)
 
 

@@ -20,7 +20,7 @@ def mean_perplexity(by_set: Mapping[str, float]) -> float:
 def show_perplexity(value: float | None) -> str:
     """Format a perplexity with three significant digits, from 1,000 on as a whole number, or as a dash if it is None.
 
-    A model that has learnt nothing has about as many as its vocabulary has tokens, one that diverged has any.
+    A model that has learned nothing has about as many as its vocabulary has tokens, one that diverged has any.
     """
     if value is None:
         return "–"

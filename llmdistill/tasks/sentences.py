@@ -87,7 +87,7 @@ class Sentences(Task):
         """See Task. The models must be encoders."""
         if is_causal(config):
             raise UserError(
-                f"{key} {reference} is a decoder ({config.model_type}), and embeddings of sentences are learnt by "
+                f"{key} {reference} is a decoder ({config.model_type}), and embeddings of sentences are learned by "
                 "encoders: take an encoder"
             )
 
@@ -134,7 +134,7 @@ class Sentences(Task):
         }
 
     def write(self, files: SentenceFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenise the sentences and write them; the sentences of a pair follow each other."""
+        """Tokenize the sentences and write them; the sentences of a pair follow each other."""
         length = int(self.settings.max_length or 0)
         sets = {
             name: [text for pair in pairs for text in (pair.sentence1, pair.sentence2)]
@@ -158,7 +158,7 @@ class Sentences(Task):
         return self._opened(store_task(self, load_tokenizer(models.tokenizer_path)), models)
 
     def read_on_all(self, models: Models, world: World) -> SentenceData:
-        """See Task. Rank 0 reads and tokenises the sentences, and all ranks map their tokens."""
+        """See Task. Rank 0 reads and tokenizes the sentences, and all ranks map their tokens."""
         folder = made_once(lambda: store_task(self, load_tokenizer(models.tokenizer_path)), world)
         return on_every(lambda: self._opened(folder, models), world)
 

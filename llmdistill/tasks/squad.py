@@ -128,9 +128,9 @@ class Squad(Benchmark):
     def write(self, files: SquadFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
         """See Benchmark. The questions of the sets that models are scored on are kept too."""
         limits = self._limits()
-        writer.add("train", encode_in_pieces(files.train, tokenizer, limits, learnt=True), WINDOWS)
+        writer.add("train", encode_in_pieces(files.train, tokenizer, limits, learned=True), WINDOWS)
         for name, each in files.sets.items():
-            writer.add(name, encode_in_pieces(each.questions, tokenizer, limits, learnt=False), WINDOWS)
+            writer.add(name, encode_in_pieces(each.questions, tokenizer, limits, learned=False), WINDOWS)
             writer.add_text(name, to_json(each.questions))
         return {
             "questions": len(files.train),
@@ -168,7 +168,7 @@ class Squad(Benchmark):
         sets = {
             name: _Encoded(
                 **_about(each),
-                windows=encode_windows(each.questions, tokenizer, limits, learnt=False),
+                windows=encode_windows(each.questions, tokenizer, limits, learned=False),
                 read=partial(list, each.questions),
             )
             for name, each in found.items()
@@ -369,7 +369,7 @@ class SquadData(BenchmarkData):
             found.append(
                 f"the teacher {self.teacher_name} is not better than never answering on {SQUAD_TASKS[self.key].title}: "
                 f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
-                "can be learnt from it: fine-tune it first"
+                "can be learned from it: fine-tune it first"
             )
         return found
 

@@ -69,7 +69,7 @@ class QuestionSet:
     column: str
     """The column of its scores in tables."""
     language: str | None
-    """The language of the answers for MLQA's normalisation; None for that of SQuAD."""
+    """The language of the answers for MLQA's normalization; None for that of SQuAD."""
     is_averaged: bool = False
     """Whether the column counts in MLQA's average over languages, in which question and context have one language."""
     questions: list[QuestionExample]

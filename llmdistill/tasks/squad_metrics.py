@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
-Normalise = Callable[[str], str]
+Normalize = Callable[[str], str]
 """Maps an answer to the words that are compared, separated by one space."""
 
 _ARTICLES: dict[str, str] = {
@@ -28,13 +28,13 @@ LANGUAGES: tuple[str, ...] = ("en", "es", "de", "ar", "hi", "vi", "zh")
 _CHINESE = re.compile("([\u4e00-\u9fa5])")
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Return an answer in lower case without ASCII punctuation, English articles and extra spaces (SQuAD)."""
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(_ARTICLES["en"], " ", kept).split())
 
 
-def normalise_mlqa(text: str, language: str) -> str:
+def normalize_mlqa(text: str, language: str) -> str:
     """Return an answer in lower case without punctuation of any script, articles of the language and extra spaces.
 
     Each Chinese character is a word. `language` is one of LANGUAGES.
@@ -51,9 +51,9 @@ def _is_punctuation(letter: str) -> bool:
     return letter in string.punctuation or unicodedata.category(letter).startswith("P")
 
 
-def normalise_in(language: str | None) -> Normalise:
-    """Return the normalisation of SQuAD (None), or that of MLQA in a language."""
-    return normalise if language is None else partial(normalise_mlqa, language=language)
+def normalize_in(language: str | None) -> Normalize:
+    """Return the normalization of SQuAD (None), or that of MLQA in a language."""
+    return normalize if language is None else partial(normalize_mlqa, language=language)
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
@@ -73,9 +73,9 @@ class RawScore:
     f1: float
 
 
-def score_answer(prediction: str, references: Sequence[str], normalised: Normalise) -> RawScore:
+def score_answer(prediction: str, references: Sequence[str], normalized: Normalize) -> RawScore:
     """Score an answer against at least one reference (SQuAD 1.1, MLQA)."""
-    mine, theirs = normalised(prediction), [normalised(each) for each in references]
+    mine, theirs = normalized(prediction), [normalized(each) for each in references]
     return RawScore(float(mine in theirs), max(token_f1(mine.split(), each.split()) for each in theirs))
 
 
@@ -84,8 +84,8 @@ def score_answer2(prediction: str, references: Sequence[str]) -> RawScore:
 
     References without a word do not count; without any other one the right answer is "".
     """
-    mine = normalise(prediction)
-    theirs = [text for text in map(normalise, references) if text] or [""]
+    mine = normalize(prediction)
+    theirs = [text for text in map(normalize, references) if text] or [""]
     exact = float(mine in theirs)
     if not mine or theirs == [""]:
         return RawScore(exact, exact)
@@ -108,7 +108,7 @@ def squad1_scores(
     _check(answers, references)
     if not all(references.values()):
         raise ValueError("a question has no reference")
-    scores = [score_answer(answers[key], texts, normalise_in(language)) for key, texts in references.items()]
+    scores = [score_answer(answers[key], texts, normalize_in(language)) for key, texts in references.items()]
     return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
 
 

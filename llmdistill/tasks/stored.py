@@ -1,4 +1,4 @@
-"""The examples of a benchmark, read and tokenised once, kept on disk and mapped into memory by every rank."""
+"""The examples of a benchmark, read and tokenized once, kept on disk and mapped into memory by every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmdistill.config import RunConfig
 
 _FORMAT = 1
-"""Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
+"""Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 
 class StoredTask(Protocol):
@@ -34,7 +34,7 @@ class StoredTask(Protocol):
 
 
 def store_task(task: StoredTask, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Read and tokenise the examples of a task into a folder; reuse that of the same data, tokenizer and settings.
+    """Read and tokenize the examples of a task into a folder; reuse that of the same data, tokenizer and settings.
 
     The tokens are stored in the folder ``tasks`` of data.cache_dir. Local files are identified by their paths and
     content and read only if their tokens are missing, data sets of the hub by their examples.

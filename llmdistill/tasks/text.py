@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
-from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenise
+from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenize
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, stream_rows, write_rows
@@ -86,7 +86,7 @@ class Text(Task):
         check_texts(text_tests(data.tests))
 
     def read(self, models: Models) -> TextData:
-        """See Task. The texts are only read when they are tokenised.
+        """See Task. The texts are only read when they are tokenized.
 
         Raises:
             UserError: the parts of the training text cannot be told apart.
@@ -125,7 +125,7 @@ class TextData(TaskData):
     texts: TextTests
     report: str
     train: Mapping[str, Corpus] | None = None
-    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenised."""
+    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenized."""
     valid: Corpus | None = None
 
     @property
@@ -150,7 +150,7 @@ class TextData(TaskData):
         return replace(self, causal=models.causal, pairs=pairs, next_sentence=next_sentence)
 
     def prepared(self, world: World) -> TextData:
-        """See TaskData. Rank 0 hashes the text, and tokenises it if it is not in the cache; all ranks map the tokens.
+        """See TaskData. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
 
         Raises:
             UserError: the text cannot be read or is too short.
@@ -158,7 +158,7 @@ class TextData(TaskData):
         settings = self.settings
         on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer), world)
 
-        def tokenised(reference: str, fraction: float) -> Corpus:
+        def tokenized(reference: str, fraction: float) -> Corpus:
             make = partial(
                 store_corpus,
                 locate(reference),
@@ -172,8 +172,8 @@ class TextData(TaskData):
             return on_every(lambda: open_corpus(folder), world)
 
         fraction = settings.text.fraction
-        train = {name: tokenised(part, fraction) for name, part in _parts(settings).items()}
-        valid = None if settings.valid is None else tokenised(settings.valid, 1.0)
+        train = {name: tokenized(part, fraction) for name, part in _parts(settings).items()}
+        valid = None if settings.valid is None else tokenized(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         data = replace(self, train=train, valid=valid, report=share + "; ".join(map(_counts, train.items())))
         if self.trains:
@@ -195,14 +195,14 @@ class TextData(TaskData):
 
     def taught_examples(self) -> tuple[FixedSequences, Callable[[list[TextInputs]], Batch]]:
         """See TaskData: the sequences of the training text, and those that are validated by the same loss."""
-        assert self.train is not None, "the text is not tokenised yet"
+        assert self.train is not None, "the text is not tokenized yet"
         texts = dict(self.train) if self.valid is None else {**self.train, _VALID: self.valid}
         limits = {_VALID: self.settings.text.valid_sequences}
         sequences = FixedSequences({name: self._sequences(text) for name, text in texts.items()}, limits)
         return sequences, sequences.collate
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
-        assert self.train is not None, "the text is not tokenised yet"
+        assert self.train is not None, "the text is not tokenized yet"
         exponent = self.settings.text.sampling_exponent
         try:
             if exponent is None:
@@ -323,7 +323,7 @@ def score_masked(
     total, count = 0.0, 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
-        corpus = tokenise(reference, tokenizer, cache_dir=folder)
+        corpus = tokenize(reference, tokenizer, cache_dir=folder)
         sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
             loss_sum, labels = loss_of(batch)

@@ -32,7 +32,7 @@ _BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of a tokenised text, each of the same number of tokens; what is left at the end is dropped."""
+    """The windows of a tokenized text, each of the same number of tokens; what is left at the end is dropped."""
 
     tokens: Sequence[int]
     window: int
@@ -66,7 +66,7 @@ def cut_windows(
     limit: int | None = None,
     shorten: bool = False,
 ) -> Windows:
-    """Tokenise a text in one piece, with the special tokens that the tokenizer adds, and cut it into windows.
+    """Tokenize a text in one piece, with the special tokens that the tokenizer adds, and cut it into windows.
 
     Args:
         text: the text.

@@ -1,4 +1,4 @@
-"""Question generation and summarisation: an encoder is fine-tuned to write texts (UniLM §2.3, MiniLM v1 §5.2)."""
+"""Question generation and summarization: an encoder is fine-tuned to write texts (UniLM §2.3, MiniLM v1 §5.2)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Writing(Benchmark):
 
     @classmethod
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
-        """See Benchmark: the model has an LM head. Whether it learnt to write, only its scores tell."""
+        """See Benchmark: the model has an LM head. Whether it learned to write, only its scores tell."""
         name = (config.architectures or [""])[0]
         if not name.endswith(("ForMaskedLM", "ForPreTraining")):
             raise UserError(

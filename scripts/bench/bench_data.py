@@ -1,4 +1,4 @@
-"""Loading training sets: what each rank keeps in memory, how long a start takes, and who tokenises a stream.
+"""Loading training sets: what each rank keeps in memory, how long a start takes, and who tokenizes a stream.
 
     python scripts/bench/bench_data.py                      # 100,000 instructions, some minutes
     python scripts/bench/bench_data.py --quick              # 5,000 instructions
@@ -174,7 +174,7 @@ def task_lists(kind: str, folder: Path) -> dict[str, float]:
         files, length = task.read_files(), TASK_KINDS[kind][1]
         if kind == "pairs":
             return files, encode_pairs(files.train, tokenizer, length)
-        return files, encode_windows(files.train, tokenizer, WindowLimits(length, 128, 64), learnt=True)
+        return files, encode_windows(files.train, tokenizer, WindowLimits(length, 128, 64), learned=True)
 
     return measured(read)
 

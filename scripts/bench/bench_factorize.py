@@ -1,7 +1,7 @@
 """Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorized and
-loaded, a text tokenised and cached.
+loaded, a text tokenized and cached.
 
-    python scripts/bench/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
+    python scripts/bench/bench_factorize.py           # 2048×8192 at rank 600 and its neighbors, minutes
     python scripts/bench/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
     python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
@@ -12,7 +12,7 @@ factorized from a folder into a folder, as `llmdistill compress` does; what the 
 is from_pretrained, of the student and of the dense model, whose files the system has just seen.
 
 The last line is JSON with the figures of the first matrix, of the Kronecker products (kronecker), of the model (set_up)
-and of the text (tokenise).
+and of the text (tokenize).
 """
 
 from __future__ import annotations
@@ -153,19 +153,19 @@ def model_row(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def text_row(row: dict[str, Any], _device: torch.device) -> Work:
-    """Seconds to tokenise a text, and to have it a second time."""
+    """Seconds to tokenize a text, and to have it a second time."""
     from transformers import AutoTokenizer
 
-    from llmdistill.data.corpus import tokenise
+    from llmdistill.data.corpus import tokenize
     from llmdistill.embedded import locate
 
     tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(row["lines"])))
-        first = _seconds(lambda: tokenise(text, tokenizer, cache_dir=folder))
-        again = _seconds(lambda: tokenise(text, tokenizer, cache_dir=folder))
-        tokens = len(tokenise(text, tokenizer, cache_dir=folder).tokens)
+        first = _seconds(lambda: tokenize(text, tokenizer, cache_dir=folder))
+        again = _seconds(lambda: tokenize(text, tokenizer, cache_dir=folder))
+        tokens = len(tokenize(text, tokenizer, cache_dir=folder).tokens)
     return Work(None, {"tokens": tokens, "first_seconds": first, "cached_seconds": again})
 
 
@@ -251,12 +251,12 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, A
 
 
 def bench_text(settings: Settings, table: Table) -> dict[str, Any]:
-    """A text tokenised, and taken from the cache."""
+    """A text tokenized, and taken from the cache."""
     row = {"work": "text", "lines": 5_000 if settings.quick else 200_000}
     facts = measure(__file__, {"text": row}, settings, timed=(), weighed=())["text"].facts
     first, again = facts["first_seconds"], facts["cached_seconds"]
     detail = f"{again:.4f} s / {first:.3f} s, {facts['tokens']:,} tokens"
-    table.add(Line("text from the cache / tokenised", again / first, None, detail))
+    table.add(Line("text from the cache / tokenized", again / first, None, detail))
     return facts
 
 
@@ -271,7 +271,7 @@ def main() -> None:
     figures = bench_svd(settings, table)
     kronecker = bench_kronecker(settings, table)
     set_up, text = bench_set_up(settings, table, full=arguments.full), bench_text(settings, table)
-    found = {"threads": settings.threads, **figures, "kronecker": kronecker, "set_up": set_up, "tokenise": text}
+    found = {"threads": settings.threads, **figures, "kronecker": kronecker, "set_up": set_up, "tokenize": text}
     table.finish(found)
 
 

@@ -49,10 +49,10 @@ class Draw:
     rounded: torch.dtype = torch.float32
     """A coarser format that the numbers have been through."""
 
-    def __call__(self, *shape: int, learnt: bool, scale: float = 1.0) -> Tensor:
+    def __call__(self, *shape: int, learned: bool, scale: float = 1.0) -> Tensor:
         """One tensor."""
         numbers = (scale * torch.randn(shape)).to(self.rounded)
-        return numbers.to(self.device, self.dtype).requires_grad_(learnt)
+        return numbers.to(self.device, self.dtype).requires_grad_(learned)
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
@@ -80,7 +80,7 @@ def attention_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     from llmdistill.losses.attention import attention_kl as fused
 
     tokens = row["tokens"]
-    student, teacher = ([draw(1, 12, tokens, 64, learnt=learnt) for _ in range(2)] for learnt in (True, False))
+    student, teacher = ([draw(1, 12, tokens, 64, learned=learned) for _ in range(2)] for learned in (True, False))
     mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
     function = {"fused": fused, "naive": naive}[row["way"]]
     sides = AttentionInputs(*student, 0.125), AttentionInputs(*teacher, 0.125)
@@ -95,7 +95,7 @@ def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     from llmdistill.losses.attention import relation_kl as fused
 
     tokens = row["tokens"]
-    student, teacher = (draw(1, 12, tokens, 64, learnt=learnt) for learnt in (True, False))
+    student, teacher = (draw(1, 12, tokens, 64, learned=learned) for learned in (True, False))
     mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
     function = {"fused": fused, "naive": naive}[row["way"]]
     sides = RelationInputs(student, student), RelationInputs(teacher, teacher)
@@ -109,7 +109,7 @@ def matrix_mse(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     from llmdistill.losses.features import matrix_mse as fused
 
     tokens = row["tokens"]
-    student, teacher = (draw(1, tokens, 12, 64, learnt=learnt) for learnt in (True, False))
+    student, teacher = (draw(1, tokens, 12, 64, learned=learned) for learned in (True, False))
     mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
     function = {"fused": fused, "naive": naive, "plain": _without_kernel}[row["way"]]
     return [student], lambda: function(student.transpose(1, 2), teacher.transpose(1, 2), mask).sum
@@ -136,8 +136,8 @@ def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
 
     rows, vocabulary, width = row["tokens"], row["vocabulary"], 768
     student, teacher = (
-        HeadInputs(draw(rows, width, learnt=learnt), draw(vocabulary, width, learnt=learnt, scale=0.05), None)
-        for learnt in (True, False)
+        HeadInputs(draw(rows, width, learned=learned), draw(vocabulary, width, learned=learned, scale=0.05), None)
+        for learned in (True, False)
     )
     leaves = [student.rows, student.weight]
     if row["way"] == "products":
@@ -165,7 +165,7 @@ LOSSES: dict[str, Callable[[dict[str, Any], Draw], tuple[list[Tensor], Call]]] =
     "relation_kl": relation_kl,
     "matrix_mse": matrix_mse,
 }
-"""What is learnt, and the loss, by the row's description and where its numbers come from."""
+"""What is learned, and the loss, by the row's description and where its numbers come from."""
 
 
 def gradient_differences(row: dict[str, Any], device: torch.device) -> dict[str, float]:

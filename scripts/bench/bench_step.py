@@ -44,7 +44,7 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> dict[
     small = settings.quick
     sizes = {**SMALL_GPT2, "student_layers": 2} if small else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
-    rows["ours 40 %"] = {**rows["ours"], "labelled": 0.4}
+    rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
     found: dict[str, Measured] = {}
     if peers_python is not None:
         try:

@@ -35,7 +35,7 @@ class Setting:
 def make_setting(row: dict[str, Any], device: torch.device) -> Setting:
     """The models and the batch. A share of the labels, at the end of each sequence, is the response."""
     torch.manual_seed(0)
-    tokens, share = row["tokens"], row.get("labelled", 1.0)
+    tokens, share = row["tokens"], row.get("labeled", 1.0)
     if row["task"] == "encoder":
         teacher, student = (bert(row, layers) for layers in (row["layers"], row["student_layers"]))
     else:

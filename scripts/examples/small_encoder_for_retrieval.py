@@ -50,7 +50,7 @@ if given.sentences is None:
 else:
     sentences = read_sentences(given.sentences)
 count = max(3, min(100, len(sentences) // 10))
-learnt, held_back = sentences[:-count], sentences[-count:]
+learned, held_back = sentences[:-count], sentences[-count:]
 
 if given.sts is None:
     settings = read_sentence_settings(teacher)
@@ -70,7 +70,7 @@ else:
 result = llmdistill.distill(
     teacher,
     None,
-    learnt,
+    learned,
     "embedding",
     kind="sentences",
     tests={"sts": scored},

@@ -57,7 +57,7 @@ FULL = Sizes(tokens=512, rows=256, vocabulary=128_256, width=256)
 SMALL = Sizes(tokens=40, rows=12, vocabulary=1_000, width=32)
 
 Make = Callable[[Draw, bool], tuple[list[Tensor], Call]]
-"""What is learnt and the loss, of numbers and whether the loss is the plain one."""
+"""What is learned and the loss, of numbers and whether the loss is the plain one."""
 
 
 def kernels(sizes: Sizes, device: torch.device) -> Iterator[Line | str]:
@@ -110,8 +110,8 @@ def difference(found: Tensor, exact: Tensor) -> float:
 def _sides(draw: Draw, tokens: int, width: int) -> tuple[AttentionInputs, AttentionInputs, Tensor]:
     """Eight query heads over two key heads of the student and four of the teacher, and a mask with padding."""
     inputs = []
-    for learnt, groups in ((True, 2), (False, 4)):
-        query, key = (draw(2, heads, tokens, width, learnt=learnt) for heads in (8, groups))
+    for learned, groups in ((True, 2), (False, 4)):
+        query, key = (draw(2, heads, tokens, width, learned=learned) for heads in (8, groups))
         inputs.append(AttentionInputs(query, key, width**-0.5))
     return inputs[0], inputs[1], _padded(draw, tokens)
 
@@ -135,7 +135,7 @@ def _score_mse(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call
 
 
 def _relation_kl(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
-    student, teacher = (draw(2, 12, tokens, 64, learnt=learnt) for learnt in (True, False))
+    student, teacher = (draw(2, 12, tokens, 64, learned=learned) for learned in (True, False))
     mask = torch.ones(2, tokens, dtype=torch.int64, device=draw.device)
     sides = attention.RelationInputs(student, student), attention.RelationInputs(teacher, teacher)
     function = plain_losses.relation_kl_plain if plain else attention.relation_kl
@@ -145,17 +145,17 @@ def _relation_kl(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Ca
 def _matrix_mse(tokens: int, width: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
     """Heads as projections leave them: views of (B, T, H, D)."""
     mask = _padded(draw, tokens)
-    pairs = [[draw(2, tokens, heads, width, learnt=learnt) for learnt in (True, False)] for heads in (8, 2)]
+    pairs = [[draw(2, tokens, heads, width, learned=learned) for learned in (True, False)] for heads in (8, 2)]
     function = plain_losses.matrix_mse_plain if plain else features.matrix_mse
 
     def call() -> Tensor:
         return torch.stack([function(*(side.transpose(1, 2) for side in pair), mask).sum for pair in pairs]).sum()
 
-    return [learnt for learnt, _ in pairs], call
+    return [learned for learned, _ in pairs], call
 
 
 def _normalized_mse(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
-    student, teacher = (draw(2, tokens, 1_100, learnt=learnt) for learnt in (True, False))
+    student, teacher = (draw(2, tokens, 1_100, learned=learned) for learned in (True, False))
     mask = _padded(draw, tokens)
     function = plain_losses.matrix_mse_plain if plain else features.matrix_mse
     return [student], lambda: function(student, teacher, mask, normalize=True).sum
@@ -164,11 +164,11 @@ def _normalized_mse(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor],
 def _head(sizes: Sizes, terms: tuple[TokenTerm, ...], draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
     student, teacher = (
         HeadInputs(
-            draw(sizes.rows, sizes.width, learnt=learnt),
-            draw(sizes.vocabulary, sizes.width, learnt=learnt, scale=1.5 * sizes.width**-0.5),
+            draw(sizes.rows, sizes.width, learned=learned),
+            draw(sizes.vocabulary, sizes.width, learned=learned, scale=1.5 * sizes.width**-0.5),
             None,
         )
-        for learnt in (True, False)
+        for learned in (True, False)
     )
     labels_N = torch.randint(sizes.vocabulary, (sizes.rows,)).to(draw.device)
     factors = torch.tensor([0.7, 0.3], device=draw.device) / sizes.rows

@@ -1,8 +1,8 @@
-"""Writes the hashes and the licences of all that CI installs: python scripts/make/lock.py, after constraints changed.
+"""Writes the hashes and the licenses of all that CI installs: python scripts/make/lock.py, after constraints changed.
 
 Run it on the platform of CI (Linux on x86-64, Python 3.11), in the environment of scripts/setup.sh. It asks pip which
 files it would install by pyproject.toml and scripts/constraints.txt, installs nothing, and writes scripts/hashes.txt
-and docs/licences.md. torch has no hash, because its build depends on the machine.
+and docs/licenses.md. torch has no hash, because its build depends on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("torch", "llmdistill")
 _NAMED = 60
-"""A licence longer than this is a whole text; its classifier names it."""
+"""A license longer than this is a whole text; its classifier names it."""
 
 
 def main() -> None:
@@ -28,8 +28,8 @@ def main() -> None:
     others = [each for each in found if each["metadata"]["name"] not in _OWN]
     (ROOT / "scripts" / "hashes.txt").write_text(hashes(others), encoding="utf-8")
     licensed = [each["metadata"] for each in found if each["metadata"]["name"] != "llmdistill"]
-    (ROOT / "docs" / "licences.md").write_text(licences(licensed), encoding="utf-8")
-    print(f"scripts/hashes.txt has {len(others)} files, docs/licences.md {len(licensed)} libraries")
+    (ROOT / "docs" / "licenses.md").write_text(licenses(licensed), encoding="utf-8")
+    print(f"scripts/hashes.txt has {len(others)} files, docs/licenses.md {len(licensed)} libraries")
 
 
 def resolved() -> list[dict[str, Any]]:
@@ -56,26 +56,26 @@ def hashes(files: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def licences(libraries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a page with the licence of each library, as its own metadata names it."""
+def licenses(libraries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a page with the license of each library, as its own metadata names it."""
     lines = [
-        "# Licences of what is installed",
+        "# Licenses of what is installed",
         "",
         "What an installation with `scripts/constraints.txt` and the extras `dev` and `docs` brings, with the license",
         "that each library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill itself has the",
         "Apache License 2.0.",
         "",
-        "| library | version | licence |",
+        "| library | version | license |",
         "|---|---|---|",
     ]
     lines += [
-        f"| {each['name']} | {each['version'].partition('+')[0]} | {licence(each['name'])} |" for each in libraries
+        f"| {each['name']} | {each['version'].partition('+')[0]} | {license(each['name'])} |" for each in libraries
     ]
     return "\n".join(lines) + "\n"
 
 
-def licence(name: str) -> str:
-    """Return the name of an installed library's licence: the expression, else the classifiers, else the short field."""
+def license(name: str) -> str:
+    """Return the name of an installed library's license: the expression, else the classifiers, else the short field."""
     fields = metadata(name)
     classifiers = [
         each.rpartition(" :: ")[2] for each in fields.get_all("Classifier", ()) if each.startswith("License")

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 MARKS = {
     "start": "llmdistill.experiments.distillation:claim_folder",
-    "factorising": "llmdistill.run.assemble:measure_weights",
+    "factorizing": "llmdistill.run.assemble:measure_weights",
     "calibrating": "llmdistill.factorize.weigh:measured",
     "caching": "llmdistill.run.cache_shards:_taught",
     "training": "llmdistill.run.trainer:global_counts",
@@ -49,7 +49,7 @@ _PHASES = (
     (r"/(metrics\.jsonl|tensorboard|best)", "training"),
     (r"/(scores|predictions|metrics\.json|report|ranks)", "scoring"),
     (r"/\.?student(\.|/|$)", "student"),
-    (r"/(\.?untrained|weighting|spectra)", "factorising"),
+    (r"/(\.?untrained|weighting|spectra)", "factorizing"),
     (r"/\.?(cache)(/|$)", "caching"),
     (r"/answers", "generating"),
     (r"/\.?dense", "exporting"),

@@ -271,7 +271,7 @@ SCENARIOS = {
     each.name: each
     for each in (
         Scenario("train", MAIN_JOB, _train, ("start", "training", "saving", "student", "scoring")),
-        Scenario("weighted", MAIN_JOB, _weighted, ("factorising", "calibrating")),
+        Scenario("weighted", MAIN_JOB, _weighted, ("factorizing", "calibrating")),
         Scenario("cache", CLI, _cache, ("caching",)),
         Scenario("generate", CLI, _generate, ("generating",)),
         Scenario("compare", CLI, _compare, ("comparing",), (0,)),

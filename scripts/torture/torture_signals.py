@@ -38,7 +38,7 @@ def attempt(shop: Shop, number: int) -> Outcome:
     """A signal to one rank at a mark, and the command again."""
     dice, scenario = shop.random("signals", number), SCENARIOS["train"]
     name, ranks = ("SIGTERM", "SIGINT")[number % 2], 1 + number // 2 % 2
-    phase = ("training", "training", "saving", "scoring", "factorising")[number // 4 % 5]
+    phase = ("training", "training", "saving", "scoring", "factorizing")[number // 4 % 5]
     call = dice.randint(1, {"training": 5, "saving": 3}.get(phase, 1))
     fault = Fault(
         name, rank=dice.randrange(ranks), mark=phase, call=call, delay=dice.choice((0.0, dice.uniform(0, 0.1)))

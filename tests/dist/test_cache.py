@@ -100,7 +100,7 @@ def text(tmp_path_factory) -> tuple[str, ...]:
     return (*words, "--data.max_length", "32", "--data.cache_dir", str(folder / "tokens"), "--train.steps", "8")
 
 
-def test_texts_are_learnt_from_it_as_from_the_teacher(trained, cached, text):
+def test_texts_are_learned_from_it_as_from_the_teacher(trained, cached, text):
     live = trained(*ASKED, *text)
     both = cached(*text, ranks=2)
     expected = [[row[key] for row in read_metrics_log(live) if key in row] for key in ("loss", "valid_loss")]

@@ -1,4 +1,4 @@
-"""Two ranks over gloo: data are read and tokenised once, and a stream is shared."""
+"""Two ranks over gloo: data are read and tokenized once, and a stream is shared."""
 
 from __future__ import annotations
 

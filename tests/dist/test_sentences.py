@@ -85,7 +85,7 @@ def rows(run: Path) -> list[dict[str, float]]:
 
 
 def embeddings(model: torch.nn.Module) -> torch.Tensor:
-    """Normalised means over the tokens of two sentences."""
+    """Normalized means over the tokens of two sentences."""
     ids = torch.tensor([[1, 5, 9, 2], [1, 30, 31, 2]])
     with torch.no_grad():
         return torch.nn.functional.normalize(model(ids).last_hidden_state.mean(1), dim=-1)
@@ -127,7 +127,7 @@ def test_the_kept_student_was_scored_without_dropout(train, folder) -> None:
     assert json.loads((run / "metrics.json").read_text())["student"]["spearman"]["valid"] == pytest.approx(best)
 
 
-def test_margins_of_triples_are_learnt_on_two_ranks_as_on_one(train) -> None:
+def test_margins_of_triples_are_learned_on_two_ranks_as_on_one(train) -> None:
     margins = ("--data.sentences.triples", "true", "--embedding.margin", "0.5", "--train.global_batch_size", "4")
     one = train("one_of_triples", *margins, data="triples.jsonl")
     two = train("two_of_triples", *margins, ranks=2, data="triples.jsonl")

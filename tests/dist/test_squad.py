@@ -92,7 +92,7 @@ def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
     cache = tmp_path / "cache"
     own = ("--data.cache_dir", str(cache))
     two = finetune(tmp_path / "two", *learns, *own, "--teacher.sharding", "zero3", ranks=2)
-    assert len(list((cache / "tasks").iterdir())) == 1, "the questions are tokenised once"
+    assert len(list((cache / "tasks").iterdir())) == 1, "the questions are tokenized once"
     first, second = weights(one), weights(two)
     assert max(float((first[name] - second[name]).abs().max()) for name in first if not name.endswith(SHIFTS)) < 1e-5
     names = ("spans", "null_odds", "predictions")

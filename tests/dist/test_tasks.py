@@ -68,7 +68,7 @@ def teacher(finetune, tmp_path_factory) -> Path:
     return finetune(tmp_path_factory.mktemp("run") / "teacher", "--train.epochs", "6")
 
 
-def test_the_labels_are_learnt_and_scored(teacher) -> None:
+def test_the_labels_are_learned_and_scored(teacher) -> None:
     metrics = json.loads((teacher / "metrics.json").read_text())
     assert list(metrics["student"]["dev"]) == ["RTE"]
     rows = [line.split("\t") for line in (teacher / "predictions/student/dev.tsv").read_text().splitlines()[1:]]

@@ -28,7 +28,7 @@ def number_of(scenario, ranks, victim, moment):
 
 def test_every_phase_and_victim_has_its_turn():
     every = slots()
-    phases = "start factorising calibrating caching training saving student scoring generating comparing exporting"
+    phases = "start factorizing calibrating caching training saving student scoring generating comparing exporting"
     assert {each.phase for each in every} == set(phases.split())
     for phase in ("training", "saving"):
         found = {(each.ranks, each.victim) for each in every if each.phase == phase}

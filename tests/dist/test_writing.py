@@ -114,7 +114,7 @@ def written(run: Path, model: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines]
 
 
-def test_questions_are_learnt_and_scored(teacher) -> None:
+def test_questions_are_learned_and_scored(teacher) -> None:
     rows = written(teacher, "student")
     assert len(rows) == 14
     right = sum(row["prediction"] in row["references"] for row in rows)

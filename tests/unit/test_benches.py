@@ -161,7 +161,7 @@ def test_naive_makd_is_the_same_loss_as_ours():
 
 
 @pytest.mark.parametrize(
-    ("task", "sizes"), [("kd", {"student_layers": 2, "labelled": 0.4}), ("encoder", {"student_layers": 2})]
+    ("task", "sizes"), [("kd", {"student_layers": 2, "labeled": 0.4}), ("encoder", {"student_layers": 2})]
 )
 def test_steps_leave_no_gradient_and_barely_move(task, sizes):
     from step_rows import floor, ours
@@ -176,10 +176,10 @@ def test_steps_leave_no_gradient_and_barely_move(task, sizes):
         assert all(parameter.grad is None for parameter in setting.student.parameters())
 
 
-def test_labelled_share_stands_at_the_end():
+def test_labeled_share_stands_at_the_end():
     from step_setting import make_setting
 
-    row = {"task": "kd", "way": "floor", **TINY, "tokens": 10, "labelled": 0.4}
+    row = {"task": "kd", "way": "floor", **TINY, "tokens": 10, "labeled": 0.4}
     setting = make_setting(row, torch.device("cpu"))
     assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])

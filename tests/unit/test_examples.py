@@ -79,7 +79,7 @@ def test_small_encoder_for_retrieval(capsys, monkeypatch):
     arguments = ["--teacher", teacher, "--sentences", "mine.txt", "--size", "90%", "--steps", "2", "--output", "run"]
     names = run("small_encoder_for_retrieval.py", *arguments)
     printed = capsys.readouterr().out
-    assert (len(names["learnt"]), len(names["scored"])) == (54, 5)
+    assert (len(names["learned"]), len(names["scored"])) == (54, 5)
     # The teacher's own cosines, by the run and by the script.
     assert names["result"].metrics["teacher"]["spearman"]["sts"] == pytest.approx(100)
     score = names["result"].metrics["student"]["spearman"]["sts"]
@@ -97,8 +97,8 @@ def test_my_own_loss(capsys):
     names["loss"].remove()
     with torch.no_grad():
         student, teacher = (names[name](**batch, output_hidden_states=True) for name in ("student", "teacher"))
-        learnt = batch["labels"][:, 1:] != -100
-        p, q = (output.logits[:, :-1][learnt].softmax(-1) for output in (teacher, student))
+        learned = batch["labels"][:, 1:] != -100
+        p, q = (output.logits[:, :-1][learned].softmax(-1) for output in (teacher, student))
         real = batch["attention_mask"] == 1
         hidden = [output.hidden_states[-1][real] for output in (teacher, student)]
     # It is 1e-4 here, as 1 minus a sum that fp32 knows to about 1e-7: the error is absolute.

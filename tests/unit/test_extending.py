@@ -14,7 +14,7 @@ import torch
 
 from llmdistill.methods import METHODS
 from llmdistill.models.families import FAMILIES
-from llmdistill.models.shapes import first_parts, initialise, parse_shape, shaped_config
+from llmdistill.models.shapes import first_parts, initialize, parse_shape, shaped_config
 from llmdistill.models.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
@@ -121,7 +121,7 @@ def test_an_architecture_of_ones_own_is_cut_to_another_shape():
     student = type(teacher)(config)
     norm = teacher.model.layers[1].self_attn.q_norm  # type: ignore[attr-defined]
     torch.nn.init.normal_(norm.weight)
-    initialise(student, teacher, first_parts(config, teacher.config, [1]))  # type: ignore[arg-type,attr-defined]
+    initialize(student, teacher, first_parts(config, teacher.config, [1]))  # type: ignore[arg-type,attr-defined]
     own, theirs = student.model.layers[0], teacher.model.layers[1]  # type: ignore[attr-defined]
     assert torch.equal(own.self_attn.q_norm.weight, norm.weight[:16])
     assert torch.equal(own.self_attn.v_proj.weight, theirs.self_attn.v_proj.weight[:16, :16])

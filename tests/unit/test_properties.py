@@ -27,7 +27,7 @@ from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.data.examples import parse_row
 from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.layer_maps import mapped_layers
@@ -154,7 +154,7 @@ def test_ds_configs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObjec
 
 
 def planned(**settings: Any) -> None:
-    summarise(locate("embedded:teacher"), FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd")
+    summarize(locate("embedded:teacher"), FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd")
 
 
 FORMS: dict[str, Callable[[str], Any]] = {

@@ -117,7 +117,7 @@ def test_its_weights_are_those_of_the_gguf_file(folder, teacher):
         if tensor.name in names:
             found = teacher.model.get_submodule(names[tensor.name]).weight
             assert torch.equal(found, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
-    assert origin(folder) == "dequantised from 4 bits (Q4_1)"
+    assert origin(folder) == "dequantized from 4 bits (Q4_1)"
 
 
 def test_its_size_is_the_published_one(folder):
@@ -151,7 +151,7 @@ def test_a_student_has_the_promised_size_and_names_its_teacher(folder, student_f
     found = llmdistill.sizes(folder, target_params=SIZE)["student_params"]
     assert sum(each.numel() for each in student.parameters()) == found
     card = (student_folder / "README.md").read_text(encoding="utf-8")
-    assert ("dequantised from 4 bits (Q4_1)" in card) == (origin(folder) is not None)
+    assert ("dequantized from 4 bits (Q4_1)" in card) == (origin(folder) is not None)
 
 
 def test_a_saved_student_is_bit_equal(student, tokenizer, tmp_path):

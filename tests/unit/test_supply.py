@@ -1,4 +1,4 @@
-"""What CI installs is pinned by version and hash, and its licences are listed."""
+"""What CI installs is pinned by version and hash, and its licenses are listed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_constraint_has_its_hash_and_nothing_else_is_installed() -> None:
     assert pinned == expected
 
 
-def test_every_library_has_its_licence_in_the_docs() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "docs/licences.md").read_text().splitlines() if " | " in line]
+def test_every_library_has_its_license_in_the_docs() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs/licenses.md").read_text().splitlines() if " | " in line]
     listed = {normal(row[0].removeprefix("| ")): row[1] for row in rows[1:]}
     assert listed == {name: version for name, version in constraints().items() if name not in ELSEWHERE}

@@ -26,7 +26,7 @@ NAMES: dict[Convention, str] = {
 one whose SQuAD 2.0 was run too."""
 
 
-def summarise(data: BenchmarkData, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+def summarize(data: BenchmarkData, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
     """Return a task's part of results.json, as plain JSON values."""
     students = [result.metrics["student"] for result in choice.results if result.metrics is not None]
     metrics = [student["dev"] for student in students]

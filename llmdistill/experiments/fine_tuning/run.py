@@ -166,7 +166,7 @@ def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -
 
 
 def check_drawable(task: str, *, setting: str) -> None:
-    """Raises UserError if a task has no classes that t-SNE could colour."""
+    """Raises UserError if a task has no classes that t-SNE could color."""
     if not named_benchmark(task)[0].has_classes:
         raise UserError(f"{setting}: t-SNE draws the classes of examples, and {task} has none; leave it out for {task}")
 

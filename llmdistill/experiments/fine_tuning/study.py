@@ -34,7 +34,7 @@ from llmdistill.experiments.fine_tuning.protocols import (
     protocol_of,
     recipe_of,
 )
-from llmdistill.experiments.fine_tuning.results import summarise
+from llmdistill.experiments.fine_tuning.results import summarize
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
@@ -201,7 +201,7 @@ class TaskStudy:
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         self._keep(choice, data, runner, world)
         return {
-            **summarise(data, choice, results),
+            **summarize(data, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,

@@ -121,7 +121,7 @@ def row_losses(
     return _teacher_student(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
 
 
-# Distributions are kept unnormalised, as exponentials e and their sum z. A factor that is constant in a row is applied
+# Distributions are kept unnormalized, as exponentials e and their sum z. A factor that is constant in a row is applied
 # to the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
 
 

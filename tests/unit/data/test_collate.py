@@ -17,7 +17,7 @@ def test_right_padding_labels_and_mask() -> None:
     assert {batch.input_ids.dtype, batch.attention_mask.dtype, batch.labels.dtype} == {torch.int64}
 
 
-def test_the_end_token_is_learnt_where_it_doubles_as_padding() -> None:
+def test_the_end_token_is_learned_where_it_doubles_as_padding() -> None:
     batch = collate([Encoded([5, END, 7], [8, END]), Encoded([5], [END])], pad_token_id=END)
     assert batch.labels.tolist() == [[X, X, X, 8, END], [X, END, X, X, X]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
-from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.corpus import Corpus, tokenize
 from llmdistill.data.store import tokenizer_fingerprint
 from llmdistill.errors import UserError
 
@@ -65,12 +65,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make(tmp_path: Path, cache: Path) -> Callable[..., Corpus]:
-    def tokenised(text: str, name: str = "a.txt", *, mask: bool = True, **settings: Any) -> Corpus:
+    def tokenized(text: str, name: str = "a.txt", *, mask: bool = True, **settings: Any) -> Corpus:
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
-        return tokenise(path, letters(mask=mask), **settings)
+        return tokenize(path, letters(mask=mask), **settings)
 
-    return tokenised
+    return tokenized
 
 
 class TestPlainText:
@@ -89,9 +89,9 @@ class TestPlainText:
     def test_byte_order_mark_and_other_separators(self, tmp_path: Path, cache: Path) -> None:
         path = tmp_path / "a.md"
         path.write_bytes("\ufeffa\u2028b\n".encode())
-        assert read(tokenise(path, letters(more="\u2028"))) == [["a\u2028b"]]
+        assert read(tokenize(path, letters(more="\u2028"))) == [["a\u2028b"]]
 
-    def test_more_segments_than_are_tokenised_at_once(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_segments_than_are_tokenized_at_once(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_AT_ONCE", 2)
         lines = [f"line {number}" if number % 4 else "" for number in range(1, 30)]
         expected = [part.split("\n") for part in "\n".join(lines).split("\n\n")]
@@ -102,7 +102,7 @@ class TestPlainText:
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
         path = tmp_path / "x.txt"
         path.write_text("a\nxx\nb\n\nxxx\n\nc", encoding="utf-8")
-        assert read(tokenise(path, tokenizer)) == [["a", "b"], ["c"]]
+        assert read(tokenize(path, tokenizer)) == [["a", "b"], ["c"]]
 
     def test_a_folder_in_the_order_of_names(self, tmp_path: Path, cache: Path) -> None:
         folder = tmp_path / "texts"
@@ -112,12 +112,12 @@ class TestPlainText:
         (folder / "a.txt").write_text("zeroth", encoding="utf-8")
         (folder / "a2.txt").write_text("first", encoding="utf-8")
         (folder / ".hidden").write_text("hidden", encoding="utf-8")
-        assert read(tokenise(folder, letters())) == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
+        assert read(tokenize(folder, letters())) == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
 
     def test_large_vocabularies_need_wider_numbers(self, make: Callable, tmp_path: Path) -> None:
         assert make("ab").tokens.dtype == np.uint16
         (tmp_path / "wide.txt").write_text("a\U00010000", encoding="utf-8")
-        wide = tokenise(tmp_path / "wide.txt", letters(more="\U00010000"))
+        wide = tokenize(tmp_path / "wide.txt", letters(more="\U00010000"))
         assert wide.tokens.dtype == np.uint32
         assert read(wide) == [["a\U00010000"]]
 
@@ -132,7 +132,7 @@ class TestPlainText:
         monkeypatch.setattr(library, "propagate", True)
         verbosity = library.level  # commands that ran in this process before may have lowered it
         library.setLevel(logging.WARNING)
-        assert len(tokenise(path, tokenizer).tokens) == 50
+        assert len(tokenize(path, tokenizer).tokens) == 50
         assert caplog.text == ""
         tokenizer(["a" * 50])
         library.setLevel(verbosity)
@@ -160,9 +160,9 @@ class TestRows:
     @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet", ".csv"])
     def test_each_is_a_document(self, tmp_path: Path, cache: Path, ending: str) -> None:
         path = self.write(tmp_path / f"a{ending}", "content")
-        assert read(tokenise(path, letters(), field="content")) == [["One", "two", "three"], ["four"], ["five"]]
+        assert read(tokenize(path, letters(), field="content")) == [["One", "two", "three"], ["four"], ["five"]]
         decoder = [["One\n\n", " two \n", "three"], ["four"], ["five\n"]]
-        assert read(tokenise(path, letters(mask=False), field="content")) == decoder
+        assert read(tokenize(path, letters(mask=False), field="content")) == decoder
 
     def test_from_the_hub(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
@@ -173,9 +173,9 @@ class TestRows:
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         for _ in range(2):
-            assert len(read(tokenise("someone/texts:en:train", letters()))) == 3
+            assert len(read(tokenize("someone/texts:en:train", letters()))) == 3
         assert asked == [("someone/texts", "en", "train", True)]
-        tokenise("someone/texts:de:train", letters())
+        tokenize("someone/texts:de:train", letters())
         assert len(asked) == 2, "another name is another text"
 
     @pytest.mark.parametrize(
@@ -190,22 +190,22 @@ class TestRows:
         path = tmp_path / "a.jsonl"
         path.write_text('{"text": "a"}\n\n' + json.dumps(row), encoding="utf-8")
         with pytest.raises(UserError) as error:
-            tokenise(path, letters())
+            tokenize(path, letters())
         assert str(error.value).startswith(f"{path}:3: {what}")
         assert "data.text.field" in str(error.value)
         assert not list((cache / "corpora").iterdir()), "nothing half is left"
 
 
 class TestCache:
-    def test_the_second_time_nothing_is_tokenised(self, tmp_path: Path, cache: Path) -> None:
+    def test_the_second_time_nothing_is_tokenized(self, tmp_path: Path, cache: Path) -> None:
         path = tmp_path / "a.txt"
         path.write_text(TEXT, encoding="utf-8")
         tokenizer = letters()
-        first = tokenise(path, tokenizer)
+        first = tokenize(path, tokenizer)
         assert tokenizer.texts == 5
         moved = path.rename(tmp_path / "b.txt")
         again = letters()
-        for second in (tokenise(moved, tokenizer), tokenise(moved, again), tokenise(str(moved), again)):
+        for second in (tokenize(moved, tokenizer), tokenize(moved, again), tokenize(str(moved), again)):
             assert read(second) == read(first)
         assert (tokenizer.texts, again.texts) == (5, 0)
         [folder] = (cache / "corpora").iterdir()
@@ -218,12 +218,12 @@ class TestCache:
         tokenizer = letters()
         tokenizer.backend_tokenizer.enable_truncation(8)
         tokenizer.backend_tokenizer.enable_padding(length=8)
-        assert read(tokenise(path, tokenizer))[0] == ["One two. Three", "four five"]
+        assert read(tokenize(path, tokenizer))[0] == ["One two. Three", "four five"]
         assert tokenizer.backend_tokenizer.truncation is None
-        tokenise(path, tokenizer)
+        tokenize(path, tokenizer)
         assert tokenizer.texts == 5
 
-    def test_what_decides_is_tokenised_anew(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_decides_is_tokenized_anew(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def folders() -> int:
             return len(list((cache / "corpora").iterdir()))
 
@@ -238,7 +238,7 @@ class TestCache:
         assert folders() == 4
         make(row, "a.jsonl", mask=False)
         assert folders() == 5
-        tokenise(cache.parent / "a.jsonl", letters(more="é"))
+        tokenize(cache.parent / "a.jsonl", letters(more="é"))
         assert folders() == 6
         monkeypatch.setattr(module, "_FORMAT", -1)
         make(row, "a.jsonl")
@@ -285,7 +285,7 @@ class TestCache:
             return encode(*arguments)
 
         monkeypatch.setattr(module, "_encode", together)
-        threads = [threading.Thread(target=lambda: made.append(tokenise(path, letters()))) for _ in range(2)]
+        threads = [threading.Thread(target=lambda: made.append(tokenize(path, letters()))) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -331,7 +331,7 @@ class TestFraction:
     """What is taken of a text whose documents are numbers."""
 
     def taken(self, path: Path, fraction: float, seed: int = 0, tokenizer: Counting | None = None) -> list[int]:
-        corpus = tokenise(path, letters() if tokenizer is None else tokenizer, fraction=fraction, seed=seed)
+        corpus = tokenize(path, letters() if tokenizer is None else tokenizer, fraction=fraction, seed=seed)
         return [int(document[0]) for document in read(corpus)]
 
     @pytest.mark.parametrize("fraction", [0.001, 0.07, 0.1, 0.25, 0.3, 0.333, 0.5, 0.7, 0.9, 0.999])
@@ -360,7 +360,7 @@ class TestFraction:
         shutil.rmtree(cache)
         assert self.taken(path.with_name("b.txt"), 0.1, seed=1) == first, "not only out of the cache"
 
-    def test_only_what_is_taken_is_tokenised_and_kept_apart(self, tmp_path: Path, cache: Path) -> None:
+    def test_only_what_is_taken_is_tokenized_and_kept_apart(self, tmp_path: Path, cache: Path) -> None:
         path, tokenizer = numbered(tmp_path / "a.txt", 60), letters()
         assert self.taken(path, 1.0, tokenizer=tokenizer) == list(range(60))
         assert tokenizer.texts == 80
@@ -392,9 +392,9 @@ class TestBadInput:
     def test_missing(self, tmp_path: Path, cache: Path) -> None:
         for name in (tmp_path / "none.txt", tmp_path / "none", "texts/none.txt"):
             with pytest.raises(UserError, match=rf"^{name}: no such file; give a plain text, JSONL, JSON, Parquet"):
-                tokenise(name, letters())
+                tokenize(name, letters())
         with pytest.raises(UserError, match=r"^none\.jsonl: no such file; give a JSONL"):
-            tokenise("none.jsonl", letters())
+            tokenize("none.jsonl", letters())
 
     @pytest.mark.parametrize(("name", "text"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", ""), ("b.json", "[]")])
     def test_empty(self, make: Callable, cache: Path, name: str, text: str) -> None:
@@ -405,13 +405,13 @@ class TestBadInput:
     def test_empty_folder(self, tmp_path: Path, cache: Path) -> None:
         (tmp_path / "texts").mkdir()
         with pytest.raises(UserError, match="texts: a folder without files"):
-            tokenise(tmp_path / "texts", letters())
+            tokenize(tmp_path / "texts", letters())
 
     def test_not_utf_8(self, tmp_path: Path, cache: Path) -> None:
         path = tmp_path / "latin.txt"
         path.write_bytes("caf\xe9\n".encode("latin-1"))
         with pytest.raises(UserError, match=rf"^{path}:1: cannot be read as UTF-8 text \(invalid continuation byte"):
-            tokenise(path, letters())
+            tokenize(path, letters())
 
 
 def test_real_text(tmp_path: Path, cache: Path) -> None:
@@ -422,7 +422,7 @@ def test_real_text(tmp_path: Path, cache: Path) -> None:
         tokenizer_file=str(Path(folder) / "tokenizers" / "gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
     )
     path = Path(folder) / "corpus" / "wikitext2" / "valid.txt"
-    corpus = tokenise(path, tokenizer)
+    corpus = tokenize(path, tokenizer)
     text = path.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     assert len(corpus.segments) - 1 == len(lines)

@@ -36,8 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """From its call on nothing may be tokenised."""
-    return lambda: monkeypatch.setattr(example_store, "encode", lambda *_, **__: pytest.fail("it is tokenised again"))
+    """From its call on nothing may be tokenized."""
+    return lambda: monkeypatch.setattr(example_store, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 1000])
@@ -78,7 +78,7 @@ def test_wide_tokens_are_kept() -> None:
 
 
 class TestCache:
-    def test_the_second_time_nothing_is_tokenised(
+    def test_the_second_time_nothing_is_tokenized(
         self, word_tokenizer: Make, tmp_path: Path, untouched: Callable[[], Any]
     ) -> None:
         path = write(tmp_path / "a.jsonl")
@@ -88,7 +88,7 @@ class TestCache:
         assert store_examples(moved, word_tokenizer(), LIMITS) == first
         assert len(open_examples(first).items) == len(ROWS)
 
-    def test_what_decides_is_tokenised_anew(self, word_tokenizer: Make, tmp_path: Path) -> None:
+    def test_what_decides_is_tokenized_anew(self, word_tokenizer: Make, tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl")
         wider, cut = (
             Limits(max_prompt_length=13, max_length=16, long_prompts="truncate"),

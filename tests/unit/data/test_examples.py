@@ -57,7 +57,7 @@ def test_forms(row: dict[str, Any], example: Example) -> None:
         assert parsed.source == "x:1"
 
 
-def test_what_follows_the_last_answer_is_not_learnt() -> None:
+def test_what_follows_the_last_answer_is_not_learned() -> None:
     assert parse_row({"messages": [SYSTEM, USER, ANSWER, USER]}, "x:1") == CHAT
 
 

@@ -193,7 +193,9 @@ class TestForms:
 
 @pytest.mark.parametrize("example", [ALPACA, RAW, CHAT], ids=["alpaca", "raw", "chat"])
 @pytest.mark.parametrize("affixes", [{}, {"with_start": True, "with_end": True}], ids=["plain", "affixed"])
-def test_the_end_token_is_learnt_where_it_is_the_padding(word_tokenizer: Make, example: Example, affixes: dict) -> None:
+def test_the_end_token_is_learned_where_it_is_the_padding(
+    word_tokenizer: Make, example: Example, affixes: dict
+) -> None:
     tokenizer = word_tokenizer(chat=True, **affixes)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     short = Example("", "", ("a",), raw_prompt="a")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import BertTokenizerFast
 
-from llmdistill.data.corpus import tokenise
+from llmdistill.data.corpus import tokenize
 from llmdistill.data.mixture import MixedSequences, mixture_counts
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.text import TextSequences
@@ -30,7 +30,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextSequences]:
     for name, words in WORDS.items():
         text = folder / f"{name}.txt"
         text.write_text("\n\n".join(" ".join([word] * (LENGTH - 3)) for word in words), encoding="utf-8")
-        corpus = tokenise(text, tokenizer, cache_dir=folder)
+        corpus = tokenize(text, tokenizer, cache_dir=folder)
         # The start token, seven words, the separator after the document, and the one after the sequence: ten tokens.
         found[name] = TextSequences(corpus, tokenizer, objective="masked", max_length=LENGTH, mask_share=0.3)
     return found

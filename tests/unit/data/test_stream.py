@@ -124,7 +124,7 @@ def test_items_are_those_of_encode(make: Callable, numbers: Path, word_tokenizer
         assert torch.equal(batch.input_ids, wanted.input_ids)
         assert torch.equal(batch.labels, wanted.labels)
         assert torch.equal(batch.attention_mask, wanted.attention_mask)
-        assert (batch.labels == 0).sum() == 5, "the end token is learnt, though it is the padding"
+        assert (batch.labels == 0).sum() == 5, "the end token is learned, though it is the padding"
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 12), (1, 3), (2, 6), (2, 3), (3, 2), (4, 1), (12, 1)])
@@ -221,8 +221,8 @@ def _alive() -> int:
 class TestSharedAmongRanks:
     @pytest.fixture
     def ranks(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """Runs a job with the loader of each rank; the numbers of rows read and of texts tokenised by rank."""
-        read, tokenised = Counter[int](), Counter[int]()
+        """Runs a job with the loader of each rank; the numbers of rows read and of texts tokenized by rank."""
+        read, tokenized = Counter[int](), Counter[int]()
         rows, encode = stream.stream_rows, stream.encode
 
         def counted_rows(reference: Any) -> Iterator[Any]:
@@ -231,7 +231,7 @@ class TestSharedAmongRanks:
                 yield row
 
         def counted_encode(examples: Any, *args: Any, **more: Any) -> Any:
-            tokenised[ThreadRanks.own.rank] += len(examples)
+            tokenized[ThreadRanks.own.rank] += len(examples)
             return encode(examples, *args, **more)
 
         def run(size: int, reference: Path, job: Callable[[StreamLoader], Any], **settings: Any) -> Any:
@@ -244,7 +244,7 @@ class TestSharedAmongRanks:
 
             found = threads.run(one)
             monkeypatch.undo()
-            return found, read, tokenised
+            return found, read, tokenized
 
         return run
 
@@ -264,19 +264,19 @@ class TestSharedAmongRanks:
         alone = make(path, micro_batch_size=12, **settings)
         expected = [alone.micro_batch_items(step)[0] for step in steps]
         for size in (2, 3, 12):
-            found, read, tokenised = ranks(size, path, walk, micro_batch_size=12 // size, **settings)
+            found, read, tokenized = ranks(size, path, walk, micro_batch_size=12 // size, **settings)
             assert [list(chain(*(each[0][n][0] for each in found))) for n in range(len(steps))] == expected
             assert {report for _, report in found} == {alone.report()}
             assert set(read) == {0}, "rank 0 alone reads the set"
             read.clear()
-            tokenised.clear()
+            tokenized.clear()
 
-    def test_each_rank_tokenises_its_share(self, ranks: Callable, numbers: Path) -> None:
+    def test_each_rank_tokenizes_its_share(self, ranks: Callable, numbers: Path) -> None:
         def walk(loader: StreamLoader) -> None:
             loader.micro_batches(9)
 
-        _, _, tokenised = ranks(4, numbers, walk, global_batch_size=8, micro_batch_size=2)
-        assert tokenised == {0: 20, 1: 20, 2: 20, 3: 20}
+        _, _, tokenized = ranks(4, numbers, walk, global_batch_size=8, micro_batch_size=2)
+        assert tokenized == {0: 20, 1: 20, 2: 20, 3: 20}
 
     @pytest.mark.parametrize(
         ("row", "said"),

@@ -68,17 +68,17 @@ def test_only_tokens_of_the_target_are_predicted() -> None:
     for epoch in range(200):
         batch = sequences.batch([2 * epoch, 2 * epoch + 1], seed=3)
         for row, (start, stop) in enumerate([(11, 21), (4, 7)]):
-            learnt = (batch.labels[row] != IGNORE_INDEX).nonzero()[:, 0].tolist()
-            assert len(learnt) == round(0.7 * (stop - start))
-            assert all(start <= place < stop for place in learnt)
+            learned = (batch.labels[row] != IGNORE_INDEX).nonzero()[:, 0].tolist()
+            assert len(learned) == round(0.7 * (stop - start))
+            assert all(start <= place < stop for place in learned)
             plain = made(1.0).items[row]
             ids = torch.tensor([*plain.source_ids, *plain.target_ids])
-            assert torch.equal(batch.labels[row, learnt], ids[learnt])
-            others = [place for place in range(stop) if place not in learnt]
+            assert torch.equal(batch.labels[row, learned], ids[learned])
+            others = [place for place in range(stop) if place not in learned]
             assert torch.equal(batch.input_ids[row, others], ids[others])
-            counts["end"] += stop - 1 in learnt
-            counts["masked"] += int((batch.input_ids[row, learnt] == MASK).sum())
-            counts["all"] += len(learnt)
+            counts["end"] += stop - 1 in learned
+            counts["masked"] += int((batch.input_ids[row, learned] == MASK).sum())
+            counts["all"] += len(learned)
     assert 240 < counts["end"] < 320, "the end token is one of the target's: 70 % of 400"
     assert 0.75 < counts["masked"] / counts["all"] < 0.85
 

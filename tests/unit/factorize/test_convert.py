@@ -28,7 +28,7 @@ from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape, most_sums, nearest_kronecker
 from llmdistill.factorize.modules import FactorizedLinear, LowRankLinear
-from llmdistill.factorize.sizes import plan, summarise
+from llmdistill.factorize.sizes import plan, summarize
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -208,7 +208,7 @@ def test_compress_to_kronecker_products(tmp_path: Path) -> None:
     student = AutoModelForMaskedLM.from_pretrained(tmp_path / "student")
     factorize(teacher, plan(teacher, settings, "kronecker"))
     assert torch.equal(outputs(student), outputs(teacher))
-    assert summary["student_params"] == summarise(tmp_path / "teacher", settings, "kronecker")["student_params"]
+    assert summary["student_params"] == summarize(tmp_path / "teacher", settings, "kronecker")["student_params"]
 
 
 def test_compress_refuses_a_full_folder_before_reading_weights(tmp_path: Path) -> None:

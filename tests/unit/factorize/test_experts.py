@@ -24,7 +24,7 @@ from llmdistill.factorize.install import is_factorized
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.factorize.reconstruction import by_kind
-from llmdistill.factorize.sizes import plan, summarise
+from llmdistill.factorize.sizes import plan, summarize
 from llmdistill.factorize.weigh import weigh
 from llmdistill.models.load import load_model
 
@@ -138,7 +138,7 @@ def test_the_planner_counts_every_expert() -> None:
         count_parameters(student) <= target < count_parameters(compress_model(teacher, FactorizeConfig(rank=rank + 1)))
     )
     assert student.model.layers[1].mlp.experts.down_factors.in_factors.shape == (4, rank, 12)
-    summary = summarise(teacher.config, FactorizeConfig(target_params="60%"))
+    summary = summarize(teacher.config, FactorizeConfig(target_params="60%"))
     assert (summary["student_params"], summary["rank"], summary["dense"]) == (count_parameters(student), rank, [])
 
 
@@ -218,10 +218,10 @@ def test_what_leaves_the_experts_dense() -> None:
         (FactorizeConfig(rank=4, form="pivoted"), "svd"),
         (FactorizeConfig(shapes={"*": "4x4"}), "kronecker"),
     ):
-        assert set(STACKS) <= set(summarise(config, settings, method)["dense"])
+        assert set(STACKS) <= set(summarize(config, settings, method)["dense"])
     weighted = FactorizeConfig(target_params="60%", weighting="gradients", allocation="loss")
     with pytest.raises(UserError, match="take allocation uniform"):
-        summarise(config, weighted)
+        summarize(config, weighted)
 
 
 def test_a_graph_of_onnx_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.modules import PivotedLinear
-from llmdistill.factorize.sizes import plan, rank_budget, summarise
+from llmdistill.factorize.sizes import plan, rank_budget, summarize
 
 LLAMA = LlamaConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
@@ -149,7 +149,7 @@ def test_a_target_buys_a_higher_rank_and_flops_count_two_for_each_parameter(tied
     config = copy.deepcopy(LLAMA)
     config.tie_word_embeddings = tied
     plain, pivoted = (
-        summarise(config, FactorizeConfig(target_params="60%", form=form)) for form in ("plain", "pivoted")
+        summarize(config, FactorizeConfig(target_params="60%", form=form)) for form in ("plain", "pivoted")
     )
     assert pivoted["rank"] > plain["rank"]
     assert pivoted["student_params"] <= int(0.6 * pivoted["teacher_params"])

@@ -246,7 +246,7 @@ def test_loaded_student_trains_and_casts(tmp_path: Path, method: str) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[2] < losses[0]
-    assert model.half().float().dtype == torch.float32  # transformers refuses both for what it deems quantised
+    assert model.half().float().dtype == torch.float32  # transformers refuses both for what it deems quantized
 
 
 @METHODS

@@ -32,7 +32,7 @@ from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
 from llmdistill.factorize.options import Options, make_groups, undominated
 from llmdistill.factorize.search import combine, search
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 from llmdistill.models.families import base_name
 
 WIDTH, FFN, TOKENS = 8, 12, 20
@@ -129,7 +129,7 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
         assert found[0].relative_error == pytest.approx((best / total) ** 0.5, rel=1e-4)
         assert [each.relative_error for each in found] == sorted(each.relative_error for each in found)
         for each in found:
-            summary = summarise(model.config, each.settings, "kronecker")  # counted on the model, not by the search
+            summary = summarize(model.config, each.settings, "kronecker")  # counted on the model, not by the search
             assert summary["student_params"] == each.params <= most
             assert summary["flops_per_token"] == each.flops_per_token <= bound
             assert each.flops_share == each.flops_per_token / dense
@@ -171,7 +171,7 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     found = search(model, settings)[0]
     monkeypatch.setattr(options, "SAMPLED_LAYERS", 7)
     assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-5)
-    monkeypatch.setattr(options, "EXACT_SIDE", 0)  # the randomised SVD
+    monkeypatch.setattr(options, "EXACT_SIDE", 0)  # the randomized SVD
     state = torch.get_rng_state()
     assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -254,7 +254,7 @@ def test_compress_to_a_target(tmp_path: Path, kind: str) -> None:
     chosen = search(model, settings)[0]
     names = {base_name(student, name) for name in summary["shapes"]}
     assert names == set(student.config.quantization_config.modules)
-    assert summarise(tmp_path / "teacher", chosen.settings, "kronecker") == summary
+    assert summarize(tmp_path / "teacher", chosen.settings, "kronecker") == summary
 
 
 def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +269,7 @@ def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: py
     assert set(first["shapes"]) == {"attention 8x8", "ffn 12x8"}
     # What was found is what a recipe can be given.
     settings = FactorizeConfig(**printed["settings"])
-    assert summarise(tmp_path / "teacher", settings, "kronecker")["student_params"] == first["params"]
+    assert summarize(tmp_path / "teacher", settings, "kronecker")["student_params"] == first["params"]
 
     assert main([*arguments, "--dry_run", "--candidates"]) == 0
     lines = capsys.readouterr().out.splitlines()

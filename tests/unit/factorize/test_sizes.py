@@ -33,7 +33,7 @@ from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
 from llmdistill.factorize.install import features, install
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.factorize.sizes import parse_target, plan, summarise
+from llmdistill.factorize.sizes import parse_target, plan, summarize
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -81,14 +81,14 @@ def tiny_llama(**changes: Any) -> PreTrainedModel:
     (LlamaConfig(**LLAMA_1B), {"target_params": "0.69B"}, 1_235_814_400, 689_768_448),
 ])  # fmt: skip
 def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], teacher: int, student: int) -> None:
-    summary = summarise(config, FactorizeConfig(**settings))
+    summary = summarize(config, FactorizeConfig(**settings))
     assert summary["teacher_params"] == teacher
     assert summary["student_params"] == student
     assert summary["ratio"] == student / teacher
 
 
 def test_llama_target_leaves_narrow_matrices_dense() -> None:
-    summary = summarise(LlamaConfig(**LLAMA_1B), FactorizeConfig(target_params="0.69B"))
+    summary = summarize(LlamaConfig(**LLAMA_1B), FactorizeConfig(target_params="0.69B"))
     assert summary["rank"] == 632
     assert len(summary["ranks"]) == 5 * 16
     assert {name.rsplit(".", 1)[1] for name in summary["dense"]} == {"k_proj", "v_proj"}
@@ -196,19 +196,19 @@ def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
         assert set(ranks.values()) == {rank}
 
 
-def test_summarise_reads_config_json_alone(tmp_path: Path) -> None:
+def test_summarize_reads_config_json_alone(tmp_path: Path) -> None:
     BertConfig().save_pretrained(tmp_path)
-    summary = summarise(tmp_path, FactorizeConfig(rank=256))
+    summary = summarize(tmp_path, FactorizeConfig(rank=256))
     assert summary["student_params"] == 67_014_912
     assert json.loads(json.dumps(summary)) == summary
 
 
 @pytest.mark.parametrize("content", [None, "{not json", '{"model_type": "nonesuch"}'])
-def test_summarise_refuses_what_is_no_model(tmp_path: Path, content: str | None) -> None:
+def test_summarize_refuses_what_is_no_model(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=r"config\.json"):
-        summarise(tmp_path, FactorizeConfig(rank=4))
+        summarize(tmp_path, FactorizeConfig(rank=4))
 
 
 def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
     for config in (student.config, AutoConfig.from_pretrained(tmp_path)):
         assert count_parameters(build_reference(config)) == count_parameters(student)
     with pytest.raises(UserError, match="already"):
-        summarise(tmp_path, FactorizeConfig(rank=4))
+        summarize(tmp_path, FactorizeConfig(rank=4))
 
 
 def test_factorized_model_is_refused() -> None:

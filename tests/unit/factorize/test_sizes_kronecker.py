@@ -24,7 +24,7 @@ from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape
-from llmdistill.factorize.sizes import plan, summarise
+from llmdistill.factorize.sizes import plan, summarize
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -71,7 +71,7 @@ def test_counts_of_kroneckerbert(
         "*.output.dense": f"{g1}x{f1}",
     }
     settings = FactorizeConfig(shapes=shapes, embedding_columns=columns, sums=sums)
-    summary = summarise(BertConfig(), settings, "kronecker")
+    summary = summarize(BertConfig(), settings, "kronecker")
     pooler, biases, norms, vocabulary = 768 * 769, 5 * 768 + 3072, 4 * 768, 30_522
     layer = [by_hand(768, 768, m1, n1, sums)] * 4
     layer += [by_hand(3072, 768, f1, g1, sums), by_hand(768, 3072, g1, f1, sums)]
@@ -90,17 +90,17 @@ def test_counts_of_kroneckerbert(
 def test_forward_flops_are_two_a_parameter_and_equation_7s_of_the_products() -> None:
     config = BertConfig()
     shapes = {"*.attention.*": "384x48", "*": "dense"}
-    summary = summarise(config, FactorizeConfig(shapes=shapes), "kronecker")
+    summary = summarize(config, FactorizeConfig(shapes=shapes), "kronecker")
     params, flops = by_hand(768, 768, 384, 48, 1)
     assert summary["forward_flops"] == 2 * (summary["student_params"] - 48 * params) + 48 * flops
-    low_rank = summarise(config, FactorizeConfig(rank=64))
+    low_rank = summarize(config, FactorizeConfig(rank=64))
     assert low_rank["forward_flops"] == 2 * low_rank["student_params"]
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96)])
 def test_count_is_that_of_the_model(config: PreTrainedConfig) -> None:
     settings = FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4)
-    summary = summarise(config, settings, "kronecker")
+    summary = summarize(config, settings, "kronecker")
     model = meta(config)
     install(model, plan(model, settings, "kronecker"))
     assert count_parameters(model) == summary["student_params"]
@@ -116,8 +116,8 @@ def test_patterns_first_match_counts_and_dense_stays() -> None:
 
 
 def test_one_embedding_column_is_the_table_itself() -> None:
-    summary = summarise(LLAMA, FactorizeConfig(shapes={"*": "8x4"}, embedding_columns=1), "kronecker")
-    without = summarise(LLAMA, FactorizeConfig(shapes={"*": "8x4"}), "kronecker")
+    summary = summarize(LLAMA, FactorizeConfig(shapes={"*": "8x4"}, embedding_columns=1), "kronecker")
+    without = summarize(LLAMA, FactorizeConfig(shapes={"*": "8x4"}), "kronecker")
     assert summary["embedding_columns"] is None
     assert summary == without
 

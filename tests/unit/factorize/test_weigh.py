@@ -15,7 +15,7 @@ from llmdistill.factorize import weigh as module
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.cuts import cut_costs
-from llmdistill.factorize.sizes import summarise
+from llmdistill.factorize.sizes import summarize
 from llmdistill.factorize.weigh import choose_ranks, measured, weigh
 
 from support import in_memory
@@ -182,7 +182,7 @@ def test_an_encoder_with_its_head(llama):
 
 
 def test_sizes_before_any_data(llama):
-    found = summarise(llama.config, settings(target_params="60%", weighting="gradients", allocation="loss"))
+    found = summarize(llama.config, settings(target_params="60%", weighting="gradients", allocation="loss"))
     assert found["student_params"] == int(0.6 * count_parameters(llama))
     assert found["rank"] is None
 
@@ -204,7 +204,7 @@ def test_a_target_below_the_smallest_allocation_names_it(llama):
     chosen = settings(target_params="20%", weighting="gradients", allocation="loss", rank_multiple=8)
     smallest = count_parameters(compress_model(llama, settings(rank=8)))
     with pytest.raises(UserError, match=rf"rank 8 for every linear, the smallest allocation, has {smallest:,} param"):
-        summarise(llama.config, chosen)
+        summarize(llama.config, chosen)
 
 
 def test_a_weighting_without_data_is_refused(llama):

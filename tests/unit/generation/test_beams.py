@@ -61,7 +61,7 @@ def log_probs(model: PreTrainedModel, source: Sequence[int], written: Sequence[i
 
 
 def every_text(model: PreTrainedModel, source: Sequence[int], settings: BeamSearch) -> list[tuple[float, list[int]]]:
-    """All texts that may be written with their penalised log-probabilities, the best one first."""
+    """All texts that may be written with their penalized log-probabilities, the best one first."""
     found = []
 
     def extend(written: list[int], total: float) -> None:

@@ -106,8 +106,8 @@ def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path
 
 def test_answers_can_be_read_as_training_data(teacher: Path, data: Path, tmp_path: Path) -> None:
     generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
-    learnt = read_examples(tmp_path / "a.jsonl")
-    assert [example.instruction for example in learnt] == [example.instruction for example in read_examples(data)]
+    learned = read_examples(tmp_path / "a.jsonl")
+    assert [example.instruction for example in learned] == [example.instruction for example in read_examples(data)]
 
 
 def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_
         {"instruction": "Name a colour", "input": "", "output": said[4]},
     ]
     assert len(set(said)) == 4
-    learnt = read_examples(output)
-    assert [example.outputs for example in learnt] == [(text,) for text in said]
-    assert [example.messages for example in learnt] == [
+    learned = read_examples(output)
+    assert [example.outputs for example in learned] == [(text,) for text in said]
+    assert [example.messages for example in learned] == [
         example.messages for example in read_examples(data, needs_answer=False)
     ]
 

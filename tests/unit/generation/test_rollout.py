@@ -59,9 +59,9 @@ def rows(batches) -> list[tuple[list[int], list[int]]]:
     found = []
     for batch in batches:
         for ids, mask, labels in zip(batch.input_ids, batch.attention_mask, batch.labels, strict=True):
-            learnt = labels != IGNORE_INDEX
-            assert torch.equal(labels[learnt], ids[learnt])
-            found.append((ids[mask.bool() & ~learnt].tolist(), ids[learnt].tolist()))
+            learned = labels != IGNORE_INDEX
+            assert torch.equal(labels[learned], ids[learned])
+            found.append((ids[mask.bool() & ~learned].tolist(), ids[learned].tolist()))
     return found
 
 

@@ -59,7 +59,7 @@ def head(
     return HeadInputs(made[0], made[1], made[2] if bias else None)
 
 
-def learnt(inputs: HeadInputs, *frozen: str) -> HeadInputs:
+def learned(inputs: HeadInputs, *frozen: str) -> HeadInputs:
     for name, each in inputs._asdict().items():
         if each is not None and name not in frozen:
             each.requires_grad_()
@@ -84,7 +84,7 @@ def outcome(
     rows: int = N,
     **options: int,
 ) -> list[Tensor]:
-    """The sums, and the gradients of whatever is learnt."""
+    """The sums, and the gradients of whatever is learned."""
     factors = factors_of(terms)
     losses = function(student, teacher, labels(rows, options.get("vocabulary", V)), terms, factors, **options)
     assert not losses.sums.requires_grad
@@ -103,7 +103,7 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], relative: f
 @every_choice
 def test_it_equals_full_logits(terms: list[TokenTerm]) -> None:
     """With chunks that leave a rest, and a factor that only shows in the backward pass."""
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     found = outcome(token_losses, student, teacher, terms, times=3.0, chunk=4)
     assert_near(found, outcome(token_losses_plain, student, teacher, terms, times=3.0))
     assert len(found) == 4
@@ -127,7 +127,7 @@ def test_label_and_kl_equal_the_naive_loop() -> None:
 @pytest.mark.parametrize("terms", [[LABEL, KL], [LABEL, OTHERS[0]]], ids=["short way", "any way"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, N, 100])
 def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     expected = outcome(token_losses_plain, student, teacher, terms)
     assert_near(outcome(token_losses, student, teacher, terms, chunk=chunk), expected)
     monkeypatch.setattr(head_chunk, "_BLOCK_BYTES", 2 * V * 8)
@@ -135,7 +135,7 @@ def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, mo
 
 
 def test_the_default_chunk_leaves_no_row_out() -> None:
-    student, teacher = learnt(head(0, rows=600)), head(1, rows=600, width=K_TEACHER)
+    student, teacher = learned(head(0, rows=600)), head(1, rows=600, width=K_TEACHER)
     found = outcome(token_losses, student, teacher, [LABEL, KL], rows=600)
     assert_near(found, outcome(token_losses_plain, student, teacher, [LABEL, KL], rows=600))
 
@@ -147,15 +147,15 @@ def test_precision(terms: list[TokenTerm], dtype: torch.dtype, relative: float) 
     sizes = {"rows": 64, "words": 97}
     student, teacher = head(0, dtype=dtype, **sizes), head(1, width=K_TEACHER, dtype=dtype, **sizes)
     exact = HeadInputs(*(each.double() for each in student)), HeadInputs(*(each.double() for each in teacher))
-    found = outcome(token_losses, learnt(student), teacher, terms, rows=64, chunk=24)
+    found = outcome(token_losses, learned(student), teacher, terms, rows=64, chunk=24)
     assert found[0].dtype == torch.float32
     assert all(each.dtype == dtype for each in found[1:])
-    assert_near(found, outcome(token_losses_plain, learnt(exact[0]), exact[1], terms, rows=64), relative)
+    assert_near(found, outcome(token_losses_plain, learned(exact[0]), exact[1], terms, rows=64), relative)
 
 
 def test_half_precision_keeps_gradients_far_below_its_least_number() -> None:
     """As 1 / count is for a batch of many tokens; loss scaling multiplies only in the backward pass."""
-    student, teacher = learnt(head(0, dtype=torch.float16)), head(1, width=K_TEACHER, dtype=torch.float16)
+    student, teacher = learned(head(0, dtype=torch.float16)), head(1, width=K_TEACHER, dtype=torch.float16)
     factors = torch.tensor([1e-7])
     (token_losses(student, teacher, labels(), [KL], factors).total * 1e7).backward()
     expected = outcome(token_losses_plain, student, teacher, [KL], times=2.0)
@@ -176,15 +176,15 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
 
 def test_rows_of_another_type_than_the_weight() -> None:
     student, teacher = head(0), head(1, width=K_TEACHER)
-    mixed = learnt(HeadInputs(student.rows.float(), student.weight, student.bias))
+    mixed = learned(HeadInputs(student.rows.float(), student.weight, student.bias))
     found = outcome(token_losses, mixed, HeadInputs(teacher.rows.float(), teacher.weight, teacher.bias), [KL])
     assert [each.dtype for each in found[1:]] == [torch.float32, torch.float64, torch.float64]
-    assert_near(found, outcome(token_losses_plain, learnt(student), teacher, [KL]), 1e-5)
+    assert_near(found, outcome(token_losses_plain, learned(student), teacher, [KL]), 1e-5)
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [OTHERS[1]]], ids=["short way", "any way"])
 def test_the_first_words_of_padded_vocabularies(terms: list[TokenTerm]) -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER, words=V + 3)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER, words=V + 3)
     found = outcome(token_losses, student, teacher, terms, vocabulary=V - 2, chunk=4)
     assert_near(found, outcome(token_losses_plain, student, teacher, terms, vocabulary=V - 2))
     assert not found[2][V - 2 :].any()
@@ -194,7 +194,7 @@ def test_the_first_words_of_padded_vocabularies(terms: list[TokenTerm]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rows(dtype: torch.dtype) -> None:
-    student, teacher = learnt(head(0, rows=0, dtype=dtype)), head(1, rows=0, width=K_TEACHER, dtype=dtype)
+    student, teacher = learned(head(0, rows=0, dtype=dtype)), head(1, rows=0, width=K_TEACHER, dtype=dtype)
     sums, *gradients = outcome(token_losses, student, teacher, [LABEL, KL], rows=0)
     assert sums.tolist() == [0.0, 0.0]
     assert [each.shape for each in gradients] == [(0, K), (V, K), (V,)]
@@ -202,13 +202,13 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 
 def test_no_bias_and_no_teacher() -> None:
-    student = learnt(head(0, bias=False))
+    student = learned(head(0, bias=False))
     assert_near(outcome(token_losses, student, None, [LABEL]), outcome(token_losses_plain, student, None, [LABEL]))
 
 
 def test_labels_alone_do_not_run_the_teachers_head() -> None:
     broken = HeadInputs(torch.zeros(0), torch.zeros(0), None)
-    student = learnt(head(0))
+    student = learned(head(0))
     assert_near(outcome(token_losses, student, broken, [LABEL]), outcome(token_losses_plain, student, None, [LABEL]))
 
 
@@ -216,7 +216,7 @@ def test_a_weight_that_is_the_embedding_too() -> None:
     ids = labels()
     gradients = []
     for function in (token_losses, token_losses_plain):
-        student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+        student, teacher = learned(head(0)), head(1, width=K_TEACHER)
         rows_NK = student.rows + student.weight[ids] * 2
         inputs = HeadInputs(rows_NK, student.weight, student.bias)
         function(inputs, teacher, ids, [LABEL, KL], torch.ones(2)).total.backward()
@@ -226,7 +226,7 @@ def test_a_weight_that_is_the_embedding_too() -> None:
 
 def test_what_is_frozen_gets_no_gradient_and_costs_no_product() -> None:
     for frozen in (("weight", "bias"), ("rows",), ("weight",)):
-        student, teacher = learnt(head(0), *frozen), head(1, width=K_TEACHER)
+        student, teacher = learned(head(0), *frozen), head(1, width=K_TEACHER)
         found = outcome(token_losses, student, teacher, [LABEL, KL])
         assert len(found) == 4 - len(frozen)
         assert_near(found, outcome(token_losses_plain, student, teacher, [LABEL, KL]))
@@ -253,16 +253,16 @@ class Record(TorchDispatchMode):
 def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[TokenTerm]) -> None:
     rows, words, chunk = 4000, 200, 100
     sizes = {"rows": rows, "words": words, "width": 2}
-    student, teacher = learnt(head(0, **sizes)), head(1, **sizes)
+    student, teacher = learned(head(0, **sizes)), head(1, **sizes)
     with Record() as record:
         outcome(token_losses, student, teacher, terms, rows=rows, vocabulary=words, chunk=chunk)
     assert chunk * words <= record.largest <= 1.01 * chunk * words
 
 
-@pytest.mark.parametrize("weight_is_learnt", [True, False])
-def test_without_gradients_only_the_logits_are_computed(weight_is_learnt: bool) -> None:
-    student, teacher = learnt(head(0), *([] if weight_is_learnt else ["rows", "weight", "bias"])), head(1)
-    with torch.set_grad_enabled(not weight_is_learnt), Record() as record:
+@pytest.mark.parametrize("weight_is_learned", [True, False])
+def test_without_gradients_only_the_logits_are_computed(weight_is_learned: bool) -> None:
+    student, teacher = learned(head(0), *([] if weight_is_learned else ["rows", "weight", "bias"])), head(1)
+    with torch.set_grad_enabled(not weight_is_learned), Record() as record:
         losses = token_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
     assert not losses.total.requires_grad
     assert record.products == [(N, V), (6, V), (5, V)]
@@ -273,7 +273,7 @@ def test_without_gradients_only_the_logits_are_computed(weight_is_learnt: bool) 
 def test_nan_in_a_row_stays_there() -> None:
     for terms in ([LABEL, KL], [LABEL, OTHERS[0]]):
         student, teacher = head(0), head(1, width=K_TEACHER)
-        expected = outcome(token_losses, learnt(student, "weight", "bias"), teacher, terms, chunk=4)
+        expected = outcome(token_losses, learned(student, "weight", "bias"), teacher, terms, chunk=4)
         broken = student.rows.detach().clone()
         broken[5] = math.nan
         found = outcome(
@@ -291,7 +291,7 @@ def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
     sides = [head(0), head(1, width=K_TEACHER)]
     for side in sides[:1] if of_student else sides:
         side.bias[[4, 7]] = -math.inf
-    student = learnt(sides[0])
+    student = learned(sides[0])
     allowed = torch.tensor([j not in (4, 7) for j in range(V)])
     chosen = torch.where(allowed[labels()], labels(), 0)
     results = []
@@ -304,7 +304,7 @@ def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype) -> None:
-    student, teacher = learnt(head(0, dtype=dtype)), head(1, width=K_TEACHER, dtype=dtype)
+    student, teacher = learned(head(0, dtype=dtype)), head(1, width=K_TEACHER, dtype=dtype)
     for factors, times in (([0.0, 2.0], 0.5), ([0.0, 0.0], 1.0), ([1.0, 2.0], 0.0)):
         found, expected = (
             torch.autograd.grad(
@@ -316,7 +316,7 @@ def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
@@ -324,14 +324,14 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(loss, student.rows, create_graph=True)
 
 
 def test_the_weights_gradient_is_handed_over_without_a_copy() -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     total = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
     kept = total.grad_fn.gradients.weight.data_ptr()
     total.backward()
@@ -360,7 +360,7 @@ def test_gradcheck(terms: list[TokenTerm]) -> None:
                 loss = loss_of(*inputs)
             return tuple(incoming * each for each in torch.autograd.grad(loss, inputs))
 
-    assert torch.autograd.gradcheck(Again.apply, tuple(learnt(student)))
+    assert torch.autograd.gradcheck(Again.apply, tuple(learned(student)))
 
 
 def test_smoothed_labels_are_those_of_torch() -> None:
@@ -375,14 +375,14 @@ def test_smoothed_labels_are_those_of_torch() -> None:
 @every_choice
 def test_logits_in_place_of_a_head(terms: Sequence[TokenTerm], vocabulary: int | None) -> None:
     """Rows without a weight are the logits: the same sums, and the gradient of the logits leads to that of the head."""
-    student, teacher, words = learnt(head(1)), head(2, width=K_TEACHER), V if vocabulary is None else vocabulary
+    student, teacher, words = learned(head(1)), head(2, width=K_TEACHER), V if vocabulary is None else vocabulary
     expected = token_losses(
         student, teacher, labels(words=words), terms, factors_of(terms), vocabulary=vocabulary, chunk=4
     )
     expected.total.backward()
     logits = [torch.nn.functional.linear(each.rows, each.weight, each.bias).detach() for each in (student, teacher)]
     kept = logits[0].clone()
-    mine = learnt(HeadInputs(logits[0], None, None))
+    mine = learned(HeadInputs(logits[0], None, None))
     found = token_losses(
         mine,
         HeadInputs(logits[1], None, None),

@@ -58,7 +58,7 @@ def factorized(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Adapters as training leaves them: B is zero at first."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -71,7 +71,7 @@ def save_adapter(folder: Path, config: PreTrainedConfig = LLAMA, *, base: str = 
     build(config).save_pretrained(folder.parent / "base")
     options = {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 6, **options}
     model = get_peft_model(build(config), PeftConfig(**options))
-    randomise(model)
+    randomize(model)
     model.save_pretrained(folder)
     return named_base(folder, base)
 
@@ -258,7 +258,7 @@ def test_adapters_start_as_identity_and_merge_back(student: str) -> None:
     assert all("lora_" in name for name in trained)
     assert torch.equal(model(TOKENS).logits, expected)
 
-    randomise(model)
+    randomize(model)
     adapted = model(TOKENS).logits
     assert (adapted - expected).abs().max() > 0.01
     merge_lora(model)
@@ -288,7 +288,7 @@ def test_adapters_have_the_dtype_of_the_model() -> None:
     model = build(LLAMA).bfloat16()
     add_lora(model, LORA, seed=0)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    randomise(model)
+    randomize(model)
     layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
     a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
     expected = (layer.base_layer.weight.double() + 2 * b @ a).bfloat16()
@@ -315,7 +315,7 @@ def test_taps_see_what_the_adapters_add(student: str) -> None:
     make, _ = STUDENTS[student]
     model = make()
     add_lora(model, LORA, seed=0)
-    randomise(model)
+    randomize(model)
     merged = copy.deepcopy(model)
     merge_lora(merged)
     aspects = ["query", "key", "value", "ffn_up", "ffn_down", "hidden"]
@@ -338,7 +338,7 @@ def test_gradients_reach_every_adapter_and_nothing_else() -> None:
     for checkpointing in (False, True):
         model = build(LLAMA)
         add_lora(model, LORA, seed=0)
-        randomise(model)
+        randomize(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
@@ -354,7 +354,7 @@ def test_adapters_load_whole_or_not_at_all() -> None:
     trained, fresh = build(LLAMA), build(LLAMA)
     for each in (trained, fresh):
         add_lora(each, LORA, seed=0)
-    randomise(trained)
+    randomize(trained)
     state = {name: p.detach() for name, p in trained.named_parameters() if p.requires_grad}
     load_adapters(fresh, state)
     assert torch.equal(fresh(TOKENS).logits, trained(TOKENS).logits)

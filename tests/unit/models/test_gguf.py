@@ -1,4 +1,4 @@
-"""GGUF files: the weights are those of gguf's own dequantisation, made once, whole or not at all."""
+"""GGUF files: the weights are those of gguf's own dequantization, made once, whole or not at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_weights_are_those_of_gguf_and_the_logits_those_of_a_model_with_them
     with torch.no_grad():  # the file keeps the epsilon of the norms in fp32
         torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
     bits = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 16, "F32": 32}[kind]
-    assert module.origin(folder) == f"dequantised from {bits} bits ({kind})"
+    assert module.origin(folder) == f"dequantized from {bits} bits ({kind})"
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["license"] == "cc0-1.0"
@@ -68,13 +68,13 @@ def test_its_tokenizer_and_chat_template_come_along(q4):
 def test_it_is_made_once_for_all_copies_of_a_file_and_said(q4, cache, tmp_path, capsys):
     folder = locate(str(q4))
     assert locate(str(q4)) == folder
-    said = f"tiny.Q4_1.gguf: dequantising 4 bits (Q4_1), once; kept in {folder}\n"
+    said = f"tiny.Q4_1.gguf: dequantizing 4 bits (Q4_1), once; kept in {folder}\n"
     assert capsys.readouterr().err.count(said) == 1
     written = (folder / "model.safetensors").stat().st_mtime_ns
     (tmp_path / "other").mkdir()
     shutil.copy(q4, tmp_path / "other" / "copy.gguf")
     assert locate(str(tmp_path / "other")) == folder, "a folder with one file"
-    assert capsys.readouterr().err == f"copy.gguf: dequantised from 4 bits (Q4_1), kept in {folder}\n"
+    assert capsys.readouterr().err == f"copy.gguf: dequantized from 4 bits (Q4_1), kept in {folder}\n"
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert folder.parent == cache
 
@@ -185,7 +185,7 @@ def test_a_student_of_it_is_like_any_other(q4, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in student.state_dict().items())
     card = (tmp_path / "student" / "README.md").read_text(encoding="utf-8")
-    assert "Made from: tiny.Q4_1.gguf, dequantised from 4 bits (Q4_1); its licence, cc0-1.0, holds" in card
+    assert "Made from: tiny.Q4_1.gguf, dequantized from 4 bits (Q4_1); its license, cc0-1.0, holds" in card
     assert load_tokenizer(tmp_path / "student").chat_template == TEMPLATE
     result = llmdistill.export(tmp_path / "student", tmp_path / "dense")
     assert result["largest_difference"] < 1e-3

@@ -25,7 +25,7 @@ from transformers import (
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.models.importance import Importance, important_parts, measure_importance
-from llmdistill.models.shapes import Parts, initialise, parse_shape, shaped_config, teacher_layers
+from llmdistill.models.shapes import Parts, initialize, parse_shape, shaped_config, teacher_layers
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -136,8 +136,8 @@ def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
     for name in names:
         into, out = seen[name]
         close(found.norms[name.partition(".")[2]], out.abs().mean(0))
-        centred = into - into.mean(1, keepdim=True) if kind in ("gpt2", "bert") else into
-        close(found.spreads[name.partition(".")[2]], centred.square().mean(0))
+        centered = into - into.mean(1, keepdim=True) if kind in ("gpt2", "bert") else into
+        close(found.spreads[name.partition(".")[2]], centered.square().mean(0))
     if kind in ("llama", "qwen3"):
         assert found.scores_LGD is None
         return
@@ -210,7 +210,7 @@ def planted(kind: str) -> Any:
 
     LayerNorm subtracts the mean over all channels, so what is written into the channels that stay has the mean zero.
     """
-    teacher, names, centred = teacher_of(kind), PARTS[kind], kind in ("gpt2", "bert")
+    teacher, names, centered = teacher_of(kind), PARTS[kind], kind in ("gpt2", "bert")
     others = without(CHANNELS, 48)
     per_group = 2 if kind in ("llama", "qwen3") else 1
     groups = without(GROUPS[kind], 6 // per_group)
@@ -218,14 +218,14 @@ def planted(kind: str) -> Any:
     for module in teacher.base_model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.data[:, others] = 0
-            if centred:
+            if centered:
                 module.weight.data[:, CHANNELS] -= module.weight.data[:, CHANNELS].mean(1, keepdim=True)
         elif getattr(getattr(module, "weight", None), "ndim", 0) == 1 and len(module.weight) == 48:
             module.weight.data[others] = 0
             if kind == "bert":  # its norms write into the residual stream, and dropped layers must not change it
                 module.weight.data[CHANNELS] = 0.7
                 module.bias.data.zero_()
-            elif centred:
+            elif centered:
                 module.bias.data[others] = 0
     for index, block in enumerate(blocks_of(teacher)):
         silence(block.get_submodule(names["value"]), [96 + row for row in features] if kind == "gpt2" else features)
@@ -233,7 +233,7 @@ def planted(kind: str) -> Any:
         for name in ("out", "down"):
             writer = block.get_submodule(names[name])
             silence(writer, others if index in LAYERS else list(range(48)))
-            if centred and index in LAYERS:
+            if centered and index in LAYERS:
                 rows_of(writer)[CHANNELS] -= rows_of(writer)[CHANNELS].mean(0)
                 writer.bias.data[CHANNELS] -= writer.bias.data[CHANNELS].mean()
     return teacher
@@ -246,7 +246,7 @@ def pruned(teacher: PreTrainedModel, shape: str, *, spec: str = "important") -> 
     layers = teacher_layers(spec, depth, 4, key="student.layers", influence=importance.influence_L)
     parts = important_parts(importance, config, teacher.config, layers)
     student: Any = type(teacher)(config).eval()
-    initialise(student, teacher, parts)
+    initialize(student, teacher, parts)
     return student, parts, importance
 
 

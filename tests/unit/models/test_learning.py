@@ -110,8 +110,8 @@ def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel
         if running:
             take = of_student._recorder.take
             of_student._recorder.take = lambda take=take, kept=kept: kept.append(take())  # type: ignore[method-assign]
-            learnt = of_student.learn(batch, method.running(taught, batch, DIVISORS))
-            losses, loss = dict(learnt.terms), learnt.total
+            learned = of_student.learn(batch, method.running(taught, batch, DIVISORS))
+            losses, loss = dict(learned.terms), learned.total
             assert not any(each.sum.requires_grad for each in losses.values())
         else:
             losses = terms_of(method, of_student(batch), taught, batch)

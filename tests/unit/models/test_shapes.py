@@ -42,7 +42,7 @@ from llmdistill.models.shapes import (
     StudentShape,
     check_sizes,
     first_parts,
-    initialise,
+    initialize,
     parse_shape,
     shaped_config,
     teacher_layers,
@@ -98,7 +98,7 @@ def student_of(teacher: PreTrainedModel, shape: str) -> PreTrainedModel:
 
 def start(student: PreTrainedModel, teacher: PreTrainedModel, init: str, layers: list[int]) -> None:
     check_sizes(init, shape_of(student.config), shape_of(teacher.config))
-    initialise(student, teacher, first_parts(student.config, teacher.config, layers))
+    initialize(student, teacher, first_parts(student.config, teacher.config, layers))
 
 
 def sliced(kind: str, shape: str = "2x24x4", layers: tuple[int, ...] = (1, 3)) -> tuple[Any, Any]:

@@ -366,7 +366,7 @@ def _tap_gradients(name: str, *, checkpointing: bool) -> tuple[dict[str, Tensor]
         for aspect in every_aspect(model):
             for weight, tensor in enumerate(getattr(taps, aspect).values(), start=1):
                 loss = loss + weight * tensor.pow(3).mean()
-        # Still recording: the recomputation runs here, and must be recognised as none of the recorder's business.
+        # Still recording: the recomputation runs here, and must be recognized as none of the recorder's business.
         loss.backward()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     return gradients, recorder

@@ -23,13 +23,13 @@ METHODS = {"sft": "SFT", "kd": "KD", "makd_minilm": "MaKD + MiniLM", "skew_rever
 TERMS = ["logits", "values", "queries"]
 
 MEASURE = """
-function contrast(colour, paper) {
+function contrast(color, paper) {
   const light = text => {
     const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3)
       .map(x => x / 255).map(x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
     return .2126 * r + .7152 * g + .0722 * b;
   };
-  const [low, high] = [light(colour), light(paper)].sort((a, b) => a - b);
+  const [low, high] = [light(color), light(paper)].sort((a, b) => a - b);
   return (high + .05) / (low + .05);
 }
 function measure(frame) {
@@ -47,7 +47,7 @@ function measure(frame) {
     if (box.left < around.left - 2 || box.right > around.right + 2) say("beyond its figure", element);
     if (parseFloat(style.fontSize) * scale < 7.5) say("too small", element);
     const paper = view.getComputedStyle(page.body).backgroundColor;
-    const onField = ["rgb(253, 253, 253)", "rgb(16, 16, 16)"].includes(style.fill);  // a rank, on its own colour
+    const onField = ["rgb(253, 253, 253)", "rgb(16, 16, 16)"].includes(style.fill);  // a rank, on its own color
     if (!onField && contrast(style.fill, paper) < 4.5) say("hard to see", element);
   }
   for (const figure of page.querySelectorAll("svg")) {

@@ -38,7 +38,7 @@ def student(teacher):
     return folder
 
 
-def test_the_header_is_the_teachers_licence_and_what_the_student_is(student):
+def test_the_header_is_the_teachers_license_and_what_the_student_is(student):
     data = ModelCard.load(student / "README.md").data
     assert (data.license, data.license_name, data.language) == ("other", "llama3.2", ["de", "en"])
     assert data.base_model == "meta-llama/Llama-3.2-1B", "the hub's own name, as the teacher is a folder here"
@@ -125,7 +125,7 @@ def test_what_another_card_says_is_only_taken_as_lines_of_text(tmp_path, header,
     assert Teacher.of(str(tmp_path), SimpleNamespace(), 5).header == expected
 
 
-def test_the_config_may_name_the_licence_and_the_cache_of_the_hub_the_name(tmp_path):
+def test_the_config_may_name_the_license_and_the_cache_of_the_hub_the_name(tmp_path):
     folder = tmp_path / "models--owner--name--x" / "snapshots" / "0a1b"
     folder.mkdir(parents=True)
     teacher = Teacher.of(str(folder), SimpleNamespace(license="mit"), 5)

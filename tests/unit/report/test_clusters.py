@@ -14,7 +14,7 @@ def clouds(count: int, rows: int = 12) -> list[Cloud]:
     return [Cloud(f"m{n}", f"layer {n}", generator.normal(size=(rows, 2))) for n in range(count)]
 
 
-def test_each_class_has_its_points_and_its_colour() -> None:
+def test_each_class_has_its_points_and_its_color() -> None:
     (cloud,) = clouds(1)
     targets = np.array([0, 1, 1] * 4)
     axes = plot_clusters([cloud], targets, ("0", "1")).axes[0]
@@ -34,7 +34,7 @@ def test_one_legend_names_the_classes() -> None:
     assert [text.get_text() for text in named.get_texts()] == ["entailment", "not_entailment"]
 
 
-def test_scores_colour_by_a_scale() -> None:
+def test_scores_color_by_a_scale() -> None:
     targets = np.linspace(0, 5, 12)
     figure = plot_clusters(clouds(2), targets, ())
     np.testing.assert_array_equal(figure.axes[0].collections[0].get_array(), targets)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from llmdistill.report.drawings import draw_comparison, row_styles, save_drawings
-from llmdistill.report.plots import GREY
+from llmdistill.report.plots import GRAY
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY
 
@@ -34,11 +34,11 @@ def comparison():
     return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], beginnings=[weighted])
 
 
-def test_colour_says_the_method_and_marker_the_start(comparison):
+def test_color_says_the_method_and_marker_the_start(comparison):
     styles = row_styles(comparison.rows)
     assert styles["makd-plain"].color == styles["makd-loss"].color != styles["kd-loss"].color
     assert styles["makd-plain"].marker == styles["kd-plain"].marker != styles["kd-loss"].marker
-    assert styles["none-loss"].color == GREY
+    assert styles["none-loss"].color == GRAY
     assert len({styles[row.key] for row in comparison.rows if row.trained}) == 4
 
 

@@ -47,7 +47,7 @@ def test_methods_differ_in_look_and_keep_it():
     assert len(set(many.values())) == 18
     some = plots.method_styles(["teacher", "m0", "none", "m1"], plain=("teacher", "none"))
     assert (some["m0"], some["m1"]) == (many["m0"], many["m1"])
-    assert some["none"].color == plots.GREY
+    assert some["none"].color == plots.GRAY
 
 
 def test_scores_stand_where_their_numbers_are():
@@ -97,7 +97,7 @@ def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):
     assert {"$5 <b> $6", "loss & more"} <= set(said)
 
 
-def test_svg_in_a_page_takes_its_colours_and_names_no_other_place(tmp_path):
+def test_svg_in_a_page_takes_its_colors_and_names_no_other_place(tmp_path):
     figure = plots.plot_curves([("KD", styles(1)["m0"], curve([3.0, 1.0]))], "loss")
     element = plots.inline_svg(plots.save_plot(figure, tmp_path, "plot"), r"a \1 label")
     assert element.startswith("<svg viewBox=")

@@ -1,4 +1,4 @@
-"""Epochs of a text as steps: what a plan becomes once its text is tokenised."""
+"""Epochs of a text as steps: what a plan becomes once its text is tokenized."""
 
 from __future__ import annotations
 

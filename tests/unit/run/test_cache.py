@@ -120,11 +120,11 @@ def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]
     for batch in found:
         with torch.no_grad():
             taught = teacher.teach(batch, lm_head=plan.method.teacher_positions)
-        learnt = tapped.learn(batch, plan.method.running(taught, batch))
+        learned = tapped.learn(batch, plan.method.running(taught, batch))
         student.zero_grad()
-        learnt.total.backward()
+        learned.total.backward()
         results.append(
-            {name: loss.sum / loss.count for name, loss in learnt.terms.items()}
+            {name: loss.sum / loss.count for name, loss in learned.terms.items()}
             | {
                 name: each.grad / batch.input_ids.numel()
                 for name, each in student.named_parameters()
@@ -155,7 +155,7 @@ METHOD_SETTINGS = {
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("words", METHOD_SETTINGS.values(), ids=METHOD_SETTINGS.keys())
 def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words, packing):
-    """Whatever the batches: the cache is made from batches of three neighbours, in packed rows if these are not."""
+    """Whatever the batches: the cache is made from batches of three neighbors, in packed rows if these are not."""
     plan, data = planned(*words, "--data.packing", str(packing).lower())
     live = make_teacher(plan, WORLD)
     tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
@@ -207,9 +207,9 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     for row in range(len(batch.input_ids)):
         length = int(batch.attention_mask[row].sum())
         ids = batch.input_ids[row : row + 1, :length]
-        learnt = batch.labels[row, 1:length] != IGNORE_INDEX
+        learned = batch.labels[row, 1:length] != IGNORE_INDEX
         with torch.no_grad():
-            log_p, log_q = (each(ids).logits[0, :-1][learnt].log_softmax(-1) for each in (teacher, student))
+            log_p, log_q = (each(ids).logits[0, :-1][learned].log_softmax(-1) for each in (teacher, student))
         total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
     found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
     assert taught.weight.shape == (plan.teacher_config.vocab_size, 32)

@@ -192,7 +192,7 @@ class TestDistillationLoss:
         expected = sum(loss(each, num_items_in_batch=counts).loss.detach() for each in apart)
         assert float(loss(flat).loss.detach()) == pytest.approx(float(expected), rel=1e-5)
 
-    def test_learnt_matrices_are_trained_and_not_saved(self, tmp_path):
+    def test_learned_matrices_are_trained_and_not_saved(self, tmp_path):
         teacher, student = make_llama(0), make_llama(1, hidden_size=16, num_key_value_heads=2)
         loss = DistillationLoss(teacher, student, "tinybert")
         loss(make_batch()).backward()

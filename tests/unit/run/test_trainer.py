@@ -69,10 +69,10 @@ class Engine:
 
 
 class Squares:
-    """Two terms: the squares of all real tokens' values, and those of labelled positions only."""
+    """Two terms: the squares of all real tokens' values, and those of labeled positions only."""
 
-    weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
-    positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
+    weights = {"all": 1.0, "labeled": 3.0}  # noqa: RUF012
+    positions = {"all": "tokens", "labeled": "labels"}  # noqa: RUF012
     shift, needs_teacher, teacher_positions = True, False, ()
 
     def running(self, teacher, batch, divisors):
@@ -82,10 +82,10 @@ class Squares:
 
     def terms(self, values, batch):
         squares = values**2
-        real, labelled = batch.attention_mask.bool(), batch.labels[:, 1:] != -100
+        real, labeled = batch.attention_mask.bool(), batch.labels[:, 1:] != -100
         return {
             "all": LossSum(squares[real].sum(), real.sum()),
-            "labelled": LossSum(squares[:, :-1][labelled].sum(), labelled.sum()),
+            "labeled": LossSum(squares[:, :-1][labeled].sum(), labeled.sum()),
         }
 
 
@@ -164,14 +164,14 @@ def naive(steps=4):
     _, trainer = make_trainer(8)
     for step in range(steps):
         (batch,) = trainer.loader.micro_batches(step)
-        all_squares, labelled_squares = [], []
+        all_squares, labeled_squares = [], []
         for row in range(8):
             for token in range(batch.input_ids.shape[1]):
                 if batch.attention_mask[row, token]:
                     all_squares.append(float(batch.input_ids[row, token]) ** 2)
                 if token + 1 < batch.labels.shape[1] and batch.labels[row, token + 1] != -100:
-                    labelled_squares.append(float(batch.input_ids[row, token]) ** 2)
-        derivative = sum(all_squares) / len(all_squares) + 3 * sum(labelled_squares) / len(labelled_squares)
+                    labeled_squares.append(float(batch.input_ids[row, token]) ** 2)
+        derivative = sum(all_squares) / len(all_squares) + 3 * sum(labeled_squares) / len(labeled_squares)
         weight = weight - 1e-3 * 2 * weight * derivative
     return weight
 
@@ -237,7 +237,7 @@ def test_counts_agree_with_what_the_terms_count(tmp_path):
     losses = [trainer.method.terms(trainer.student.values(batch), batch) for batch in batches]
     counts = global_counts(batches)
     assert counts[0] == sum(int(loss["all"].count) for loss in losses)
-    assert counts[1] == sum(int(loss["labelled"].count) for loss in losses)
+    assert counts[1] == sum(int(loss["labeled"].count) for loss in losses)
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
@@ -246,7 +246,7 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
             return super().terms(values * float("nan"), batch)
 
     _, trainer = make_trainer(8, method=Broken())
-    with pytest.raises(UserError, match=r"the term all is nan at step 1: all, labelled on rank 0"):
+    with pytest.raises(UserError, match=r"the term all is nan at step 1: all, labeled on rank 0"):
         train(trainer, tmp_path)
 
 
@@ -266,20 +266,20 @@ def test_a_skipped_step_is_reported_and_three_in_a_row_end_the_run(tmp_path, cap
         """The second term is not finite in the steps that are skipped."""
 
         def terms(self, values, batch):
-            all_squares, labelled = super().terms(values, batch).values()
+            all_squares, labeled = super().terms(values, batch).values()
             broken = trainer.engine.count // 2 + 1 in trainer.engine.skips
-            return {"all": all_squares, "labelled": labelled._replace(sum=labelled.sum * (math.nan if broken else 1))}
+            return {"all": all_squares, "labeled": labeled._replace(sum=labeled.sum * (math.nan if broken else 1))}
 
     _, trainer = make_trainer(4, method=Broken(), steps=8)
     trainer.engine.skips = (2, 4, 5, 6)
     trainer.engine.backward = lambda loss: None
     trainer.settings = replace(trainer.settings, log_every=2)
     batches = trainer.loader.micro_batches(1)
-    with pytest.raises(UserError, match=r"step 6 was skipped.*labelled on rank 0.*it is the 3rd in a row"):
+    with pytest.raises(UserError, match=r"step 6 was skipped.*labeled on rank 0.*it is the 3rd in a row"):
         train(trainer, tmp_path)
     said = " ".join(capsys.readouterr().err.replace("│", "").split())
     assert said.count("was skipped") == 3
-    assert f"labelled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
+    assert f"labeled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
 
 
 def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
@@ -298,9 +298,9 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 6]
     for row, steps in zip(rows, ((1, 3, 4), (6,)), strict=True):
-        for number, name in enumerate(("all", "labelled")):
+        for number, name in enumerate(("all", "labeled")):
             assert row[name] == pytest.approx(sum(terms[step - 1][number] for step in steps) / len(steps), rel=1e-12)
-        assert row["loss"] == row["all"] + 3 * row["labelled"]
+        assert row["loss"] == row["all"] + 3 * row["labeled"]
     # The counts of each step, the terms of each applied one, and the positions of each row.
     assert len(sums) == 6 + 4 + len(rows)
 

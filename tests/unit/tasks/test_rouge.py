@@ -20,7 +20,7 @@ def words(text: str) -> list[str]:
 
 
 def longest_common(left: list[str], right: list[str]) -> int:
-    """By recursion on prefixes, memoised; unlike the table of rouge_score."""
+    """By recursion on prefixes, memoized; unlike the table of rouge_score."""
     memo: dict[tuple[int, int], int] = {}
 
     def at(i: int, j: int) -> int:

@@ -64,7 +64,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> No
     assert data.summary({"sts": found}) == {"spearman": {"sts": found["spearman"]}}
 
 
-def test_sentences_are_learnt_once_and_cut_as_the_teachers_files_say(tmp_path: Path) -> None:
+def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path: Path) -> None:
     _, data = data_of(tmp_path)
     assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
     batch = data._collate(list(data.encoded["train"]))
@@ -104,7 +104,7 @@ def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
         METHODS["embedding"].check(settings, run_of(tmp_path))
 
 
-def test_margins_alone_are_learnt_by_a_student_of_another_width(tmp_path: Path) -> None:
+def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path: Path) -> None:
     model = encoder(tmp_path / "teacher")
     objective = Sentences(run_of(tmp_path)).objective(model.config, uses_output=False)
     narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})

@@ -10,8 +10,8 @@ import pytest
 
 from llmdistill.tasks.squad_metrics import (
     LANGUAGES,
-    normalise,
-    normalise_mlqa,
+    normalize,
+    normalize_mlqa,
     squad1_scores,
     squad2_scores,
 )
@@ -191,12 +191,12 @@ def test_references_without_words() -> None:
 
 
 def test_languages_by_hand() -> None:
-    assert normalise("The  U.S. “Navy”") == "us “navy”"
-    assert normalise_mlqa("The  U.S. “Navy”", "en") == "us navy"
-    assert normalise_mlqa("北京, 2008年", "zh") == "北 京 2008 年"
-    assert normalise_mlqa("البيت الكبير،", "ar") == "بيت كبير"
-    assert normalise_mlqa("¿El gato?", "es") == "gato"
-    assert normalise_mlqa("Der Hund einer Dame", "de") == "hund dame"
+    assert normalize("The  U.S. “Navy”") == "us “navy”"
+    assert normalize_mlqa("The  U.S. “Navy”", "en") == "us navy"
+    assert normalize_mlqa("北京, 2008年", "zh") == "北 京 2008 年"
+    assert normalize_mlqa("البيت الكبير،", "ar") == "بيت كبير"
+    assert normalize_mlqa("¿El gato?", "es") == "gato"
+    assert normalize_mlqa("Der Hund einer Dame", "de") == "hund dame"
 
 
 @pytest.mark.parametrize(

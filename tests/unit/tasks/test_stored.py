@@ -1,4 +1,4 @@
-"""The examples of benchmarks are read and tokenised once, and are those of a reader that keeps them as lists."""
+"""The examples of benchmarks are read and tokenized once, and are those of a reader that keeps them as lists."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_questions_are_those_of_the_files(run: Callable[..., Any], name: str) ->
     expected = {"train": (files.train, True), **{key: (each.questions, False) for key, each in files.sets.items()}}
     windows = {"train": found.train, **{key: each.windows for key, each in found.encoded.items()}}
     assert windows.keys() == expected.keys()
-    for key, (questions, learnt) in expected.items():
-        ours = encode_windows(questions, tokenizer, task._limits(), learnt=learnt)
+    for key, (questions, learned) in expected.items():
+        ours = encode_windows(questions, tokenizer, task._limits(), learned=learned)
         assert len(ours) == len(windows[key]) >= len(questions)
         for mine, its in zip(windows[key], ours, strict=True):
             assert (mine.target, mine.question) == (its.target, its.question)
@@ -192,7 +192,7 @@ def test_one_rank_reads_for_all(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_files_and_settings_are_tokenised_anew(
+def test_other_files_and_settings_are_tokenized_anew(
     run: Callable[..., Any], data: Path, cache: Path, name: str
 ) -> None:
     task, given = run(name)

@@ -68,7 +68,7 @@ def first_batch(data: TextData) -> Any:
 @pytest.mark.parametrize("method", ["minilm", "minilmv2", "tinybert"])
 def test_the_embedding_of_the_second_segment_learns(data_of, method: str) -> None:
     batch = first_batch(data_of(BertConfig(**SIZES), "BertForPreTraining", "--method", method))
-    assert batch.targets is None, "next sentences are not learnt"
+    assert batch.targets is None, "next sentences are not learned"
     torch.manual_seed(0)
     teacher = BertForPreTraining._from_config(BertConfig(**SIZES), attn_implementation="sdpa")
     student = BertForPreTraining._from_config(

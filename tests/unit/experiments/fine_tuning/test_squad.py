@@ -59,7 +59,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_squad2_is_learnt_and_its_numbers_are_those_of_its_files(evaluate, engine, questions, tmp_path) -> None:
+def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(evaluate, engine, questions, tmp_path) -> None:
     results, said = evaluate("--tasks", "squad2")
     task, run = results["tasks"]["SQuAD2"], tmp_path / "out/SQuAD2/lr-0.01-epochs-6-seed-1"
     predictions = run / "predictions/student/dev"
@@ -89,7 +89,7 @@ def test_squad2_is_learnt_and_its_numbers_are_those_of_its_files(evaluate, engin
     assert again["tasks"]["SQuAD2"]["dev"] == task["dev"]
 
 
-def test_mlqa_is_learnt_in_english_and_scored_in_each_language(evaluate, questions, tmp_path) -> None:
+def test_mlqa_is_learned_in_english_and_scored_in_each_language(evaluate, questions, tmp_path) -> None:
     results, _ = evaluate("--tasks", "mlqa", **{"data.task.crossed": True, "data.task.languages": ["en", "de", "zh"]})
     dev = results["tasks"]["MLQA"]["dev"]
     crossed = ["MLQA-en-de", "MLQA-en-zh", "MLQA-de-en", "MLQA-de-zh", "MLQA-zh-en", "MLQA-zh-de"]

@@ -102,8 +102,8 @@ def test_questions_are_tasks_of_the_second_stage(arguments, first_stage, engine,
     for row, shown in table["rows"].items():
         results = read(first_stage / "tasks" / row / "results.json")
         assert shown["dev"] == results["tasks"]["SQuAD2"]["dev"]
-    learnt = read(first_stage / "tasks/two_stages/results.json")["tasks"]["SQuAD2"]
-    assert {"ffn", "sequence_logits", "sequence_label"} <= learnt["terms"].keys()
+    learned = read(first_stage / "tasks/two_stages/results.json")["tasks"]["SQuAD2"]
+    assert {"ffn", "sequence_logits", "sequence_label"} <= learned["terms"].keys()
     assert engine.built == 2
 
 

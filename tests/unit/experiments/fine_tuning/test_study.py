@@ -51,7 +51,7 @@ def terms(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_task_is_learnt_and_its_numbers_are_those_of_its_answers(evaluate, tmp_path) -> None:
+def test_a_task_is_learned_and_its_numbers_are_those_of_its_answers(evaluate, tmp_path) -> None:
     results, said = evaluate("--tasks", "rte", "--seeds", "1,2,3", "--epochs", "2")
     task = results["tasks"]["RTE"]
     runs = [tmp_path / f"out/RTE/lr-0.01-epochs-2-seed-{seed}" for seed in (1, 2, 3)]
@@ -273,7 +273,7 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     assert again["tasks"] == results["tasks"]
 
 
-def test_micro_batches_do_not_change_what_is_learnt(evaluate, tmp_path, make_encoder) -> None:
+def test_micro_batches_do_not_change_what_is_learned(evaluate, tmp_path, make_encoder) -> None:
     model = make_encoder()
     config = json.loads((model / "config.json").read_text())
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
