@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llmdistill.run.hf_trainer import DistillationTrainer
     from llmdistill.run.loss import DistillationLoss, LossOutput
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _PUBLIC: dict[str, str] = {
     "DistillationLoss": "llmdistill.run.loss",
