@@ -236,12 +236,15 @@ def test_no_key_and_no_server_are_said_before_a_run(sent, monkeypatch):
         check_access(["mlflow"])
 
 
-def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path):
+def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     writers = pytest.importorskip("torch.utils.tensorboard")
+    files = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     config = config_of(tmp_path, report_to=["tensorboard"])
     for number, (start, until) in enumerate([(0, 5), (2, 3), (2, 6)]):
-        writer = writers.SummaryWriter(str(tmp_path / "tb"), filename_suffix=f".{number}")
+        # Files are read in the order of their names, which begin with the second: each process has its own.
+        monkeypatch.setattr(files, "time", SimpleNamespace(time=lambda number=number: 1e9 + number))
+        writer = writers.SummaryWriter(str(tmp_path / "tb"))
         monitor = SimpleNamespace(
             tb_monitor=SimpleNamespace(summary_writer=writer),
             write_events=lambda events, writer=writer: [writer.add_scalar(*event) for event in events],
