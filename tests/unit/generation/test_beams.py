@@ -129,6 +129,31 @@ def test_with_a_beam_for_every_prefix_the_search_is_exhaustive(penalty: float, l
     assert len(lengths) > 1, "texts of several lengths, which end"
 
 
+@pytest.mark.parametrize("beams", [2, 3])
+def test_as_many_beams_go_on_beside_those_that_end(beams: int) -> None:
+    settings = BeamSearch(beams=beams, length_penalty=3.0, max_length=4)
+    words = sorted({*range(WORDS), END} - set(FORBIDDEN))
+
+    def naive(table: Table, source: int) -> list[int]:
+        live, best = [(0.0, [0])], (-math.inf, [0])
+        for length in range(1, settings.max_length + 1):
+            found = [
+                (total + float(table.log_probs[source, length - 1, text[-1], word]), [*text, word])
+                for total, text in live
+                for word in words
+            ]
+            found.sort(reverse=True)
+            ended = [(total / settings.penalty(length), text) for total, text in found[:beams] if text[-1] == END]
+            best = max(best, *ended) if ended else best
+            live = [(total, text) for total, text in found if text[-1] != END][:beams]
+        return max(best, (live[0][0] / settings.penalty(settings.max_length), live[0][1]))[1][1:]
+
+    for seed in range(20):
+        table = Table(seed, beams, settings.max_length)
+        expected = [naive(table, source) for source in range(len(SOURCES))]
+        assert search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) == expected
+
+
 def test_the_search_of_a_model_is_exhaustive() -> None:
     model = bert()
     settings = BeamSearch(beams=5**2, length_penalty=0.6, max_length=3)

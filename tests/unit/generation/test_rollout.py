@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,6 +98,12 @@ def test_a_step_is_a_pure_function_of_seed_and_number(model) -> None:
     torch.manual_seed(99)
     assert [rows(make(model, share=0.5).micro_batches(step)) for step in reversed(range(4))] == first[::-1]
     assert rows(make(model, seed=4).micro_batches(0)) != rows(make(model).micro_batches(0))
+
+
+def test_the_same_prompts_are_answered_anew_in_another_step(model) -> None:
+    items = make(model).loader.micro_batch_items(0)
+    loader = replace(make(model), loader=SimpleNamespace(micro_batch_items=lambda step: items))
+    assert rows(loader.micro_batches(0)) != rows(loader.micro_batches(1))
 
 
 def test_share_of_the_steps(model) -> None:

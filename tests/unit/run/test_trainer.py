@@ -184,6 +184,28 @@ def test_loss_is_divided_once_by_the_global_counts(tmp_path, micro_batch_size):
     torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
 
 
+def test_the_average_of_the_engine_over_ranks_is_undone(tmp_path):
+    """AdamW hardly sees the scale of a gradient, so that equal students on one rank and on two do not show it."""
+    weight, trainer = make_trainer(4)
+    trainer.world, backward = replace(WORLD, size=2), trainer.engine.backward
+    trainer.engine.backward = lambda loss: backward(loss / 2)
+    train(trainer, tmp_path)
+    torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
+
+
+def test_every_step_and_rank_draws_its_own_random_numbers():
+    def drawn(rank, start):
+        _, trainer = make_trainer(8)
+        trainer.world, values, numbers = replace(WORLD, rank=rank), trainer.student.values, []
+        trainer.student = Student(lambda batch: numbers.append(torch.rand(()).item()) or values(batch))
+        trainer.run(start, [])
+        return numbers
+
+    whole = drawn(0, 0)
+    assert len({*whole, *drawn(1, 0)}) == 8
+    assert drawn(0, 2) == whole[2:]  # a resumed run goes on as it would have
+
+
 def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     _, trainer = make_trainer(4)
     vocabulary = 7

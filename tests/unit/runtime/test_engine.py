@@ -90,6 +90,13 @@ def test_the_optimizer_gets_what_is_trained(student: Path) -> None:
     assert {id(p) for p in held} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
 
 
+def test_biases_and_norms_do_not_decay() -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2)
+    decay = {id(each): group["weight_decay"] for group in parameter_groups(model, 0.1) for each in group["params"]}
+    found = {name: decay[id(each)] for name, each in model.named_parameters()}
+    assert found == {name: 0.0 if "bias" in name or "norm" in name else 0.1 for name in found}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
     monkeypatch.setattr("deepspeed.initialize", lambda *, model, **_: (Engine(model),))

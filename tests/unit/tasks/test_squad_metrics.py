@@ -176,6 +176,12 @@ def test_never_answering_is_the_least_best_score() -> None:
     assert answered.f1 == pytest.approx(200 / 3)
 
 
+def test_at_the_threshold_a_question_is_answered() -> None:
+    """As in the official script, which leaves it unanswered above the threshold alone."""
+    found = squad2_scores({"a": "cat", "b": "dog"}, {"a": 0.5, "b": 0.6}, {"a": ["cat"], "b": ["dog"]}, threshold=0.5)
+    assert (found.f1, found.em) == (50, 50)
+
+
 def test_an_answer_of_articles_alone_is_an_answer() -> None:
     """As in the official script: words decide what is right, but the letters decide whether there is an answer."""
     found = squad2_scores({"a": "the", "b": "cat"}, {"a": -2.0, "b": -1.0}, {"a": [], "b": ["cat"]})

@@ -1,0 +1,322 @@
+"""Breaks of losses and methods."""
+
+from __future__ import annotations
+
+from breaks import Break
+
+LOSSES = "llmdistill/losses"
+LOSS_TESTS = "tests/unit/losses"
+METHODS = "llmdistill/methods"
+METHOD_TESTS = "tests/unit/methods"
+DIVERGENCE = f"{LOSSES}/divergence.py"
+NAIVE_DIVERGENCE = f"{LOSS_TESTS}/test_divergence.py::test_it_equals_the_naive_loop"
+NAIVE_ATTENTION = f"{LOSS_TESTS}/test_attention.py::test_equals_the_naive_loop"
+FULL_LOGITS = f"{LOSS_TESTS}/test_head.py::test_it_equals_full_logits"
+
+BREAKS = [
+    # losses
+    Break(
+        "reverse-kl-forward",
+        DIVERGENCE,
+        "return forward_kl(log_q, log_p)",
+        "return forward_kl(log_p, log_q)",
+        NAIVE_DIVERGENCE,
+    ),
+    Break(
+        "jsd-mixture-swapped",
+        DIVERGENCE,
+        "log_m = _log_mix(log_p, log_q, beta)",
+        "log_m = _log_mix(log_q, log_p, beta)",
+        NAIVE_DIVERGENCE,
+    ),
+    Break(
+        "skew-share-swapped",
+        DIVERGENCE,
+        "return forward_kl(log_p, _log_mix(log_p, log_q, alpha))",
+        "return forward_kl(log_p, _log_mix(log_p, log_q, 1 - alpha))",
+        NAIVE_DIVERGENCE,
+    ),
+    Break("tvd-not-halved", DIVERGENCE, "return 0.5 * (log_p.exp()", "return (log_p.exp()", NAIVE_DIVERGENCE),
+    Break(
+        "temperature-not-squared",
+        DIVERGENCE,
+        "LossSum(temperature**2 * divergence(",
+        "LossSum(temperature * divergence(",
+        NAIVE_DIVERGENCE,
+    ),
+    Break(
+        "skew-derivative-sign",
+        DIVERGENCE,
+        "return -(1 - alpha) * (log_p",
+        "return (1 - alpha) * (log_p",
+        f"{LOSS_TESTS}/test_divergence.py::test_the_derivative_is_the_values_derivative",
+    ),
+    Break(
+        "matrix-mse-heads-not-counted",
+        f"{LOSSES}/features.py",
+        "student.shape[-1] * (student.shape[1] if with_heads else 1)",
+        "student.shape[-1]",
+        f"{LOSS_TESTS}/test_matrix.py::test_equals_the_naive_loop",
+    ),
+    Break(
+        "matrix-mse-mask-dropped",
+        f"{LOSSES}/features.py",
+        ".masked_fill_(~real, 0.0)",
+        "",
+        f"{LOSS_TESTS}/test_matrix.py::test_padding_does_not_matter",
+    ),
+    Break(
+        "matrix-mse-scaled-by-student",
+        f"{LOSSES}/features.py",
+        "torch.where(real, teacher.to(dtype), 0.0)",
+        "torch.where(real, student.to(dtype), 0.0)",
+        f"{LOSS_TESTS}/test_matrix.py::test_equals_the_naive_loop",
+    ),
+    Break(
+        "matrix-mse-gradient-halved",
+        f"{LOSSES}/features.py",
+        "error.mul_(2 * weight)",
+        "error.mul_(weight)",
+        f"{LOSS_TESTS}/test_matrix.py::test_gradient",
+    ),
+    Break(
+        "span-sum-for-mean",
+        f"{LOSSES}/sequence.py",
+        "loss / (targets.shape[1] if targets.dim() > 1 else 1)",
+        "loss",
+        f"{LOSS_TESTS}/test_sequence.py::test_a_span_is_the_mean_of_start_and_end",
+    ),
+    Break(
+        "sequence-temperature-not-squared",
+        f"{LOSSES}/sequence.py",
+        "LossSum(temperature**2 * values_B.sum()",
+        "LossSum(temperature * values_B.sum()",
+        f"{LOSS_TESTS}/test_sequence.py::test_the_teacher",
+    ),
+    Break(
+        "margins-counted-once",
+        f"{LOSSES}/sequence.py",
+        "LossSum(3 * error_B",
+        "LossSum(error_B",
+        f"{LOSS_TESTS}/test_sequence.py::test_margins_are_those_of_a_loop_over_the_triples",
+    ),
+    Break(
+        "top-k-tail-of-all-tokens",
+        f"{LOSSES}/top_k.py",
+        'log_p_NV.scatter_(1, tokens_Nk, float("-inf"))',
+        "log_p_NV",
+        f"{LOSS_TESTS}/test_top_k.py::test_values_and_gradients_are_those_of_merged_distributions",
+    ),
+    Break(
+        "tail-at-one-temperature",
+        f"{LOSSES}/top_k.py",
+        "(rest_NV / t).logsumexp(-1)",
+        "rest_NV.logsumexp(-1)",
+        f"{LOSS_TESTS}/test_top_k.py::test_values_and_gradients_are_those_of_merged_distributions",
+    ),
+    Break(
+        "incoming-gradient-ignored",
+        f"{LOSSES}/gradient.py",
+        "x * of_total.to(x.dtype)",
+        "x",
+        f"{LOSS_TESTS}/test_blocks.py::test_gradient_scales_with_what_comes_in_and_may_be_asked_for_twice",
+    ),
+    Break(
+        "relation-scaled-twice",
+        f"{LOSSES}/attention.py",
+        "left_BRTD.shape[-1] ** -0.5",
+        "left_BRTD.shape[-1] ** -1",
+        f"{LOSS_TESTS}/test_relation.py::test_equals_the_naive_loop",
+    ),
+    Break(
+        "groups-repeated-in-turn",
+        f"{LOSSES}/attention.py",
+        "tensor.repeat_interleave(heads // groups, dim=1)",
+        "tensor.repeat(1, heads // groups, 1, 1)",
+        f"{LOSS_TESTS}/test_relation.py::test_heads_repeated_and_side_by_side",
+    ),
+    # fused losses
+    Break(
+        "fused-kl-temperature",
+        f"{LOSSES}/fused/head_chunk.py",
+        "mean_gap / self.temperature - p_total.log()",
+        "mean_gap - p_total.log()",
+        FULL_LOGITS,
+    ),
+    Break(
+        "fused-derivative-temperature",
+        f"{LOSSES}/fused/head_chunk.py",
+        "factors[i] * (term.scale / temperature)",
+        "factors[i] * term.scale",
+        FULL_LOGITS,
+    ),
+    Break(
+        "fused-label-sign",
+        f"{LOSSES}/fused/head_chunk.py",
+        "torch.full_like(label_total, -self.label_factor)",
+        "torch.full_like(label_total, self.label_factor)",
+        FULL_LOGITS,
+    ),
+    Break(
+        "smoothing-not-spread",
+        f"{LOSSES}/fused/head_chunk.py",
+        "(term.smoothing / log_q.shape[1])",
+        "term.smoothing",
+        FULL_LOGITS,
+    ),
+    Break(
+        "bias-gradient-of-last-chunk",
+        f"{LOSSES}/head.py",
+        "self.bias[: derivative_NV.shape[1]] += ",
+        "self.bias[: derivative_NV.shape[1]] = ",
+        FULL_LOGITS,
+    ),
+    Break(
+        "attention-sum-over-heads",
+        f"{LOSSES}/fused/blocks.py",
+        "[:, None, :, None] / heads",
+        "[:, None, :, None]",
+        NAIVE_ATTENTION,
+    ),
+    Break(
+        "window-block-starts-late",
+        f"{LOSSES}/fused/blocks.py",
+        "block.start - visibility.window + 1",
+        "block.start - visibility.window + 2",
+        f"{LOSS_TESTS}/test_blocks.py::test_every_cut_into_blocks_gives_the_plain_loss_and_gradient",
+    ),
+    Break(
+        "causal-hides-itself",
+        f"{LOSSES}/fused/block_rows.py",
+        "distance_11LJ < 0",
+        "distance_11LJ <= 0",
+        NAIVE_ATTENTION,
+    ),
+    Break(
+        "window-one-too-wide",
+        f"{LOSSES}/fused/block_rows.py",
+        "distance_11LJ >= window",
+        "distance_11LJ > window",
+        NAIVE_ATTENTION,
+    ),
+    Break(
+        "horizon-included",
+        f"{LOSSES}/fused/block_rows.py",
+        "key_J >= horizon_ST",
+        "key_J > horizon_ST",
+        f"{LOSS_TESTS}/test_attention.py::test_a_token_sees_no_key_beyond_its_horizon",
+    ),
+    Break(
+        "packed-sequences-see-each-other",
+        f"{LOSSES}/fused/block_rows.py",
+        "segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys]",
+        "(segments_ST[:, None, rows, None] > 0) != (segments_ST[:, None, None, keys] > 0)",
+        f"{LOSS_TESTS}/test_blocks.py::test_segments_of_a_row_are_sequences_of_their_own",
+    ),
+    Break(
+        "score-mse-over-hidden-keys",
+        f"{LOSSES}/fused/block_rows.py",
+        "RowLosses(squares / seen,",
+        "RowLosses(squares / s.shape[-1],",
+        f"{LOSS_TESTS}/test_attention_scores.py::test_equals_the_naive_loop",
+    ),
+    # methods
+    Break(
+        "minilm-max-for-lcm",
+        f"{METHODS}/minilm.py",
+        "heads = math.lcm(",
+        "heads = max(",
+        f"{METHOD_TESTS}/test_minilm.py::test_value_heads_that_do_not_divide_each_other",
+    ),
+    Break(
+        "minilm-direction",
+        f"{METHODS}/minilm.py",
+        'direction="teacher_student"',
+        'direction="student_teacher"',
+        f"{METHOD_TESTS}/test_minilm.py::test_terms_equal_the_naive_loop",
+    ),
+    Break(
+        "teacher-layer-from-zero",
+        f"{METHODS}/layers.py",
+        "return spec - 1",
+        "return spec",
+        f"{METHOD_TESTS}/test_minilm.py::test_terms_equal_the_naive_loop",
+    ),
+    Break(
+        "layer-without-teacher-learns",
+        f"{METHODS}/layers.py",
+        "enumerate(numbers) if number > 0]",
+        "enumerate(numbers)]",
+        f"{METHOD_TESTS}/test_layers.py::test_makds_layers_are_the_students_and_the_map_says_which_teach_them",
+    ),
+    Break(
+        "teacher-layer-of-student",
+        f"{METHODS}/layers.py",
+        "getattr(teacher, aspect)[pair.teacher]",
+        "getattr(teacher, aspect)[pair.student]",
+        f"{METHOD_TESTS}/test_tinybert.py::test_terms_equal_the_naive_loop",
+    ),
+    Break(
+        "lower-half-rounded-up",
+        f"{METHODS}/layers.py",
+        "half = num_layers // 2",
+        "half = (num_layers + 1) // 2",
+        f"{METHOD_TESTS}/test_layers.py::test_layers",
+    ),
+    Break(
+        "kd-ratio-of-labels",
+        f"{METHODS}/kd.py",
+        "label_terms(1 - settings.ratio, objective)",
+        "label_terms(settings.ratio, objective)",
+        f"{METHOD_TESTS}/test_kd.py::test_terms_are_the_divergence_and_the_labels",
+    ),
+    Break(
+        "divergence-term-unscaled",
+        f"{METHODS}/output.py",
+        "scale=temperature**2, ",
+        "",
+        f"{METHOD_TESTS}/test_output.py::test_terms",
+    ),
+    Break(
+        "own-answers-as-labels",
+        f"{METHODS}/method.py",
+        "if each.divergence is not None or not batch.own_answers]",
+        "]",
+        f"{METHOD_TESTS}/test_kd.py::test_the_students_own_answers_are_no_labels",
+    ),
+    Break(
+        "layers-counted-each",
+        f"{LOSSES}/terms.py",
+        "LossSum(one.sum + other.sum, one.count)",
+        "LossSum(one.sum + other.sum, one.count + other.count)",
+        "tests/unit/models/test_learning.py::test_losses_and_gradients_are_those_of_whole_taps_and_logits",
+    ),
+    Break(
+        "relation-sides-swapped",
+        f"{METHODS}/minilmv2.py",
+        "(SIDES[left], SIDES[right])",
+        "(SIDES[right], SIDES[left])",
+        f"{METHOD_TESTS}/test_minilmv2.py::test_all_nine_relations_of_models_with_other_heads",
+    ),
+    Break(
+        "spread-layers-from-zero",
+        "llmdistill/models/layer_maps.py",
+        "layer * teacher // student + 1 for",
+        "layer * teacher // student for",
+        "tests/unit/models/test_layer_maps.py::test_maps_of_three_of_six_layers",
+    ),
+    Break(
+        "weighted-mean-counts-padding",
+        "llmdistill/models/sentences.py",
+        "real_BT1 * real_BT1.cumsum(1)",
+        "real_BT1.cumsum(1)",
+        "tests/unit/models/test_sentences.py::test_pooling",
+    ),
+    Break(
+        "lora-merged-unscaled",
+        "llmdistill/models/adapters.py",
+        'layer.scaling["default"] * (b @ a)',
+        "b @ a",
+        "tests/unit/models/test_adapters.py::test_adapters_start_as_identity_and_merge_back",
+    ),
+]
