@@ -14,7 +14,7 @@ from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
 from llmdistill.data.sources import unreadable
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import Models, Scores, Suite
+from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
@@ -29,7 +29,7 @@ MEAN = "mean"
 """The name of the mean of all heads in the results, where the others have their numbers."""
 
 
-def _score(config: AttentionConfig, models: Models) -> Scores:
+def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
     """Draw the maps of each text, and measure their divergence.
 
     Raises:
@@ -56,7 +56,7 @@ def _score(config: AttentionConfig, models: Models) -> Scores:
         entry["kl"] = {head: fmean(each["kl"][head] for each in every) for head in every[0]["kl"]}
         shared = [each["kl_of_all_heads"] for each in every]
         entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
-    return Scores(
+    return ModelScores(
         results={"models": entries, "texts": found},
         drawings=[
             _draw(f"attention-{n + 1}", layers, *each) for n, each in enumerate(zip(by_text, found, strict=True))
@@ -178,7 +178,7 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     return TitledTable(title, ["", "params", "layer", *shown, "KL of all heads"], rows)
 
 
-SUITE = Suite(
+SUITE = ModelSuite(
     name="attention",
     title="Attention side by side",
     asked=("data", "max_length", "heads"),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import Models, Scores, Suite
+from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.fingerprints import digest, fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
@@ -31,7 +31,7 @@ _TOKENS = 512
 """Largest number of tokens of a sentence, where a model has more positions."""
 
 
-def _score(config: ChunksConfig, models: Models) -> Scores:
+def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
     """Score each layer of each model, with the same spans for all models.
 
     Raises:
@@ -70,7 +70,7 @@ def _score(config: ChunksConfig, models: Models) -> Scores:
     entries = models.score_each(score, asked=asked, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(each.span.label for spans in drawn.values() for each in spans).most_common())
     warnings = [*_unread(config.data, sentences, encoded), *_fewer(config, size)]
-    return Scores(
+    return ModelScores(
         results={"spans": size, "labels": labels, "models": entries, "warnings": warnings},
         drawings=[_draw(entries)],
         details={
@@ -159,7 +159,7 @@ def _draw(models: Mapping[str, Any]) -> Drawing:
     return Drawing("layers", "Phrases by layer", caption, figure)
 
 
-SUITE = Suite(
+SUITE = ModelSuite(
     name="conll2000",
     title="Phrases in the layers (CoNLL-2000)",
     asked=_ASKED,

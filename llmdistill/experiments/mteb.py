@@ -10,7 +10,7 @@ from typing import Any
 
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.mteb import MtebConfig
-from llmdistill.experiments.side_by_side import Models, Scores, Suite
+from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import say
@@ -26,7 +26,7 @@ _TOKENS = 512
 """Largest number of tokens of a text where neither the user nor the files say one."""
 
 
-def _score(config: MtebConfig, models: Models) -> Scores:
+def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
     """Score each model on the tasks; each score is kept, so that the same command goes on with the next task.
 
     Raises:
@@ -58,7 +58,7 @@ def _score(config: MtebConfig, models: Models) -> Scores:
                     kept[name][index] = write_result(models.file(name, task.name), asked[name][index], result)
         entries[name] = _entry(path, settings[name], tasks, kept[name])
     details = {f"Embeddings of {name}": each["embeddings"] for name, each in entries.items()}
-    return Scores(results={"models": entries}, details=details)
+    return ModelScores(results={"models": entries}, details=details)
 
 
 def _settings(path: Path, max_length: int | None) -> SentenceSettings:
@@ -100,7 +100,7 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     return TitledTable(title, header, rows)
 
 
-SUITE = Suite(
+SUITE = ModelSuite(
     name="mteb",
     title="MTEB",
     asked=("tasks", "benchmark", "languages", "max_length"),

@@ -33,7 +33,7 @@ from llmdistill.runtime.distributed import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class ComparedModels:
     """The models of a command, how they run, and where their results go."""
 
     paths: Mapping[str, Path]
@@ -94,7 +94,7 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class ModelScores:
     """What a suite found."""
 
     results: Mapping[str, Any]
@@ -105,7 +105,7 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
+class ModelSuite:
     """What is measured or drawn of models side by side."""
 
     name: str
@@ -113,7 +113,7 @@ class Suite:
     title: str
     asked: Sequence[str]
     """The settings that results.json repeats."""
-    score: Callable[[Any, Models], Scores]
+    score: Callable[[Any, ComparedModels], ModelScores]
     """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
     table: Callable[[Mapping[str, Any]], TitledTable]
     """Returns the table of the results."""
@@ -131,7 +131,7 @@ class Suite:
             UserError: a setting is wrong, or a model or its data cannot be read.
         """
         world = World.alone()
-        models = Models(
+        models = ComparedModels(
             paths=named_models(config.model),
             folder=Path(config.output_dir or default_folder(self.name, config.model[0])),
             dtype=chosen_dtype(config.dtype, world.device),

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import Models, Scores, Suite
+from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import has_segments, is_causal
 from llmdistill.models.load import Head, build_random
@@ -24,7 +24,7 @@ from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time
 from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
-def _score(config: SpeedConfig, models: Models) -> Scores:
+def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     """Time the models.
 
     Raises:
@@ -61,7 +61,7 @@ def _score(config: SpeedConfig, models: Models) -> Scores:
         }
         for name, model in loaded.items()
     }
-    return Scores(results={"models": rows})
+    return ModelScores(results={"models": rows})
 
 
 def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -142,7 +142,7 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     return TitledTable(title, header, rows)
 
 
-SUITE = Suite(
+SUITE = ModelSuite(
     name="speed",
     title="Speed",
     asked=("batches", "batch_size", "max_length", "task", "warmup"),

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from llmdistill.config.zero_shot import ZeroShotConfig
-from llmdistill.experiments.side_by_side import Models, Scores, Suite
+from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.tables import TitledTable
@@ -19,7 +19,7 @@ _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
 """The settings on which scores depend."""
 
 
-def _score(config: ZeroShotConfig, models: Models) -> Scores:
+def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
     """Score each model on the tasks.
 
     Raises:
@@ -38,7 +38,7 @@ def _score(config: ZeroShotConfig, models: Models) -> Scores:
         return {"tasks": score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length, **how)}
 
     on, check = ", ".join(tasks.names), tasks.check_data
-    return Scores(results={"models": models.score_each(score, asked=asked, on=on, head="lm_head", check=check)})
+    return ModelScores(results={"models": models.score_each(score, asked=asked, on=on, head="lm_head", check=check)})
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:
@@ -69,7 +69,7 @@ def _cell(task: Mapping[str, Any], metric: str) -> str:
     return text if error is None else f"{text} ± {scale * error:.{decimals}f}"
 
 
-SUITE = Suite(
+SUITE = ModelSuite(
     name="zero_shot",
     title="Zero-shot tasks",
     asked=_ASKED,

@@ -164,7 +164,13 @@ def _training(
         monitors(plan.config, monitor_of(trainer.engine), start, world) as monitor,
         RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor) as log,
     ):
-        callbacks = _callbacks(plan, data, trainer, log, best, loss_modes, start)
+        method = make_sft() if plan.task.validates_labels else plan.method
+        validation = Validation(trainer, data.validation(assemble.share_of(plan, world)), method, plan.folder)
+        if best is not None:
+            on_main(lambda: best.begin(start), world)
+        if start == 0 and validation.batches and not plan.task.validates_labels:
+            log.validated(0, {"valid_loss": validation.loss()})
+        callbacks = _callbacks(plan.folder, trainer, log, validation, best, loss_modes)
         with signals.waiting():
             yield trainer, start, callbacks
     if world.is_main:
@@ -180,27 +186,20 @@ def _training(
 
 
 def _callbacks(
-    plan: Plan,
-    data: TaskData,
+    folder: Path,
     trainer: Trainer,
     log: RunLog,
+    validation: Validation,
     best: BestStudent | None,
     loss_modes: LossModes,
-    start: int,
 ) -> list[Callback]:
     """What watches the training. Each callback reads what those before it found; see `TrainState`."""
     world, engine, method = trainer.world, trainer.engine, trainer.method
-    batches = data.validation(assemble.share_of(plan, world))
-    validation = Validation(trainer, batches, make_sft() if plan.task.validates_labels else method, plan.folder)
-    if best is not None:
-        on_main(lambda: best.begin(start), world)
-    if start == 0 and batches and not plan.task.validates_labels:
-        log.validated(0, {"valid_loss": validation.loss()})
     finite = FiniteSteps(
         engine=engine,
         world=world,
         terms=list(method.weights),
-        folder=plan.folder,
+        folder=folder,
         policy=trainer.settings.not_finite,
         learning_rate=trainer.settings.learning_rate,
         origin=trainer.origin,
@@ -210,10 +209,10 @@ def _callbacks(
         finite,
         LossWatch(method.weights, world, log.rows),
         UnevenTerms(trainer),
-        *([validation] if batches else []),
+        *([validation] if validation.batches else []),
         *([best] if best is not None else []),
         LogRows(log, engine, method, trainer.teaching, world.device),
-        Checkpoints(engine, plan.folder, world, loss_modes),
+        Checkpoints(engine, folder, world, loss_modes),
     ]
 
 
