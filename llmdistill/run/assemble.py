@@ -43,7 +43,7 @@ from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
-from llmdistill.teacher.request import Request
+from llmdistill.teacher.rows import Request
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:

@@ -10,30 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from llmdistill.artifacts import compare_records, differences, plain, read_record
+from llmdistill.artifacts import differences, plain
 from llmdistill.batch import POSITIONS, Positions
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import is_unused, write_json
 from llmdistill.fingerprints import content_fingerprint, fingerprint
+from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
+from llmdistill.models.families import max_positions
+from llmdistill.models.forward import TappedModel
 from llmdistill.run.artifacts import input_fingerprints
-from llmdistill.run.assemble import request_of
-from llmdistill.run.cache_shards import Job, engine_of, plan_shards, write_shards
+from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.checks import check_can_cache, check_top_k
+from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData
-from llmdistill.teacher.cache_folder import (
-    CACHE_FILE,
-    HEAD_FILE,
-    REQUEST_FILE,
-    CacheFolder,
-    entry_of,
-    is_whole,
-    shard_name,
-)
+from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.rows import rows_of_samples
+from llmdistill.teacher.shards import Job, claim, finish, plan_shards, write_by_teacher, write_by_vllm
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
@@ -67,12 +62,45 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     shards = plan_shards(ids, lengths, settings)
     kept = [index for shard in shards for batch in shard for index in batch]
     record = _record(plan, data, settings, ids[kept], lengths[kept])
-    job = Job(folder, plan, settings, items, collate, shards, record, world)
-    missing = on_main(lambda: _claim(job), world)
+    job = Job(
+        folder=folder,
+        settings=settings,
+        request=request_of(plan.method),
+        shift=plan.method.shift,
+        vocabulary=plan.vocabulary,
+        items=items,
+        collate=collate,
+        shards=shards,
+        record=record,
+        world=world,
+    )
+    missing = on_main(lambda: claim(job), world)
     if missing:
-        write_shards(job, missing)
+        _write(plan, job, missing)
         barrier()  # rank 0 would otherwise look for the shards that others still write
-    return on_main(lambda: _finish(job), world)
+    return on_main(lambda: finish(job), world)
+
+
+def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
+    """Write the missing shards by vLLM, which drives all GPUs from one process, or by the run's own teacher."""
+    if job.settings.engine == "vllm":
+        assert job.top_k is not None, "vLLM gives no hidden states"
+        length = plan.config.data.max_length
+        scorer = VllmScorer(plan.teacher_path, k=job.top_k, max_length=length, dtype=plan.teacher_dtype)
+        write_by_vllm(job, missing, scorer)
+        return
+    live = make_teacher(plan, job.world)
+    recorder = make_recorder(plan, live.model, plan.method.teacher_taps)
+    teacher = TappedModel(live.forward, recorder, pooling=plan.method.pooling)
+    if plan.method.token_terms:
+        check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(job.world.device), job.world)
+        if job.has_head and not teacher.shortcut:
+            raise UserError(
+                "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "
+                f"{teacher.model.config.model_type} are more than its product: take --cache.content top_k"
+            )
+    write_by_teacher(job, missing, teacher, sharded=live.sharded)
+    teacher.remove()
 
 
 def check_cache(plan: Plan, data: TaskData, world: World) -> None:
@@ -118,6 +146,48 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
     return {place: counts[place] for place in POSITIONS}
 
 
+def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
+    """Return what runs the teacher: "auto" means vLLM if it is installed and gives all that is kept, else "hf".
+
+    Raises:
+        UserError: vLLM is asked for and cannot do it; the message gives the reason.
+    """
+    return choose_engine(
+        settings.engine,
+        plan.teacher_path,
+        no_repeat_ngram_size=0,
+        world_size=world.size,
+        key="--cache.engine",
+        obstacle=_obstacle(plan, settings),
+    )
+
+
+def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
+    """Why vLLM's log-probabilities of given tokens are not all that is kept; None if they are."""
+    request, length = request_of(plan.method), plan.config.data.max_length
+    methods = " + ".join(plan.config.methods())
+    if settings.kept_top_k is None:
+        return "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
+    if not plan.causal:
+        return "vLLM gives log-probabilities of decoders alone; take --cache.engine hf"
+    if request.taps or request.sequences or not request.positions:
+        return f"method {methods} needs more of its teacher than log-probabilities of tokens; take --cache.engine hf"
+    if request.temperatures != (1.0,):
+        asked = ", ".join(f"{each:g}" for each in request.temperatures)
+        return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; take --cache.engine hf"
+    if plan.compared_tokens != plan.teacher_config.vocab_size:
+        return (
+            f"vLLM compares all {plan.teacher_config.vocab_size} tokens of the teacher, of which the student has "
+            f"{plan.compared_tokens}; take --cache.engine hf"
+        )
+    if max_positions(plan.teacher_config, length + 1) <= length:
+        return (
+            f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
+            "take --cache.engine hf, or a smaller data.max_length"
+        )
+    return None
+
+
 def _origin(plan: Plan, data: TaskData) -> dict[str, Any]:
     """Return what the outputs of the teacher depend on, besides the examples."""
     return {
@@ -155,43 +225,6 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
             "settings": asdict(settings),
         }
     )
-
-
-def _claim(job: Job) -> list[int]:
-    """Return the shards that must be written; raises UserError if the folder holds something else."""
-    remedy = "give another --output, or remove this one"
-    finished = read_record(job.folder / CACHE_FILE, remedy=remedy, keys={"files": dict})
-    asked = read_record(job.folder / REQUEST_FILE, remedy=remedy) if finished is None else finished
-    if asked is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
-        raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
-    subject = f"--output {job.folder}: it holds another cache"
-    old = None if asked is None else {key: asked.get(key) for key in job.record}
-    compare_records(old, job.record, finished=False, subject=subject, remedy=remedy)
-    if finished is None:
-        write_json(job.folder / REQUEST_FILE, job.record)
-    missing = [n for n in range(len(job.shards)) if not is_whole(job.folder, shard_name(n), finished)]
-    if not missing and job.has_head and not is_whole(job.folder, HEAD_FILE, finished):
-        return [0]  # the head comes with any batch
-    return missing
-
-
-def _finish(job: Job) -> dict[str, Any]:
-    """Write the record, then remove what stood for it."""
-    finished = read_record(job.folder / CACHE_FILE, remedy="remove the file")
-    names = [shard_name(number) for number in range(len(job.shards))]
-    names += [HEAD_FILE] if job.has_head else []
-    entries = {name: entry_of(job.folder, name, finished) for name in names}
-    missing = [name for name, entry in entries.items() if entry is None]
-    if missing:
-        raise UserError(
-            f"{job.folder / missing[0]} is missing after all ranks have written: every rank must see the same folder; "
-            "start the command again"
-        )
-    record = {**job.record, "files": entries}
-    write_json(job.folder / CACHE_FILE, record)
-    for file in (job.folder / REQUEST_FILE, *((job.folder / name).with_suffix(".json") for name in names)):
-        file.unlink(missing_ok=True)
-    return record
 
 
 def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder) -> None:

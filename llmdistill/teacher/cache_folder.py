@@ -34,7 +34,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import share, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
-from llmdistill.teacher.request import place_of
+from llmdistill.teacher.rows import place_of
 
 CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"
@@ -123,7 +123,7 @@ class CacheFolder:
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""
-        there = np.isin(np.asarray(ids, dtype=np.int64), self._sorted_ids)
+        there = np.isin(np.asarray(ids, dtype=np.int64), self._index[0])
         return [each for each, known in zip(ids, there.tolist(), strict=True) if not known]
 
     def find(self, ids: Sequence[int]) -> np.ndarray:
@@ -133,25 +133,26 @@ class CacheFolder:
             UserError: an example is not in the cache.
         """
         wanted = np.asarray(ids, dtype=np.int64)
-        places = np.searchsorted(self._sorted_ids, wanted).clip(max=max(0, len(self._sorted_ids) - 1))
-        found = self._sorted_ids[places] == wanted
+        sorted_ids, shard_places, _ = self._index
+        order = np.searchsorted(sorted_ids, wanted).clip(max=max(0, len(sorted_ids) - 1))
+        found = sorted_ids[order] == wanted
         if not found.all():
             raise UserError(
                 f"{self.folder}: the teacher's cache has no example {wanted[~found][0]}; make a cache of this run's "
                 "data with `llmdistill cache`"
             )
-        return np.asarray(self._places[places])
+        return np.asarray(shard_places[order])
 
     def rows(self, name: str, places: np.ndarray) -> Tensor:
         """Return the rows of one tensor for the examples at these places, one after the other; others are not read.
 
         `places` comes from `find`.
         """
-        positions = place_of(name)
+        offsets = self._index[2][place_of(name)]
         parts = []
         for shard, number in places.tolist():
-            first, end = self._offsets[positions][shard][number : number + 2].tolist()
-            parts.append(self._tensor(shard, name)[first:end])
+            first, end = offsets[shard][number : number + 2].tolist()
+            parts.append(self._shard(shard).get_slice(name)[first:end])
         return torch.cat(parts)
 
     @cached_property
@@ -175,6 +176,7 @@ class CacheFolder:
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray, dict[str, list[np.ndarray]]]:
+        """The ids in ascending order, the shard and number of each, and the offsets of each shard, by positions."""
         if not self._shard_names:
             raise UserError(f"{self.folder / CACHE_FILE}: it names no shard; {_REMEDY}")
         ids: list[np.ndarray] = []
@@ -193,21 +195,6 @@ class CacheFolder:
         all_ids, all_places = np.concatenate(ids), np.concatenate(places)
         order = np.argsort(all_ids, kind="stable")
         return all_ids[order], all_places[order], offsets
-
-    @property
-    def _sorted_ids(self) -> np.ndarray:
-        return self._index[0]
-
-    @property
-    def _places(self) -> np.ndarray:
-        return self._index[1]
-
-    @property
-    def _offsets(self) -> dict[str, list[np.ndarray]]:
-        return self._index[2]
-
-    def _tensor(self, shard: int, name: str) -> Any:
-        return self._shard(shard).get_slice(name)
 
     @cached_property
     def _shard(self) -> Any:

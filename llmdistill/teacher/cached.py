@@ -11,8 +11,7 @@ from torch import Tensor
 from llmdistill.batch import Batch, Outputs, Positions
 from llmdistill.errors import UserError
 from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.request import Request, place_of
-from llmdistill.teacher.rows import to_outputs
+from llmdistill.teacher.rows import Request, place_of, to_outputs
 
 
 class Teacher(Protocol):

@@ -33,7 +33,7 @@ MARKS = {
     "start": "llmdistill.experiments.distillation:claim_folder",
     "factorizing": "llmdistill.run.assemble:measure_weights",
     "calibrating": "llmdistill.factorize.weigh:measured",
-    "caching": "llmdistill.run.cache_shards:_taught",
+    "caching": "llmdistill.teacher.shards:_taught",
     "training": "llmdistill.run.trainer:global_counts",
     "saving": "llmdistill.run.checkpoints:save_file",
     "student": "llmdistill.run.assemble:save_student",

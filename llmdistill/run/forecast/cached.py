@@ -16,8 +16,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.run.assemble import request_of
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
-from llmdistill.teacher.request import Request, place_of
-from llmdistill.teacher.rows import to_outputs, to_rows
+from llmdistill.teacher.rows import Request, place_of, to_outputs, to_rows
 
 _INDEX = 8 * (1 + len(POSITIONS))
 """Bytes of an example's entries in a shard: its id, and where its rows of each kind begin."""

@@ -25,7 +25,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.run import cache, cache_shards
+from llmdistill.run import cache
 from llmdistill.run.artifacts import run_record
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.forecast.cached import PositionCounts
@@ -34,7 +34,7 @@ from llmdistill.run.forecast.memory import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
-from llmdistill.teacher import cache_folder
+from llmdistill.teacher import cache_folder, shards
 from llmdistill.teacher.cache_folder import CacheFolder, read_cache_record
 from llmdistill.teacher.cached import CachedTeacher
 
@@ -152,8 +152,9 @@ METHOD_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("words", METHOD_SETTINGS.values(), ids=METHOD_SETTINGS.keys())
+@pytest.mark.parametrize(
+    ("words", "packing"), zip(METHOD_SETTINGS.values(), (False, True, True, False), strict=True), ids=METHOD_SETTINGS
+)
 def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words, packing):
     """Whatever the batches: the cache is made from batches of three neighbors, in packed rows if these are not."""
     plan, data = planned(*words, "--data.packing", str(packing).lower())
@@ -263,7 +264,7 @@ def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
 
 def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, monkeypatch):
     plan, data = planned()
-    write, written = cache_shards.write_tensors, list[str]()
+    write, written = shards.write_tensors, list[str]()
 
     def dies(folder, name, *others):
         if len(written) == 3:
@@ -271,13 +272,13 @@ def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, m
         written.append(name)
         write(folder, name, *others)
 
-    monkeypatch.setattr(cache_shards, "write_tensors", dies)
+    monkeypatch.setattr(shards, "write_tensors", dies)
     with pytest.raises(KeyboardInterrupt):
         cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
     with pytest.raises(UserError, match=r"it has no cache.json, so it is an unfinished cache: go on"):
         CacheFolder(tmp_path / "cache")
     monkeypatch.setattr(
-        cache_shards, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
+        shards, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
     )
     cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
     assert len(written) == len(set(written)) > 5, "a file was written twice"
@@ -300,7 +301,7 @@ def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, b
         checked(planned, broken)
     cache.make_cache(plan, data, SMALL, broken, WORLD)
     assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
-    monkeypatch.setattr(cache_shards, "make_teacher", None)
+    monkeypatch.setattr(cache, "make_teacher", None)
     cache.make_cache(plan, data, SMALL, broken, WORLD)
 
 
@@ -410,10 +411,9 @@ def text_words(tmp_path_factory) -> list[str]:
     return [*words, "--data.max_length", "24", "--data.cache_dir", str(folder / "tokens")]
 
 
-@pytest.mark.parametrize("method", ["kd", "makd"])
-def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words, method):
+def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words):
     """In every epoch, whatever the seed, and on the validation text."""
-    words = [*text_words, "--method", method]
+    words = [*text_words, "--method", "makd"]
     plan, data = planned(*words)
     folder = made(*words)
     cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"), WORLD)
@@ -430,7 +430,8 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
 
 
 def test_a_cache_of_other_texts_is_refused(planned, made, text_words):
-    folder = made(*text_words, "--method", "kd")
+    text_words = [*text_words, "--method", "makd"]
+    folder = made(*text_words)
     with pytest.raises(
         UserError, match=r"examples are not in it.*; data.max_length was 24 and is now 20: make a cache"
     ):
@@ -456,13 +457,12 @@ def test_another_request_does_not_overwrite_a_cache(planned, made):
         cache.make_cache(*planned(), CacheConfig(micro_batch_size=4, shard_tokens=150), made(), WORLD)
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
-def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch, packing):
-    words = ["--method", "kd", "--data.packing", str(packing).lower()]
+def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch):
+    words = ["--method", "kd", "--data.packing", "true"]
     plan, data = planned(*words)
     folder = made(*words, settings=replace(TOP_K, engine="hf"))
     asked = install(monkeypatch)
-    monkeypatch.setattr(cache_shards, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
+    monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
     record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
     assert record["settings"]["engine"] == "vllm"
     assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
@@ -485,11 +485,11 @@ def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tm
 def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, tmp_path, monkeypatch, words, settings, said):
     install(monkeypatch)
     plan, data = planned(*words)
-    assert cache_shards.engine_of(plan, settings, WORLD) == "hf"
+    assert cache.engine_of(plan, settings, WORLD) == "hf"
     with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
         cache.make_cache(plan, data, replace(settings, engine="vllm"), tmp_path / "cache", WORLD)
     with pytest.raises(UserError, match=r"--cache.engine vllm: vLLM drives all GPUs .* or take --cache.engine hf"):
-        cache_shards.engine_of(planned()[0], replace(TOP_K, engine="vllm"), replace(WORLD, size=2))
+        cache.engine_of(planned()[0], replace(TOP_K, engine="vllm"), replace(WORLD, size=2))
 
 
 def test_a_run_is_identified_by_the_content_of_its_cache(planned, broken):

@@ -13,8 +13,7 @@ from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.losses.top_k import most_likely
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
-from llmdistill.teacher.request import Request, place_of
-from llmdistill.teacher.rows import rows_of_samples, to_outputs, to_rows
+from llmdistill.teacher.rows import Request, place_of, rows_of_samples, to_outputs, to_rows
 
 ITEMS = [Encoded([5, 6, 7], [8, 1]), Encoded([9], [10, 11, 1]), Encoded([12, 13, 14, 15], [1]), Encoded([3, 4], [5, 1])]
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
