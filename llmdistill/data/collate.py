@@ -42,6 +42,11 @@ class Encoded:
         """The tokens of prompt and response."""
         return self.prompt_ids + self.response_ids
 
+    @property
+    def prompt_length(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self.prompt_ids)
+
     @cached_property
     def sample_id(self) -> int:
         """The id of the sample; see the function `sample_id`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, islice
@@ -15,10 +16,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import READERS, stream_rows, unreadable
-from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.data.sources import READERS, content_sha256, stream_rows, text_lines
+from llmdistill.data.store import reading, store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.fingerprints import file_sha256
 from llmdistill.progress import progress
 
 _FORMAT = 2
@@ -109,7 +109,7 @@ def store_corpus(
     keep_ends = tokenizer.mask_token_id is None
     request = {
         "format": _FORMAT,
-        "text": str(reference) if files is None else [[_kind(file), _content(file)] for file in files],
+        "text": str(reference) if files is None else [[_kind(file), content_sha256(file)] for file in files],
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
@@ -132,16 +132,12 @@ def store_corpus(
 
 def open_corpus(folder: Path) -> Corpus:
     """Map a tokenized text into memory. Raises UserError if it is damaged."""
-    _, arrays = mapped(folder)
+    with reading(folder) as meta:
+        # Flat arrays and not Arrow's lists: a sequence goes on over the ends of documents, and its place is searched
+        # in the offsets, which lists in record batches would have each rank put together in its own memory.
+        arrays = {name: np.memmap(folder / f"{name}.bin", each["dtype"], "r") for name, each in meta["arrays"].items()}
     # Plain views of the mapped offsets, because one number of a memmap costs ten times as much as one of an array.
     return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))
-
-
-def _content(file: Path) -> str:
-    try:
-        return file_sha256(file)
-    except OSError as error:
-        raise unreadable(file, "UTF-8 text", error) from error
 
 
 def _no_text(meta: dict[str, Any]) -> UserError:
@@ -158,21 +154,26 @@ def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase)
     num_tokens = num_segments = num_documents = 0
     current: tuple[int, int] | None = None
     dtypes = {"tokens": token_dtype(tokenizer), "segments": np.dtype(np.int64), "documents": np.dtype(np.int64)}
-    with ArrayWriter(folder, dtypes) as writer:
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in dtypes}
+
+        def add(name: str, values: Any) -> None:
+            files[name].write(np.asarray(values, dtypes[name]).tobytes())
+
         while batch := list(islice(segments, _AT_ONCE)):
             for (document, _), ids in zip(batch, _encode([text for _, text in batch], tokenizer), strict=True):
                 if not ids:  # the tokenizer drops all characters of the line
                     continue
                 if document != current:
-                    writer.add("documents", num_segments)
+                    add("documents", num_segments)
                     num_documents, current = num_documents + 1, document
-                writer.add("segments", num_tokens)
-                writer.add("tokens", ids)
+                add("segments", num_tokens)
+                add("tokens", ids)
                 num_tokens, num_segments = num_tokens + len(ids), num_segments + 1
-        writer.add("segments", num_tokens)
-        writer.add("documents", num_segments)
+        add("segments", num_tokens)
+        add("documents", num_segments)
     counts = {"tokens": num_tokens, "segments": num_segments, "documents": num_documents}
-    return {**counts, "arrays": writer.record()}
+    return {**counts, "arrays": {name: {"dtype": dtype.name} for name, dtype in dtypes.items()}}
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -241,15 +242,11 @@ def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
 
 def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
     document = 0
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for line in lines:
-                if not line.strip():
-                    document += 1
-                    continue
-                yield (file_number, document), line if keep_ends else line.strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(file, "UTF-8 text", error) from error
+    for line in text_lines(file):
+        if line.strip():
+            yield (file_number, document), line if keep_ends else line.strip()
+        else:
+            document += 1
 
 
 def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:

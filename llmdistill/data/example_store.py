@@ -4,69 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.collate import Encoded
-from llmdistill.data.columns import MappedItems, in_pieces
+from llmdistill.data.columns import TOKEN_IDS, Layout, MappedItems, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
-from llmdistill.data.instruct import EncodedCounts, Limits, encode, none_left
+from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
-from llmdistill.data.sources import READERS, no_example, open_rows, read_examples, unreadable
-from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.data.sources import READERS, content_sha256, no_example, open_rows, read_examples
+from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.fingerprints import file_sha256
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
-
-_AT_ONCE = 1000
-"""Number of examples that are parsed, tokenized and then written together."""
 
 _ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
 """Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 
 
-class MappedExamples(MappedItems[Encoded]):
-    """Tokenized examples in two arrays; the tokens of an example are copied only when it is asked for."""
+EXAMPLES = Layout(
+    make=lambda ids, prompt_length: Encoded(ids[:prompt_length].tolist(), ids[prompt_length:].tolist()),
+    columns={"ids": TOKEN_IDS, "prompt_length": pa.int32()},
+)
+"""How encoded examples are kept on disk."""
 
-    def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
-        """Take the tokens of all prompts and responses, (tokens,), and where each begins, (2 * examples + 1,).
-
-        Example i has the tokens from bounds[2 * i] to bounds[2 * i + 2]; its response begins at bounds[2 * i + 1].
-        """
-        # As plain arrays, slices of which cost a tenth of those of a memmap; both see the same mapped pages.
-        self._tokens, self._bounds = np.asarray(tokens), np.asarray(bounds)
-
-    def __len__(self) -> int:
-        return len(self._bounds) // 2
-
-    def _item(self, place: int) -> Encoded:
-        first, response, end = self._bounds[2 * place : 2 * place + 3].tolist()
-        return Encoded(self._tokens[first:response].tolist(), self._tokens[response:end].tolist())
-
-    def length(self, index: int) -> int:
-        """See MappedItems."""
-        return int(self._bounds[2 * index + 2]) - int(self._bounds[2 * index])
-
-
-def to_arrays(items: Sequence[Encoded], dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two arrays of MappedExamples for some examples."""
-    parts = [part for item in items for part in (item.prompt_ids, item.response_ids)]
-    bounds = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
-    return np.fromiter((token for part in parts for token in part), dtype, count=int(bounds[-1])), bounds
+_SPLIT = "train"
 
 
 @dataclass(frozen=True)
 class StoredExamples:
     """An instruction set that is mapped into memory."""
 
-    items: MappedExamples
+    items: MappedItems[Encoded]
     counts: EncodedCounts
 
 
@@ -98,10 +73,17 @@ def store_examples(
     }
 
     def write(folder: Path) -> dict[str, Any]:
-        dtypes = {"tokens": token_dtype(tokenizer), "bounds": np.dtype(np.int64)}
-        with ArrayWriter(folder, dtypes) as writer:
-            counts = _write(writer, dtypes["tokens"], reference, tokenizer, limits)
-        return {"counts": counts, "arrays": writer.record()}
+        writer = SplitWriter(folder, token_dtype(tokenizer))
+        counts = EncodedCounts()
+
+        def pieces() -> Iterator[list[Encoded]]:
+            nonlocal counts
+            for data in _encoded(reference, tokenizer, limits):
+                counts = counts.plus(data.counts)
+                yield data.items
+
+        writer.add(_SPLIT, pieces(), EXAMPLES)
+        return {"counts": counts, **writer.record()}
 
     folder = store_folder(cache_dir, "instructions", request)
     return store(folder, {"reference": str(reference), **request}, write)
@@ -109,8 +91,8 @@ def store_examples(
 
 def open_examples(folder: Path) -> StoredExamples:
     """Map an instruction set into memory. Raises UserError if it is damaged."""
-    meta, arrays = mapped(folder)
-    return StoredExamples(MappedExamples(arrays["tokens"], arrays["bounds"]), EncodedCounts(*meta["counts"]))
+    stored = StoredSplits(folder)
+    return StoredExamples(stored.items(_SPLIT, EXAMPLES), EncodedCounts(*stored.meta["counts"]))
 
 
 def _content(reference: str | Path) -> list[str]:
@@ -118,10 +100,7 @@ def _content(reference: str | Path) -> list[str]:
     path = Path(reference)
     if path.is_file():
         kind = path.suffix.lower()
-        try:
-            return [kind if kind in READERS else ".jsonl", file_sha256(path)]
-        except OSError as error:
-            raise unreadable(path, "UTF-8 text", error) from error
+        return [kind if kind in READERS else ".jsonl", content_sha256(path)]
     hashed = hashlib.sha256()
     for row, _ in open_rows(reference, streaming=False):
         hashed.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -139,33 +118,23 @@ def _chat(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
         return [template, None]
 
 
-def _write(
-    writer: ArrayWriter,
-    dtype: np.dtype[Any],
-    reference: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
-) -> EncodedCounts:
-    """Write the examples of a set piece by piece, so that it may be larger than memory; return how many they are."""
-    counts, read, start, has_answers = EncodedCounts(), 0, 0, False
+def _encoded(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Iterator[InstructData]:
+    """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
+    read, kept, has_answers = 0, 0, False
     rows = open_rows(reference, streaming=False)
-    for examples in in_pieces((parse_row(row, source) for row, source in rows), _AT_ONCE):
+    for examples in in_pieces(parse_row(row, source) for row, source in rows):
         try:
             data = encode(examples, tokenizer, limits, may_be_empty=True)
         except UserError:
             # The message counts the long prompts of the whole set, and malformed rows come first in it.
             encode(read_examples(reference), tokenizer, limits)
             raise
-        tokens, bounds = to_arrays(data.items, dtype)
-        writer.add("tokens", tokens)
-        writer.add("bounds", start + bounds[:-1])
-        start, read, counts = start + len(tokens), read + len(examples), counts.plus(data.counts())
+        yield data
+        read, kept = read + len(examples), kept + len(data.items)
         has_answers = has_answers or not all_empty(examples)
     if read == 0:
         raise no_example(reference)
-    if counts.examples == 0:
+    if kept == 0:
         raise none_left(read, limits)
     if not has_answers:
         raise no_answer(reference, read)
-    writer.add("bounds", start)
-    return counts

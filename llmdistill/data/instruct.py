@@ -61,12 +61,14 @@ class EncodedPrompts:
 
 
 class EncodedCounts(NamedTuple):
-    """How many examples there are, and how many were dropped or cut; see InstructData."""
+    """How many examples there are, and how many were dropped or cut."""
 
     examples: int = 0
     dropped: int = 0
+    """Examples whose prompt is too long."""
     truncated_prompts: int = 0
     truncated_responses: int = 0
+    """Responses that are cut at the maximum length; these have no end token."""
 
     def plus(self, other: EncodedCounts) -> EncodedCounts:
         """Return the counts of two parts together."""
@@ -80,26 +82,13 @@ class EncodedCounts(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class InstructData:
-    """A training set as tokens, and the counts of what was dropped or cut."""
+class InstructData(NamedTuple):
+    """A training set as tokens."""
 
     items: list[Encoded]
     kept: list[int]
     """For each item, the index of its example among the given ones."""
-    dropped: int
-    """Number of examples dropped because their prompt is too long."""
-    truncated_prompts: int
-    truncated_responses: int
-    """Number of responses cut at the maximum length; these have no end token."""
-
-    def counts(self) -> EncodedCounts:
-        """Return all counts."""
-        return EncodedCounts(len(self.items), self.dropped, self.truncated_prompts, self.truncated_responses)
-
-    def report(self) -> str:
-        """Report all counts in one sentence."""
-        return self.counts().report()
+    counts: EncodedCounts
 
 
 def encode_prompts(
@@ -194,4 +183,5 @@ def encode(
         room = limits.max_length - len(prompt_ids)
         truncated_responses += len(response_ids) > room
         items.append(Encoded(prompt_ids, response_ids[:room]))
-    return InstructData(items, prompts.kept, prompts.dropped, prompts.truncated, truncated_responses)
+    counts = EncodedCounts(len(items), prompts.dropped, prompts.truncated, truncated_responses)
+    return InstructData(items, prompts.kept, counts)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import Layout
+from llmdistill.data.columns import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 
 
@@ -51,15 +51,14 @@ class EncodedPair:
         return len(self.input_ids)
 
 
-def _of_columns(input_ids: Any, token_type_ids: Any, target: Any, index: Any) -> EncodedPair:
+def _of_columns(input_ids: Any, token_type_ids: Any, target: int | float | None, index: int) -> EncodedPair:
     types = None if token_type_ids is None else token_type_ids.tolist()
-    return EncodedPair(input_ids.tolist(), types, None if target is None else target.item(), int(index))
+    return EncodedPair(input_ids.tolist(), types, target, index)
 
 
 PAIRS = Layout(
     make=_of_columns,
-    of_tokens={"input_ids": None, "token_type_ids": np.uint8},
-    of_items={"target": None, "index": np.int64},
+    columns={"input_ids": TOKEN_IDS, "token_type_ids": pa.list_(pa.uint8()), "target": None, "index": pa.int64()},
 )
 """How encoded pairs are kept on disk."""
 

@@ -141,17 +141,16 @@ class TrainLoader(StepLoader[Item]):
         *,
         bucket_steps: int = 1,
         spread: bool = False,
-        length: Callable[[int], int] | None = None,
     ) -> None:
         """Store the examples; batches are made only when they are requested, and only this rank's examples are read.
 
         The examples of `bucket_steps` successive steps are sorted by length together, see `bucket`; it is reduced for a
-        small data set. `length` returns the number of tokens of the example at an index; by default it is measured.
+        small data set. Mapped examples tell their numbers of tokens by a method `length`; those of others are measured.
         """
         super().__init__(share, collate, spread=spread)
         self.items = items
         self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
-        self._length = length or (lambda index: len(items[index]))
+        self._length = getattr(items, "length", lambda index: len(items[index]))
 
     def global_batch(self, step: int) -> list[Item]:
         """See StepLoader; the longest example comes first."""

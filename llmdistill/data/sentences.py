@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.data.sources import open_rows, unreadable
+from llmdistill.data.sources import open_rows, text_lines
 from llmdistill.errors import UserError
 
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
@@ -43,7 +43,7 @@ def read_sentences(reference: str | Path) -> list[str]:
     """
     path = Path(reference)
     if path.suffix.lower() == ".txt":
-        found = dict.fromkeys(line.strip() for line in _lines(path) if line.strip())
+        found = dict.fromkeys(line.strip() for line in text_lines(path) if line.strip())
     elif _is_plain(path):
         found = dict.fromkeys(text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
     else:
@@ -89,23 +89,15 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     return pairs
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
-
-
 def _is_plain(path: Path) -> bool:
     """Whether a file is a TSV without a header, which begins with a number."""
     if path.suffix.lower() != ".tsv" or not path.is_file():
         return False
-    return _number(next(_lines(path), "").split("\t")[0]) is not None
+    return _number(next(text_lines(path), "").split("\t")[0]) is not None
 
 
 def _plain_pairs(path: Path) -> Iterator[SentencePair]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(text_lines(path), start=1):
         cells = line.rstrip("\r\n").split("\t")
         score = _number(cells[0])
         if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():

@@ -16,7 +16,7 @@ from llmdistill.data.examples import Example, parse_row
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json, write_text
-from llmdistill.fingerprints import digest
+from llmdistill.fingerprints import digest, file_sha256
 from llmdistill.progress import progress
 
 Rows = Iterator[tuple[dict[str, Any], str]]
@@ -124,15 +124,30 @@ def hub_name(reference: str | Path) -> str | None:
     return name if is_name else None
 
 
-def _jsonl_rows(path: Path) -> Rows:
+def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text file, with their ends; a UserError if it cannot be read, or is not UTF-8.
+
+    Only newlines end a line; str.splitlines would also split at separators inside strings. `newline` is that of `open`.
+    """
     try:
-        # Only newlines end a line here; str.splitlines would also split at separators inside strings.
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
+        with path.open(encoding="utf-8-sig", newline=newline) as lines:
+            yield from lines
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, "UTF-8 text", error) from error
+
+
+def content_sha256(path: Path) -> str:
+    """Return the sha256 of a file of data; a UserError if it cannot be read."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    for number, line in enumerate(text_lines(path), start=1):
+        if line.strip():
+            yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
 
 
 def _json_object(line: str, source: str) -> dict[str, Any]:
@@ -147,15 +162,13 @@ def _json_object(line: str, source: str) -> dict[str, Any]:
 
 def _json_rows(path: Path) -> Rows:
     try:
-        value = parse_json(path.read_text(encoding="utf-8-sig"))
+        value = parse_json("".join(text_lines(path)))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # the file is JSONL with the ending .json
             yield from _jsonl_rows(path)
             return
         where = f"{path}:{error.lineno}"
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
     items = value.get("data") if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
@@ -176,15 +189,12 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 def tsv_rows(path: Path) -> Rows:
     """Yield the rows of a table with a header, tabs between its cells and no quoting; each place is file:line."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as lines:
-            header = next(lines, "").rstrip("\r\n").split("\t")
-            for number, line in enumerate(lines, start=2):
-                if line.strip():
-                    cells = line.rstrip("\r\n").split("\t")
-                    yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+    lines = text_lines(path, newline="\n")
+    header = next(lines, "").rstrip("\r\n").split("\t")
+    for number, line in enumerate(lines, start=2):
+        if line.strip():
+            cells = line.rstrip("\r\n").split("\t")
+            yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
 
 
 def _table_rows(kind: str, path: Path) -> Rows:

@@ -1,20 +1,18 @@
-"""Token arrays on disk: made once, found again by what they were made from, and mapped into memory by every process.
+"""Tokens on disk: made once, found again by what they were made from, and mapped into memory by every process.
 
-    CACHE/KIND/KEY/meta.json    what the arrays were made from, their counts and types
-    CACHE/KIND/KEY/NAME.bin     the numbers of one array
-    CACHE/KIND/KEY/manifest.json    size and sha256 of each file
-
-All ranks of a node share the pages of a mapped file, so a set of tokens is in the memory of a node once.
+CACHE/KIND/KEY/meta.json    what the tokens were made from, and their counts
+CACHE/KIND/KEY/manifest.json    size and sha256 of each file
+CACHE/KIND/KEY/...          the tokens: Arrow files of examples (`columns`), arrays of a text (`corpus`)
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -25,33 +23,6 @@ from llmdistill.files import cache_folder, write_json
 from llmdistill.fingerprints import digest
 
 _META = "meta.json"
-
-
-class ArrayWriter:
-    """Writes one-dimensional arrays piece by piece, so that they may be larger than memory."""
-
-    def __init__(self, folder: Path, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-        """Create a file for each array; `dtypes` names the type of its numbers."""
-        self._folder = folder
-        self._dtypes = dtypes
-        self._files: dict[str, BinaryIO] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> ArrayWriter:
-        for name in self._dtypes:
-            self._files[name] = self._stack.enter_context((self._folder / f"{name}.bin").open("wb"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add(self, name: str, values: Any) -> None:
-        """Append numbers, a sequence or a single one, to an array."""
-        self._files[name].write(np.asarray(values, self._dtypes[name]).tobytes())
-
-    def record(self) -> dict[str, dict[str, str]]:
-        """Return the type of each array."""
-        return {name: {"dtype": dtype.name} for name, dtype in self._dtypes.items()}
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[Any]:
@@ -76,34 +47,33 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def store_folder(cache_dir: str | Path | None, kind: str, request: Mapping[str, Any]) -> Path:
     """Return the folder of what a request asks for; cache_dir is by default $LLMDISTILL_CACHE or ~/.cache/llmdistill.
 
-    The request is everything that decides the arrays, as plain JSON values.
+    The request is everything that decides the tokens, as plain JSON values.
     """
     return cache_folder(cache_dir) / kind / digest(request)[:16]
 
 
 def store(folder: Path, meta: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]) -> Path:
-    """Make the arrays of a folder of `store_folder` if they are not there, whole or not at all; return the folder.
+    """Make the tokens of a folder of `store_folder` if they are not there, whole or not at all; return the folder.
 
-    Damaged arrays are made again. If another process has made them in the meantime, those are kept.
+    Damaged tokens are made again. If another process has made them in the meantime, those are kept.
 
     Args:
         folder: their folder.
         meta: what is kept in meta.json beside what `write` returns.
-        write: writes the arrays into a folder by an ArrayWriter, and returns more of meta.json, with the writer's
-            record as ``arrays``.
+        write: writes the tokens into a folder, and returns more of meta.json.
 
     Raises:
         UserError: of `write`; or the folder cannot be written.
     """
     if folder.is_dir():
-        if is_whole(folder):
+        if _is_whole(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     try:
         with new_proven_folder(folder) as part:
             write_json(part / _META, {**meta, **write(part)})
     except UserError as error:
-        if is_whole(folder):
+        if _is_whole(folder):
             return folder
         if not isinstance(error.__cause__, OSError):
             raise
@@ -113,21 +83,15 @@ def store(folder: Path, meta: Mapping[str, Any], write: Callable[[Path], Mapping
     return folder
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder has all arrays as they were written: every byte is read, 1.8 GB/s on a core of 2026."""
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has all files as they were written: every byte is read, 1.8 GB/s on a core of 2026."""
     return (folder / MANIFEST).is_file() and manifest_damage(folder) is None
 
 
-def mapped(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the content of meta.json, and the arrays, whose numbers are read from the disk when they are used.
-
-    Raises UserError if the arrays are damaged.
-    """
+@contextmanager
+def reading(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of meta.json to a block that opens the files; a UserError if they are damaged."""
     try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        arrays: dict[str, np.ndarray] = {
-            name: np.memmap(folder / f"{name}.bin", each["dtype"], "r") for name, each in meta["arrays"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield json.loads((folder / _META).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: damaged tokens in the cache ({error}); remove the folder") from error
-    return meta, arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
-from llmdistill.data.example_store import MappedExamples, to_arrays
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
-from llmdistill.data.instruct import EncodedCounts, Limits, encode, none_left
+from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, stream_rows
 from llmdistill.errors import UserError
@@ -28,6 +27,10 @@ _TOO_MANY_EMPTY = 100
 
 def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
     """Yield a permutation of items that holds no more than size of them at a time.
+
+    A loader that starts at any step fills this buffer as it was, so the same step has the same examples. The buffer of
+    datasets.IterableDataset is not in its `state_dict`: it is filled anew, with other examples, and a resumed run would
+    not be the uninterrupted one.
 
     Each new item replaces a random item of the buffer, which is yielded; at the end the items that are still in the
     buffer are yielded.
@@ -89,13 +92,6 @@ class Alone:
         return [value]
 
 
-class _Failed(NamedTuple):
-    """A UserError as the other ranks are told it, with the place of its example in the block."""
-
-    place: int
-    message: str
-
-
 class _Part(NamedTuple):
     """What a rank is told of a block of the stream."""
 
@@ -103,18 +99,14 @@ class _Part(NamedTuple):
     """Of all examples of the block."""
     examples: list[Example]
     """The examples that this rank tokenizes."""
-    failed: _Failed | None = None
 
 
-class _Tokens(NamedTuple):
-    """What a rank has made of its examples of a block."""
+class _Failed(NamedTuple):
+    """What a rank tells of its examples of a block if one of them is wrong."""
 
-    tokens: np.ndarray
-    bounds: np.ndarray
-    """See MappedExamples."""
-    kept: list[int]
-    """The places in the block of the examples that are not dropped."""
-    counts: EncodedCounts
+    place: int
+    """That of the first such example in the block."""
+    message: str
 
 
 class StreamLoader(StepLoader[Encoded]):
@@ -176,7 +168,8 @@ class StreamLoader(StepLoader[Encoded]):
     def _restart(self) -> None:
         self._walk = self._examples()
         self._number, self._window = -1, list[Encoded]()
-        self._epoch = _Epoch(0, 0, 0)
+        self._epoch = self._read = self._kept = 0
+        """The epoch of the last example, and how many of this epoch were read and kept so far."""
         self._unanswered: int | None = 0
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
         self.counts = EncodedCounts()
@@ -216,76 +209,55 @@ class StreamLoader(StepLoader[Encoded]):
 
     def _block(self, size: int) -> list[Encoded]:
         """Return the next examples of the stream, as many as are left of this number."""
-        parts: list[_Part] | None = self._parts(size) if self.exchange.rank == 0 else None
-        part = self.exchange.deal(parts)
-        if part.failed is not None:
-            raise self._error(part.failed)
-        made = self.exchange.collect(self._tokenized(part.examples))
+        exchange = self.exchange
+        part = exchange.deal(self._parts(size) if exchange.rank == 0 else None)
+        if isinstance(part, str):
+            raise self._error(part)
+        made = exchange.collect(self._tokenized(part.examples))
         failures = [each for each in made if isinstance(each, _Failed)]
         if failures:
-            raise self._error(min(failures))
+            raise self._error(min(failures).message)
         items: dict[int, Encoded] = {}
-        for each in made:
-            assert isinstance(each, _Tokens)
-            items.update(zip(each.kept, MappedExamples(each.tokens, each.bounds), strict=True))
-            self.counts = self.counts.plus(each.counts)
-        self._check_epochs(part.epochs, items)
+        for rank, data in enumerate(made):
+            assert isinstance(data, InstructData)
+            items.update(zip((rank + place * exchange.size for place in data.kept), data.items, strict=True))
+            self.counts = self.counts.plus(data.counts)
+        for place, epoch in enumerate(part.epochs):
+            if epoch != self._epoch:
+                if self._kept == 0:  # and the next epochs would be no better
+                    raise self._error(str(none_left(self._read, self.limits)))
+                self._epoch, self._read, self._kept = epoch, 0, 0
+            self._read, self._kept = self._read + 1, self._kept + (place in items)
         return [items[place] for place in sorted(items)]
 
-    def _parts(self, size: int) -> list[_Part]:
-        """Read a block, and split it into the parts of the ranks."""
+    def _parts(self, size: int) -> list[_Part | str]:
+        """Read a block, and split it into the parts of the ranks; or what is wrong with it, for each of them."""
         ranks = self.exchange.size
         try:
             block = list(islice(self._walk, size))
         except UserError as error:
-            return [_Part([], [], _Failed(0, str(error)))] * ranks
+            return [str(error)] * ranks
         if self._unanswered is not None:
             read = self._unanswered + len(block)
             self._unanswered = read if all_empty([each for _, each in block]) else None
             if self._unanswered is not None and read >= _TOO_MANY_EMPTY:
-                failed = _Failed(0, str(no_answer(self.reference, read, which="the first")))
-                return [_Part([], [], failed)] * ranks
+                return [str(no_answer(self.reference, read, which="the first"))] * ranks
         epochs = [epoch for epoch, _ in block]
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 
-    def _tokenized(self, examples: list[Example]) -> _Tokens | _Failed:
+    def _tokenized(self, examples: list[Example]) -> InstructData | _Failed:
         """Tokenize this rank's share of a block."""
-        first, ranks = self.exchange.rank, self.exchange.size
         try:
-            data = encode(examples, self.tokenizer, self.limits, may_be_empty=True)
-        except UserError as error:
-            return self._first_failure(examples) or _Failed(first, str(error))
-        tokens, bounds = to_arrays(data.items, np.dtype(np.uint32))
-        return _Tokens(tokens, bounds, [first + place * ranks for place in data.kept], data.counts())
+            return encode(examples, self.tokenizer, self.limits, may_be_empty=True)
+        except UserError:
+            for place, example in enumerate(examples):
+                try:  # alone, so that the message is the same on any number of ranks
+                    encode([example], self.tokenizer, self.limits, may_be_empty=True)
+                except UserError as error:
+                    return _Failed(self.exchange.rank + place * self.exchange.size, str(error))
+            raise
 
-    def _first_failure(self, examples: list[Example]) -> _Failed | None:
-        """Return the error of the first example that has one, as if it were alone."""
-        for place, example in enumerate(examples):
-            try:
-                encode([example], self.tokenizer, self.limits, may_be_empty=True)
-            except UserError as error:
-                return _Failed(self.exchange.rank + place * self.exchange.size, str(error))
-        return None
-
-    def _error(self, failed: _Failed) -> UserError:
-        error = UserError(failed.message)
+    def _error(self, message: str) -> UserError:
+        error = UserError(message)
         error.everywhere = self.exchange.size > 1
         return error
-
-    def _check_epochs(self, epochs: list[int], kept: Container[int]) -> None:
-        """Raise UserError if an epoch has ended without an example within the limits."""
-        for place, number in enumerate(epochs):
-            if number != self._epoch.number:
-                if self._epoch.kept == 0:
-                    raise self._error(_Failed(place, str(none_left(self._epoch.read, self.limits))))
-                self._epoch = _Epoch(number, 0, 0)
-            _, read, found = self._epoch
-            self._epoch = _Epoch(number, read + 1, found + (place in kept))
-
-
-class _Epoch(NamedTuple):
-    """How many examples of an epoch were read and kept so far."""
-
-    number: int
-    read: int
-    kept: int

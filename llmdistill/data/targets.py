@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import Layout
+from llmdistill.data.columns import TOKEN_IDS, Layout
 from llmdistill.data.masking import mask_tokens, ordinary_tokens
 from llmdistill.errors import UserError
 
@@ -57,11 +58,11 @@ class EncodedTarget:
         return len(self.source_ids)
 
 
-def _of_columns(ids: Any, source_length: Any) -> EncodedTarget:
+def _of_columns(ids: Any, source_length: int) -> EncodedTarget:
     return EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist())
 
 
-TARGETS = Layout(make=_of_columns, of_tokens={"ids": None}, of_items={"source_length": np.int32})
+TARGETS = Layout(make=_of_columns, columns={"ids": TOKEN_IDS, "source_length": pa.int32()})
 """How encoded targets are kept on disk."""
 
 

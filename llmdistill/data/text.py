@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import LazyItems
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
@@ -128,28 +127,20 @@ class TextSequences:
         return TextInputs(sequence, shown, labels)
 
 
-class FixedSequences(LazyItems[TextInputs]):
-    """The sequences of texts for a decoder, which are the same in every epoch, one text after the other."""
+class FixedSequences:
+    """The sequences of a text for a decoder, the same in every epoch; they are read when they are requested."""
 
-    def __init__(self, texts: Mapping[str, TextSequences], limits: Mapping[str, int] | None = None) -> None:
-        """Store the texts, whose sequences are read when they are requested; `limits` keeps the first of some."""
-        self._texts = list(texts.values())
-        assert not any(text.masked for text in self._texts), "the masks of an encoder are drawn in every epoch"
-        sizes = [min(len(text), (limits or {}).get(name, len(text))) for name, text in texts.items()]
-        self._ends = np.cumsum(sizes)
+    def __init__(self, text: TextSequences, limit: int | None = None) -> None:
+        """`limit` keeps the first ones."""
+        assert not text.masked, "the masks of an encoder are drawn in every epoch"
+        self._text = text
+        self._size = len(text) if limit is None else min(len(text), limit)
 
     def __len__(self) -> int:
-        """The number of sequences of all texts."""
-        return int(self._ends[-1])
+        return self._size
 
-    def _item(self, place: int) -> TextInputs:
-        number = int(np.searchsorted(self._ends, place, side="right"))
-        before = 0 if number == 0 else int(self._ends[number - 1])
-        return self._texts[number].read(0, 0, place - before)
-
-    def collate(self, parts: Sequence[TextInputs]) -> Batch:
-        """The batch of some of the sequences."""
-        return self._texts[0].collate(parts)
+    def __getitem__(self, index: int) -> TextInputs:
+        return self._text.read(0, 0, index)
 
 
 def validation_batches(

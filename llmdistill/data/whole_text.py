@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmdistill.data.sources import READERS, Data, stream_rows, unreadable
+from llmdistill.data.sources import READERS, Data, stream_rows, text_lines
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"
@@ -30,7 +30,7 @@ class TextSet(NamedTuple):
         """
         path = Path(self.data) if isinstance(self.data, str | Path) else None
         if path is not None and path.is_file() and path.suffix.lower() not in READERS:
-            text = _plain_text(path)
+            text = "".join(text_lines(path))
             if self.lines:
                 text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
         else:
@@ -38,13 +38,6 @@ class TextSet(NamedTuple):
         if not text.strip():
             raise UserError(f"{path or 'data'}: holds no text; give at least one line of it")
         return text
-
-
-def _plain_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
 
 
 def _rows(data: Data, field: str) -> list[str]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import Layout, in_pieces
+from llmdistill.data.columns import TOKEN_IDS, Layout, in_pieces
 from llmdistill.errors import UserError
 
 NO_ANSWER = 0
@@ -90,18 +91,22 @@ class EncodedWindow:
 
 
 def _of_columns(
-    input_ids: Any, token_type_ids: Any | None, characters: Any | None, target: Any, question: Any
+    input_ids: Any, token_type_ids: Any | None, characters: Any | None, target: Any, question: int
 ) -> EncodedWindow:
+    places = None if characters is None else characters.reshape(-1, 2)
     first, last = target.tolist()
-    # Copies, because torch warns of arrays that it cannot write to.
-    types, places = (None if each is None else np.array(each) for each in (token_type_ids, characters))
-    return EncodedWindow(input_ids.astype(np.int32), types, (first, last), int(question), places)
+    return EncodedWindow(input_ids.astype(np.int32), token_type_ids, (first, last), question, places)
 
 
 WINDOWS = Layout(
     make=_of_columns,
-    of_tokens={"input_ids": None, "token_type_ids": np.int8, "characters": np.int32},
-    of_items={"target": np.int32, "question": np.int32},
+    columns={
+        "input_ids": TOKEN_IDS,
+        "token_type_ids": pa.list_(pa.int8()),
+        "characters": pa.list_(pa.int32()),
+        "target": pa.list_(pa.int32()),
+        "question": pa.int32(),
+    },
 )
 """How encoded windows are kept on disk."""
 
@@ -165,9 +170,23 @@ def _encode(
             return_offsets_mapping=True,
             verbose=False,
         )
-        for member, window in _windows(encoded):
+        types = encoded.get("token_type_ids")
+        for row, member in enumerate(encoded["overflow_to_sample_mapping"]):
             index = members[member]
-            windows[index].append(_window(window, index, examples[index], learned))
+            characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)
+            in_context = np.array([part == 1 for part in encoded.sequence_ids(row)])
+            # Some tokenizers have tokens of no character, such as the space in front of the text.
+            in_context &= characters[:, 0] < characters[:, 1]
+            characters = np.where(in_context[:, None], characters, -1)
+            windows[index].append(
+                EncodedWindow(
+                    input_ids=np.array(encoded["input_ids"][row], dtype=np.int32),
+                    token_type_ids=None if types is None else np.array(types[row], dtype=np.int8),
+                    target=_target(characters, examples[index]) if learned else (IGNORE_INDEX, IGNORE_INDEX),
+                    question=index,
+                    characters=None if learned else characters,
+                )
+            )
     return [window for index in indices for window in windows[index]]
 
 
@@ -178,35 +197,6 @@ def _cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -
     for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         cut.append((text if len(ids) <= limit else text[: offsets[limit - 1][1]], min(len(ids), limit)))
     return cut
-
-
-def _windows(encoded: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield each window with the place of its example in the batch."""
-    types = encoded.get("token_type_ids")
-    for row, member in enumerate(encoded["overflow_to_sample_mapping"]):
-        in_context = np.array([part == 1 for part in encoded.sequence_ids(row)])
-        characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)
-        # Some tokenizers have tokens of no character, such as the space in front of the text.
-        in_context &= characters[:, 0] < characters[:, 1]
-        yield (
-            int(member),
-            {
-                "input_ids": np.array(encoded["input_ids"][row], dtype=np.int32),
-                "token_type_ids": None if types is None else np.array(types[row], dtype=np.int8),
-                "characters": np.where(in_context[:, None], characters, -1),
-            },
-        )
-
-
-def _window(window: Mapping[str, Any], index: int, example: QuestionExample, learned: bool) -> EncodedWindow:
-    target = _target(window["characters"], example) if learned else (IGNORE_INDEX, IGNORE_INDEX)
-    return EncodedWindow(
-        input_ids=window["input_ids"],
-        token_type_ids=window["token_type_ids"],
-        target=target,
-        question=index,
-        characters=None if learned else window["characters"],
-    )
 
 
 def _target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]:

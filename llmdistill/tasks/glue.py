@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
@@ -291,8 +291,7 @@ class GlueData(BenchmarkData):
 
     def loader(self, share: Share) -> TrainLoader[EncodedPair]:
         train = self.encoded["train"]
-        length = train.length if isinstance(train, MappedColumns) else None
-        return TrainLoader(train, share, self._collate, length=length)
+        return TrainLoader(train, share, self._collate)
 
     def _collate(self, items: Sequence[EncodedPair]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id

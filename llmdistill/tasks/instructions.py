@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed
-from llmdistill.data.example_store import MappedExamples, StoredExamples, open_examples, store_examples
+from llmdistill.data.columns import MappedItems
+from llmdistill.data.example_store import StoredExamples, open_examples, store_examples
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
@@ -116,7 +117,7 @@ class InstructionData(TaskData):
     teachers_tokenizer: PreTrainedTokenizerBase
     written_by: Path | None
     """The teacher, if it must have written the training set."""
-    train: MappedExamples | None = None
+    train: MappedItems[Encoded] | None = None
     """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
     valid: Sequence[Example] = ()
     """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
@@ -198,7 +199,7 @@ class InstructionData(TaskData):
         arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"
-            return TrainLoader(self.train, share, self._collate, length=self.train.length, **arrange)
+            return TrainLoader(self.train, share, self._collate, **arrange)
         return StreamLoader(
             locate(data.train),
             self.tokenizer,

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import Grouped, Joined, MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import Grouped, MappedItems, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
@@ -226,7 +227,7 @@ class SentenceData(TaskData):
     """The sentences of a run."""
 
     tokenizer: PreTrainedTokenizerBase
-    encoded: Mapping[str, MappedColumns[EncodedPair]]
+    encoded: Mapping[str, MappedItems[EncodedPair]]
     """The sentences of `train` (if the run trains) and of each scored set, which has the two of a pair side by side."""
     scores: Mapping[str, Sequence[float]]
     """The similarity of each pair."""
@@ -255,11 +256,13 @@ class SentenceData(TaskData):
     def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
         """See TaskData; a batch of triples has three times as many sentences."""
         rows = Grouped(self.encoded["train"], self.size)
-        return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps, length=rows.length)
+        return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps)
 
     def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
         """See TaskData: the sentences one by one, and those of the validation set, on which the loss is measured."""
-        return Joined([self.encoded[name] for name in ("train", VALID) if name in self.encoded]), self._collate
+        sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
+        examples: Any = ConcatDataset(sets)
+        return examples, self._collate
 
     def _collate_rows(self, rows: Sequence[Sequence[EncodedPair]]) -> Batch:
         return self._collate(list(chain.from_iterable(rows)))

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from llmdistill.batch import Batch
-from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits
+from llmdistill.data.columns import SplitWriter, StoredSplits
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.data.windows import (
     WINDOWS,
@@ -288,8 +288,7 @@ class SquadData(BenchmarkData):
         return epochs * -(-len(self.train) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[EncodedWindow]:
-        length = self.train.length if isinstance(self.train, MappedColumns) else None
-        return TrainLoader(self.train, share, self._collate, length=length)
+        return TrainLoader(self.train, share, self._collate)
 
     def _collate(self, items: Sequence[EncodedWindow]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id

@@ -16,7 +16,7 @@ from llmdistill.fingerprints import file_sha256
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
@@ -30,9 +31,6 @@ from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskDat
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
-
-_VALID = "/"
-"""Stands for the validation text among the parts of the training text, none of which can have this name."""
 
 
 class Text(Task):
@@ -193,13 +191,15 @@ class TextData(TaskData):
         """
         return SequenceLoader(self._train_sequences(), share)
 
-    def taught_examples(self) -> tuple[FixedSequences, Callable[[list[TextInputs]], Batch]]:
+    def taught_examples(self) -> tuple[Sequence[TextInputs], Callable[[list[TextInputs]], Batch]]:
         """See TaskData: the sequences of the training text, and those that are validated by the same loss."""
         assert self.train is not None, "the text is not tokenized yet"
-        texts = dict(self.train) if self.valid is None else {**self.train, _VALID: self.valid}
-        limits = {_VALID: self.settings.text.valid_sequences}
-        sequences = FixedSequences({name: self._sequences(text) for name, text in texts.items()}, limits)
-        return sequences, sequences.collate
+        texts = [self._sequences(text) for text in self.train.values()]
+        parts: list[Any] = [FixedSequences(text) for text in texts]
+        if self.valid is not None:
+            parts.append(FixedSequences(self._sequences(self.valid), self.settings.text.valid_sequences))
+        sequences: Any = ConcatDataset(parts)
+        return sequences, texts[0].collate
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenized yet"

@@ -57,7 +57,7 @@ BREAKS = [
         f"{DATA}/collate.py",
         'digest.update(len(tokens).to_bytes(8, "little"))',
         "pass",
-        f"{DATA_TESTS}/test_sample_ids.py::test_where_the_parts_end_counts_and_segments_do",
+        f"{DATA_TESTS}/test_collate.py::test_where_the_parts_end_counts_and_segments_do",
     ),
     Break(
         "no-token-kept-as-it-is",

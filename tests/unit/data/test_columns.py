@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from llmdistill.data import columns
-from llmdistill.data.columns import Layout, MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import Layout, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.store import store
 from llmdistill.data.targets import TARGETS, EncodedTarget
@@ -86,30 +87,30 @@ def test_windows(tmp_path: Path, learned: bool) -> None:
 def test_an_example_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
     stored = kept(tmp_path, {"train": (CLASSES, PAIRS)})
     made: list[int] = []
-    watched = Layout(
-        make=lambda index, **_: made.append(int(index)), of_tokens=PAIRS.of_tokens, of_items=PAIRS.of_items
-    )
-    found: MappedColumns[Any] = stored.items("train", watched)
+    allocated = pa.total_allocated_bytes()
+    watched = Layout(make=lambda index, **_: made.append(index), columns=PAIRS.columns)
+    found = stored.items("train", watched)
     assert (len(found), found.longest, found.length(2), made) == (7, 3, 3, [])
     found[4]
     assert made == [14]
+    assert pa.total_allocated_bytes() == allocated, "the ranks of a node share the pages of the file"
 
 
 def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path) -> None:
     kept(tmp_path, {"train": (CLASSES, PAIRS)}, np.uint16)
-    sizes = {file.name: file.stat().st_size for file in (tmp_path / "set").iterdir()}
-    tokens = sum(map(len, CLASSES))
-    assert (sizes["0.input_ids.bin"], sizes["0.token_type_ids.bin"]) == (2 * tokens, tokens)
+    table = pa.ipc.open_file(str(tmp_path / "set" / "0.arrow")).read_all()
+    assert (table["input_ids"].type, table["token_type_ids"].type) == (pa.list_(pa.uint16()), pa.list_(pa.uint8()))
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["0.arrow", "meta.json"])
+def test_damage_is_named(tmp_path: Path, name: str) -> None:
     kept(tmp_path, {"train": (CLASSES, PAIRS)})
-    (tmp_path / "set" / "0.target.bin").unlink()
+    (tmp_path / "set" / name).write_bytes(b"ARROW1")
     with pytest.raises(UserError, match="damaged tokens in the cache"):
-        StoredSplits(tmp_path / "set")
+        StoredSplits(tmp_path / "set").items("train", PAIRS)
 
 
 def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(in_pieces(range(5), 2)) == [[0, 1], [2, 3], [4]]
-    monkeypatch.setattr(columns, "_AT_ONCE", 3)
+    monkeypatch.setattr(columns, "AT_ONCE", 3)
     assert list(in_pieces("abcd")) == [["a", "b", "c"], ["d"]]

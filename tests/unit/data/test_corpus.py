@@ -4,7 +4,6 @@ import csv
 import json
 import logging
 import math
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -293,32 +292,6 @@ class TestCache:
         assert [len(read(corpus)) for corpus in made] == [3, 3]
         assert len(list((cache / "corpora").iterdir())) == 1
 
-    @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "meta.json"])
-    def test_what_is_damaged_is_made_anew(self, make: Callable, cache: Path, name: str) -> None:
-        whole = read(make(TEXT))
-        [folder] = (cache / "corpora").iterdir()
-        written = (folder / name).read_bytes()
-        for damage in (written[: len(written) // 2], bytes([written[0] ^ 1]) + written[1:], b""):
-            (folder / name).write_bytes(damage)
-            assert read(make(TEXT)) == whole
-            assert (folder / name).read_bytes() == written
-        (folder / name).unlink()
-        assert read(make(TEXT)) == whole
-
-    def test_another_s_folder_is_made_anew(self, make: Callable, cache: Path) -> None:
-        """As an interrupted copy of a cache may leave it, or a version with files of another form."""
-        whole = read(make(TEXT))
-        [folder] = (cache / "corpora").iterdir()
-        shutil.rmtree(folder)
-        folder.mkdir()
-        (folder / "meta.json").write_text('{"tokens": 41, "dtype": "uint16"}')
-        assert read(make(TEXT)) == whole
-
-    def test_no_room(self, make: Callable, tmp_path: Path) -> None:
-        (tmp_path / "taken").write_text("a file", encoding="utf-8")
-        with pytest.raises(UserError, match=r"name another folder as data\.cache_dir$"):
-            make(TEXT, cache_dir=tmp_path / "taken")
-
 
 def numbered(path: Path, documents: int) -> Path:
     """Each document is its number, in one or two lines."""
@@ -412,19 +385,3 @@ class TestBadInput:
         path.write_bytes("caf\xe9\n".encode("latin-1"))
         with pytest.raises(UserError, match=rf"^{path}:1: cannot be read as UTF-8 text \(invalid continuation byte"):
             tokenize(path, letters())
-
-
-def test_real_text(tmp_path: Path, cache: Path) -> None:
-    folder = os.environ.get("LLMDISTILL_DATA")
-    if folder is None:
-        pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(Path(folder) / "tokenizers" / "gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
-    path = Path(folder) / "corpus" / "wikitext2" / "valid.txt"
-    corpus = tokenize(path, tokenizer)
-    text = path.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    assert len(corpus.segments) - 1 == len(lines)
-    assert tokenizer.decode(corpus.tokens) == "".join(lines)
-    assert corpus.report() == "1,160 documents, 2,461 segments, 256,061 tokens"

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.data import example_store
-from llmdistill.data.collate import Encoded
-from llmdistill.data.example_store import MappedExamples, open_examples, store_examples, to_arrays
+from llmdistill.data import columns, example_store
+from llmdistill.data.example_store import open_examples, store_examples
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
@@ -45,17 +44,17 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 def test_items_are_those_of_encode(
     word_tokenizer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, long_prompts: Any
 ) -> None:
-    monkeypatch.setattr(example_store, "_AT_ONCE", at_once)
+    monkeypatch.setattr(columns, "AT_ONCE", at_once)
     path, limits = write(tmp_path / "a.jsonl"), Limits(**{**vars(LIMITS), "long_prompts": long_prompts})
     found = open_examples(store_examples(path, word_tokenizer(), limits))
     expected = encode(read_examples(path), word_tokenizer(), limits)
-    assert expected.dropped + expected.truncated_prompts > 0
-    assert expected.truncated_responses > 0
+    assert expected.counts.dropped + expected.counts.truncated_prompts > 0
+    assert expected.counts.truncated_responses > 0
     assert list(found.items) == expected.items
     assert found.items[2:5] == expected.items[2:5]
     assert found.items[-1] == expected.items[-1]
     assert [found.items.length(place) for place in range(len(found.items))] == [len(item) for item in expected.items]
-    assert found.counts.report() == expected.report()
+    assert found.counts.report() == expected.counts.report()
     with pytest.raises(IndexError):
         found.items[len(found.items)]
 
@@ -64,17 +63,12 @@ def test_the_embedded_set(cache: Path) -> None:
     from llmdistill.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(locate("embedded:teacher"))
-    folder = store_examples(locate("embedded:train"), tokenizer, Limits())
-    expected = encode(read_examples(locate("embedded:train")), tokenizer, Limits()).items
+    folder = store_examples(locate("embedded:valid"), tokenizer, Limits())
+    expected = encode(read_examples(locate("embedded:valid")), tokenizer, Limits()).items
     found = open_examples(folder).items
     assert list(found) == expected
     assert [item.sample_id for item in found[:50]] == [item.sample_id for item in expected[:50]]
-    assert np.memmap(folder / "tokens.bin", np.uint16).size == sum(map(len, expected)), "two bytes a token, shared"
-
-
-def test_wide_tokens_are_kept() -> None:
-    items = [Encoded([70_000, 1], [2]), Encoded([5], [2**32 - 1, 0])]
-    assert list(MappedExamples(*to_arrays(items, np.dtype(np.uint32)))) == items
+    assert pa.ipc.open_file(str(folder / "0.arrow")).schema.field("ids").type == pa.list_(pa.uint16())
 
 
 class TestCache:
@@ -120,7 +114,7 @@ class TestCache:
             del tokenizer.apply_chat_template
         assert days[0] != days[1]
 
-    @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "meta.json", "manifest.json"])
+    @pytest.mark.parametrize("name", ["0.arrow", "meta.json", "manifest.json"])
     def test_what_is_damaged_is_made_anew(self, word_tokenizer: Make, tmp_path: Path, name: str) -> None:
         path = write(tmp_path / "a.jsonl")
         folder = store_examples(path, word_tokenizer(), LIMITS)
@@ -132,7 +126,6 @@ class TestCache:
             bytes([written[0] ^ 1]) + written[1:],
             flipped,
             b"[]",
-            b'{"arrays": {"tokens": 1}}',
         ):
             (folder / name).write_bytes(damage)
             store_examples(path, word_tokenizer(), LIMITS)
@@ -154,7 +147,7 @@ class TestCache:
 class TestMistakes:
     @pytest.fixture(autouse=True)
     def nothing_half(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(example_store, "_AT_ONCE", 2)
+        monkeypatch.setattr(columns, "AT_ONCE", 2)
         yield
         assert not [*(cache / "instructions").glob("*")], "a mistake leaves nothing in the cache"
 

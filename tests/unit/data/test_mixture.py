@@ -73,11 +73,11 @@ def test_a_text_is_seen_whole_before_anything_comes_again(parts: dict[str, TextS
     mixed = MixedSequences(parts, 0.3)
     total, sizes = len(mixed), [len(part) for part in parts.values()]
 
-    words = seen(mixed, range(5 * total // 4))
+    words = seen(mixed, range(2 * total // 4))
 
     for name, size, count in zip(parts, sizes, mixed.counts, strict=True):
         times = Counter(word for word in words if language(word) == name)
-        full, rest = divmod(5 * count, size)
+        full, rest = divmod(2 * count, size)
         assert set(times.values()) <= {full - 1, full, full + 1, full + 2}, name
         if full == 0:
             assert len(times) >= rest - 4

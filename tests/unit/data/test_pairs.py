@@ -15,10 +15,8 @@ from llmdistill.data.pairs import (
     collate_pairs,
     encode_pairs,
 )
-from llmdistill.data.sampler import global_batch_indices, scoring_batches
+from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
-
-from support import train_loader
 
 CLS, SEP = 0, 1
 A, B, C, D = 3, 4, 5, 6
@@ -90,30 +88,6 @@ def test_batches_of_classes_and_of_scores() -> None:
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
 ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
-
-
-def test_loader_takes_this_ranks_share_of_the_global_batch_longest_first() -> None:
-    def targets(step: int, rank: int, world_size: int, micro: int) -> list[list[int]]:
-        loader = train_loader(
-            ITEMS,
-            collate=collate_pairs,
-            pad_token_id=0,
-            seed=3,
-            global_batch_size=4,
-            micro_batch_size=micro,
-            rank=rank,
-            world_size=world_size,
-        )
-        return [batch.targets.tolist() for batch in loader.micro_batches(step) if batch.targets is not None]
-
-    for step in (5, 0, 7):
-        drawn = global_batch_indices(seed=3, step=step, dataset_size=10, global_batch_size=4)
-        whole = sorted(drawn, key=lambda n: -len(ITEMS[n].input_ids))
-        assert targets(step, 0, 1, 4) == [whole]
-        assert targets(step, 0, 2, 1) == [[whole[0]], [whole[2]]]
-        assert targets(step, 1, 2, 1) == [[whole[1]], [whole[3]]]
-    epochs = [target for step in range(5) for batch in targets(step, 0, 1, 4) for target in batch]
-    assert sorted(epochs) == sorted([*range(10), *range(10)])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

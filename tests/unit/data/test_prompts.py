@@ -120,3 +120,23 @@ class TestTokens:
         tokenizer = word_tokenizer()
         tokenizer.chat_template = template
         assert answer_ends(tokenizer) == [tokenizer.eos_token_id]
+
+
+RAISING = {
+    "{{ messages.__class__.__mro__ }}": r"access to attribute '__class__'",
+    "{% for i in range(10**9) %}x{% endfor %}": r"Range too big",
+    "{{ 1 + 'a' }}": r"unsupported operand",
+    "{{ raise_exception('one\n\ntwo') }}": r"one two\)",
+    "{% if": "",
+}
+
+
+@pytest.mark.parametrize("template", RAISING)
+def test_a_template_that_raises_is_one_sentence(word_tokenizer, template):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + template + "{% endif %}"
+    row = 1 if template == "{% if" else 2  # a mistake of grammar refuses every conversation
+    said = rf"^rows\.jsonl:{row}: the tokenizer's chat template refuses the messages \({RAISING[template]}[^\n]*$"
+    chats = [Example("", "", ("x",), f"rows.jsonl:{n}", (("user", text),)) for n, text in enumerate("ab", start=1)]
+    with pytest.raises(UserError, match=said):
+        encode(chats, tokenizer, Limits())

@@ -64,6 +64,7 @@ def made(share: float, *, segments: bool = True) -> MaskedTargets:
 
 def test_only_tokens_of_the_target_are_predicted() -> None:
     sequences = made(0.7)
+    whole = made(1.0).items
     counts: Counter[str] = Counter()
     for epoch in range(200):
         batch = sequences.batch([2 * epoch, 2 * epoch + 1], seed=3)
@@ -71,8 +72,7 @@ def test_only_tokens_of_the_target_are_predicted() -> None:
             learned = (batch.labels[row] != IGNORE_INDEX).nonzero()[:, 0].tolist()
             assert len(learned) == round(0.7 * (stop - start))
             assert all(start <= place < stop for place in learned)
-            plain = made(1.0).items[row]
-            ids = torch.tensor([*plain.source_ids, *plain.target_ids])
+            ids = torch.tensor(whole[row].ids)
             assert torch.equal(batch.labels[row, learned], ids[learned])
             others = [place for place in range(stop) if place not in learned]
             assert torch.equal(batch.input_ids[row, others], ids[others])

@@ -178,7 +178,7 @@ def test_what_a_run_reads_beside_its_teacher_runs_no_code(base, settings, trains
         assert code == 0, said
         assert not marker.exists()
         assert list(statistics.glob("activations/*.safetensors"))
-        assert list(tokens.rglob("*.bin"))
+        assert list(tokens.rglob("*.arrow"))
         for folder in (statistics, tokens, cache):
             plant(folder, marker)
 

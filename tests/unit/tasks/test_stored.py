@@ -36,7 +36,7 @@ LENGTH = 20
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(columns, "_AT_ONCE", 4)
+    monkeypatch.setattr(columns, "AT_ONCE", 4)
     return tmp_path / "cache" / "tasks"
 
 
