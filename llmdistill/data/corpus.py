@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import READERS, content_sha256, stream_rows, text_lines
+from llmdistill.data.sources import READERS, stream_rows
 from llmdistill.data.store import reading, store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.data.text_files import content_sha256, text_lines
 from llmdistill.errors import UserError
 from llmdistill.progress import progress
 

@@ -17,8 +17,9 @@ from llmdistill.data.columns import TOKEN_IDS, Layout, MappedItems, SplitWriter,
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
-from llmdistill.data.sources import READERS, content_sha256, no_example, open_rows, read_examples
+from llmdistill.data.sources import READERS, no_example, open_rows, read_examples
 from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.data.text_files import content_sha256
 from llmdistill.errors import UserError
 
 _FORMAT = 3

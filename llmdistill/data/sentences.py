@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.data.sources import open_rows, text_lines
+from llmdistill.data.sources import open_rows
+from llmdistill.data.text_files import text_lines
 from llmdistill.errors import UserError
 
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.text_files import first_line, text_lines, unreadable
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json, write_text
-from llmdistill.fingerprints import digest, file_sha256
+from llmdistill.fingerprints import digest
 from llmdistill.progress import progress
 
 Rows = Iterator[tuple[dict[str, Any], str]]
@@ -124,40 +125,19 @@ def hub_name(reference: str | Path) -> str | None:
     return name if is_name else None
 
 
-def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
-    """Yield the lines of a text file, with their ends; a UserError if it cannot be read, or is not UTF-8.
-
-    Only newlines end a line; str.splitlines would also split at separators inside strings. `newline` is that of `open`.
-    """
-    try:
-        with path.open(encoding="utf-8-sig", newline=newline) as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
-
-
-def content_sha256(path: Path) -> str:
-    """Return the sha256 of a file of data; a UserError if it cannot be read."""
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise unreadable(path, "UTF-8 text", error) from error
-
-
 def _jsonl_rows(path: Path) -> Rows:
     for number, line in enumerate(text_lines(path), start=1):
-        if line.strip():
-            yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
-
-
-def _json_object(line: str, source: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{source}: a {type(row).__name__}, not an object; write one object a line")
-    return row
+        if not line.strip():
+            continue
+        source = f"{path}:{number}"
+        try:
+            row = parse_json(line)
+        except json.JSONDecodeError as error:
+            where = f"{error.msg} at column {error.colno}"
+            raise UserError(f"{source}: not JSON ({where}); write one object a line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{source}: a {type(row).__name__}, not an object; write one object a line")
+        yield row, source
 
 
 def _json_rows(path: Path) -> Rows:
@@ -229,7 +209,7 @@ def _hub_rows(reference: str, name: str, config: str | None, split: str, streami
     def not_loaded(error: Exception) -> UserError:
         return UserError(
             f"{reference}: no such file, and not loaded from the hub as data set {more.get('data_files', name)}, "
-            f"{'' if config is None else f'configuration {config}, '}split {split} ({_line(error)}); "
+            f"{'' if config is None else f'configuration {config}, '}split {split} ({first_line(error)}); "
             "check the name, the split and the network, or give a file"
         )
 
@@ -252,7 +232,8 @@ def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> 
 
     def not_loaded(error: Exception) -> UserError:
         return UserError(
-            f"{place}: not loaded from the hub ({_line(error)}); check the network, or give {files} as the data folder"
+            f"{place}: not loaded from the hub ({first_line(error)}); check the network, or give {files} as the data "
+            "folder"
         )
 
     return _numbered(place, open_set, not_loaded)
@@ -268,28 +249,6 @@ def _numbered(
         raise
     except Exception as error:  # the datasets library passes on the exceptions of its readers and of the network
         raise explain(error) from error
-
-
-def unreadable(path: Path, kind: str, error: Exception) -> UserError:
-    """The error for a file that cannot be read as text or as a table."""
-    if isinstance(error, UnicodeDecodeError) and path.is_file():
-        return UserError(f"{path}{_line_of_bytes(path)}: cannot be read as {kind} ({error.reason}); save it as UTF-8")
-    return UserError(f"{path}: cannot be read as {kind} ({_line(error)}); give a readable file")
-
-
-def _line_of_bytes(path: Path) -> str:
-    """Return ":N" for the first line that is not UTF-8."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return f":{number}"
-    return ""
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmdistill.data.sources import READERS, Data, stream_rows, text_lines
+from llmdistill.data.sources import READERS, Data, stream_rows
+from llmdistill.data.text_files import text_lines
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
-from llmdistill.data.sources import unreadable
+from llmdistill.data.text_files import unreadable
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters

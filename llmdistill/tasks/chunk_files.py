@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmdistill.data.sources import unreadable
+from llmdistill.data.text_files import unreadable
 from llmdistill.errors import UserError
 
 OUTSIDE = "O"
