@@ -28,7 +28,7 @@ from llmdistill.runtime.terminal import exit_code
 # dry run does not wait for DeepSpeed or the libraries of the reports.
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
-    from llmdistill.experiments.two_stages.second_stage import TasksPlan
+    from llmdistill.experiments.two_stages import TasksPlan
     from llmdistill.run.plan import Plan
 
 
@@ -99,7 +99,7 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     """Return the plan of the second stage, the training on tasks; None if no tasks are set."""
     if not plans[-1].config.tasks.names:
         return None
-    from llmdistill.experiments.two_stages.second_stage import plan_tasks  # imported only by runs with tasks
+    from llmdistill.experiments.two_stages import plan_tasks  # imported only by runs with tasks
 
     return plan_tasks(plans)
 

@@ -20,7 +20,7 @@ _ANY_RECIPE = "minilm/6x384"
 
 if TYPE_CHECKING:
     from llmdistill.experiments.table_study import TableStudy
-    from llmdistill.experiments.tables import PublishedTable, TableRow
+    from llmdistill.report.paper import PublishedTable, TableRow
 
 
 def compare_table(
@@ -151,37 +151,16 @@ def _suite_command(study: TableStudy) -> str:
 
 def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any:
     """Return the data of the report."""
-    from llmdistill.report.published import Line, PublishedReport
+    from llmdistill.report.published import PublishedReport
     from llmdistill.report.record import describe_versions, make_record
 
-    table, record = study.table, make_record(command, 1)
-    lines = [
-        Line(
-            key=row.name,
-            label=row.label,
-            published=row.published,
-            why_not=row.missing,
-            measured=measured.get(row.name),
-            at=row.at,
-            line=row.line,
-        )
-        for row in table.rows
-    ]
-    limit = study.tasks.limit
+    record, limit = make_record(command, 1), study.tasks.limit
     protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
     facts = {
         "Command": command,
         "Hardware": record["hardware"],
         "Versions": describe_versions(record),
-        **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
+        **({"Fine-tuning": protocol} if study.table.suite is None else {"Scores": _suite_command(study)}),
         "Finished": record["finished"],
     }
-    return PublishedReport(
-        title=table.title,
-        columns=table.columns,
-        average=table.average,
-        lines=lines,
-        axis=table.axis,
-        facts=facts,
-        fine_tuned=table.suite is None,
-    )
+    return PublishedReport(table=study.table, measured=measured, facts=facts)

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from llmdistill.config.side_by_side import AttentionConfig
@@ -20,23 +24,32 @@ from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, max_positions, shape_of
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.attention import Panel, plot_attention
-from llmdistill.report.plots import Drawing
+from llmdistill.report.plots import STYLE, Drawing, frame_panel, new_figure
 from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 MEAN = "mean"
 """The name of the mean of all heads in the results, where the others have their numbers."""
 
+_TOKEN = 0.135
+"""Inches of a token on an axis, so that its text can be read."""
+_SMALLEST = 2.3
+"""Inches of the smallest panel, so that its note fits above it."""
+
+
+class Panel(NamedTuple):
+    """The attention of a head, or the mean of heads, of one model."""
+
+    title: str
+    note: str
+    """Text below the title."""
+    shares: np.ndarray
+    """(T, T), the share of each key (second axis) in the attention of a query."""
+
 
 def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
-    """Draw the maps of each text, and measure their divergence.
-
-    Raises:
-        UserError: a model cannot be read, has other tokens than the first one, or has no such layer or head.
-    """
+    """Draw the maps of each text, and measure their divergence."""
     layers = _layers(config, models.paths)
-    _check_heads(config, models.paths)
     texts = [config.text] if config.text is not None else _first_lines(str(config.data), config.examples)
     items, tokens = _encode(config, models.paths, texts)
     entries: dict[str, dict[str, Any]] = {}
@@ -64,21 +77,6 @@ def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
     )
 
 
-def _check_heads(config: AttentionConfig, paths: Mapping[str, Path]) -> None:
-    """Raises UserError for a model whose scores are no products, or that has not the heads."""
-    for name, path in paths.items():
-        config_of_model = load_config(path)
-        if not family_of(config_of_model).scores_are_products:
-            raise UserError(
-                f"--model {name} ({path}): a {config_of_model.model_type} adds to the scores that would be drawn: "
-                "leave it out"
-            )
-        heads = shape_of(config_of_model).num_heads
-        for head in config.heads or ():
-            if not 1 <= head <= heads:
-                raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {heads}")
-
-
 def _encode(
     config: AttentionConfig, paths: Mapping[str, Path], texts: Sequence[str]
 ) -> tuple[Sequence[EncodedPair], list[Any]]:
@@ -95,23 +93,33 @@ def _encode(
     return items, [tokenizer.convert_ids_to_tokens(each.input_ids) for each in items]
 
 
-def _layers(config: AttentionConfig, models: Mapping[str, Path]) -> dict[str, int]:
-    """Return the layer of each model, counted from 1."""
-    depths = {name: shape_of(load_config(path)).num_layers for name, path in models.items()}
-    given = config.layers
-    if given is None:
-        return depths
-    if len(given) not in (1, len(models)):
-        raise UserError(f"--layers {given}: there are {len(models)} models; give one layer, or one for each of them")
-    layers = dict(zip(models, given if len(given) > 1 else given * len(models), strict=True))
-    for name, layer in layers.items():
-        if not 1 <= layer <= depths[name]:
-            raise UserError(f"--layers {layer}: the {name} ({models[name]}) has the layers 1 to {depths[name]}")
+def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
+    """Return the layer of each model, counted from 1.
+
+    Raises:
+        UserError: a model has no such layer or head, or its scores are no products.
+    """
+    given: list[int | None] = [None] if config.layers is None else [*config.layers]
+    if len(given) not in (1, len(paths)):
+        raise UserError(f"--layers {given}: there are {len(paths)} models; give one layer, or one for each of them")
+    layers = {}
+    for (name, path), layer in zip(paths.items(), given if len(given) > 1 else given * len(paths), strict=True):
+        of_model = load_config(path)
+        if not family_of(of_model).scores_are_products:
+            raise UserError(
+                f"--model {name} ({path}): a {of_model.model_type} adds to the scores that would be drawn: leave it out"
+            )
+        shape = shape_of(of_model)
+        layers[name] = shape.num_layers if layer is None else layer
+        if not 1 <= layers[name] <= shape.num_layers:
+            raise UserError(f"--layers {layer}: the {name} ({path}) has the layers 1 to {shape.num_layers}")
+        for head in config.heads or ():
+            if not 1 <= head <= shape.num_heads:
+                raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {shape.num_heads}")
     return layers
 
 
 def _first_lines(file: str, count: int) -> list[str]:
-    """Return the first lines of a file that are not empty."""
     try:
         with Path(file).open(encoding="utf-8-sig") as lines:
             texts = list(islice((line.strip() for line in lines if line.strip()), count))
@@ -156,6 +164,36 @@ def _draw(name: str, layers: Mapping[str, int], maps: Mapping[str, Tensor], text
         f"The attention of each token (query) to the others (key). KL is in nats, from {first}, mean over queries."
     )
     return Drawing(name, text["text"], caption, plot_attention(rows, text["tokens"]))
+
+
+@rc_context(STYLE)
+def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Figure:
+    """Plot the panels of each row side by side, in one scale of colors a row, with the tokens on the axes.
+
+    Args:
+        rows: panels by row; all rows have equally many.
+        tokens: the tokens of the text.
+    """
+    columns, side = len(rows[0]), max(_SMALLEST, _TOKEN * len(tokens))
+    labels = 0.075 * max(map(len, tokens)) + 0.2
+    figure = new_figure(columns * (side + 0.15) + labels + 0.7, len(rows) * (side + 0.55) + labels)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    places = range(len(tokens))
+    for line, panels in enumerate(rows):
+        # Most of the attention goes to one or two tokens; by its root the rest can be seen beside them.
+        scale = PowerNorm(0.5, vmin=0, vmax=max(float(panel.shares.max()) for panel in panels))
+        for column, panel in enumerate(panels):
+            axes = grid[line, column]
+            image = axes.imshow(panel.shares, cmap="Blues", norm=scale, interpolation="none")
+            frame_panel(axes, panel.title, panel.note)
+            axes.set_xticks(places, tokens if line == len(rows) - 1 else [""] * len(tokens), rotation=90, fontsize=7)
+            axes.set_yticks(places, tokens if column == 0 else [""] * len(tokens), fontsize=7)
+            axes.tick_params(length=0)
+            axes.grid(visible=False)
+        figure.colorbar(image, ax=grid[line].tolist(), label="share of the attention", shrink=0.8, aspect=24, pad=0.01)
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    return figure
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:

@@ -32,11 +32,7 @@ _TOKENS = 512
 
 
 def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
-    """Score each layer of each model, with the same spans for all models.
-
-    Raises:
-        UserError: a model is no encoder or cannot be read, the file is malformed, or it has too few spans.
-    """
+    """Score each layer of each model, with the same spans for all models."""
     models.check_kind(causal=False, reason="the first word of a span must see the words after it: give an encoder")
     sentences = read_sentences(config.data)
     tokenizers: dict[str, Any] = {name: load_tokenizer(path) for name, path in models.paths.items()}
@@ -69,7 +65,9 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
     size = len(drawn[config.seeds[0]])
     entries = models.score_each(score, asked=asked, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(each.span.label for spans in drawn.values() for each in spans).most_common())
-    warnings = [*_unread(config.data, sentences, encoded), *_fewer(config, size)]
+    warnings, wanted = _unread(config.data, sentences, encoded), config.chunks + config.unlabeled
+    if size < wanted:
+        warnings.append(f"{config.data} has {size} of the {wanted} spans that were asked for")
     return ModelScores(
         results={"spans": size, "labels": labels, "models": entries, "warnings": warnings},
         drawings=[_draw(entries)],
@@ -122,12 +120,6 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
     return warnings
 
 
-def _fewer(config: ChunksConfig, found: int) -> list[str]:
-    """Return a sentence if the file has fewer spans than were asked for."""
-    asked = config.chunks + config.unlabeled
-    return [] if found == asked else [f"{config.data} has {found} of the {asked} spans that were asked for"]
-
-
 def table(results: Mapping[str, Any]) -> TitledTable:
     """Return a row for each layer, and a column for each model."""
     models = results["models"]
@@ -146,7 +138,6 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 
 
 def _draw(models: Mapping[str, Any]) -> Drawing:
-    """Return the plot of the scores over the layers."""
     styles = method_styles(list(models))
     curves = []
     for name, each in models.items():

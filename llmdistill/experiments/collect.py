@@ -156,7 +156,6 @@ def _examples(findings: Findings, sets: Sequence[str]) -> dict[str, tuple[int, i
 
 
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
-    """Return a run with the scores of one of its models."""
     trial, metrics = result.trial, result.metrics or {}
     scored, score = metrics.get(model, {}), study.score
     training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
@@ -200,7 +199,6 @@ def _samples(study: Study, findings: Findings) -> list[Sample]:
 
 
 def _warnings(findings: Findings) -> list[str]:
-    """Return the warnings of all runs without duplicates."""
     results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
     warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
     if findings.failed:
@@ -209,7 +207,6 @@ def _warnings(findings: Findings) -> list[str]:
 
 
 def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
-    """Return the facts that the report shows beside the scores."""
     recipe, run = study.recipe, findings.base["run"]
     data, train = recipe.data, recipe.train
     grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
@@ -232,7 +229,6 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
 
 
 def _scoring(study: Study, findings: Findings) -> dict[str, str]:
-    """Return how the models were scored, as a fact of the report."""
     if study.score is ROUGE_L:
         decoding = findings.base["run"]["decoding"]
         return {"Decoding": f"{decoding}, ROUGE-L F1 with stemming, best of the references, x 100"}

@@ -60,44 +60,40 @@ def conduct(study: Study) -> Findings:
     counts = study.runs()
     say(describe_runs(counts))
     with Progress(sum(counts.values()), describe_scores) as progress:
-        return _conduct(study, progress)
+        trained, starts = study.trained(), study.starts
+        bases = study.launcher.run([study.base(start) for start in starts], progress)
+        for start, base in zip(starts, bases, strict=True):
+            if base.metrics is None:
+                who = start.title("the teacher and the untrained student")
+                raise UserError(f"{who} could not be scored: {base.error}")
+        no_answers = generate_responses(study) if any(map(learns_answers, trained)) else None
 
+        def run(planned: Planned) -> list[tuple[Variant, Result]]:
+            able = [trial for variant, trial in planned if no_answers is None or not learns_answers(variant)]
+            results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
+            return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
 
-def _conduct(study: Study, progress: Progress) -> Findings:
-    trained, starts = study.trained(), study.starts
-    bases = study.launcher.run([study.base(start) for start in starts], progress)
-    for start, base in zip(starts, bases, strict=True):
-        if base.metrics is None:
-            who = start.title("the teacher and the untrained student")
-            raise UserError(f"{who} could not be scored: {base.error}")
-    no_answers = generate_responses(study) if any(map(learns_answers, trained)) else None
-
-    def run(planned: Planned) -> list[tuple[Variant, Result]]:
-        able = [trial for variant, trial in planned if no_answers is None or not learns_answers(variant)]
-        results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
-        return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
-
-    findings = Findings({start.name: base for start, base in zip(starts, bases, strict=True)})
-    for variant, result in run(study.grid_trials()):
-        findings.trials.setdefault(variant.key, []).append(result)
-    chosen = {
-        variant.key: choice.settings
-        for variant in trained
-        if (choice := choose(findings.trials[variant.key], study.merit)) is not None
-    }
-    for name, trials in findings.trials.items():
-        findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
-    for variant, result in run(_final_trials(study, chosen)):
-        findings.runs[variant.key].append(result)
-    untrained = iter(
-        study.launcher.run([study.size_base(start, size) for size in study.sizes for start in starts], progress)
-    )
-    findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
-    planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
-    sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
-    for size, pairs in planned.items():
-        findings.sizes[size] |= {variant.key: next(sized)[1] for variant, _ in pairs}
-    return findings
+        findings = Findings({start.name: base for start, base in zip(starts, bases, strict=True)})
+        for variant, result in run(study.grid_trials()):
+            findings.trials.setdefault(variant.key, []).append(result)
+        chosen = {
+            variant.key: choice.settings
+            for variant in trained
+            if (choice := choose(findings.trials[variant.key], study.merit)) is not None
+        }
+        for name, trials in findings.trials.items():
+            findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
+        for variant, result in run(_final_trials(study, chosen)):
+            findings.runs[variant.key].append(result)
+        untrained = iter(
+            study.launcher.run([study.size_base(start, size) for size in study.sizes for start in starts], progress)
+        )
+        findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
+        planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
+        sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
+        for size, pairs in planned.items():
+            findings.sizes[size] |= {variant.key: next(sized)[1] for variant, _ in pairs}
+        return findings
 
 
 def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:

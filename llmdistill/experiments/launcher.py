@@ -173,7 +173,6 @@ class Launcher:
         return [("--include", f"localhost:{','.join(group)}") for group in groups]
 
     def _num_gpus(self) -> int | None:
-        """Return the value of --num_gpus among the flags, or None."""
         words = " ".join(self.flags).replace("=", " ").split()
         return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
 

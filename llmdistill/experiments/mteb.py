@@ -27,14 +27,14 @@ _TOKENS = 512
 
 
 def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
-    """Score each model on the tasks; each score is kept, so that the same command goes on with the next task.
-
-    Raises:
-        UserError: a model is no encoder or cannot be read, a task does not exist, or its data cannot be loaded; all of
-            it is told before a model is loaded.
-    """
+    """Score each model on the tasks; each score is kept, so that the same command goes on with the next task."""
     models.check_kind(causal=False, reason="embeddings of sentences are scored for encoders: give an encoder")
-    settings = {name: _settings(path, config.max_length) for name, path in models.paths.items()}
+    settings = {}
+    for name, path in models.paths.items():
+        # As the files beside the model say, else the mean of its outputs.
+        found = read_sentence_settings(path) or SentenceSettings(pooling=Pooling(), max_length=None)
+        length = max_positions(load_config(path), config.max_length or found.max_length or _TOKENS)
+        settings[name] = replace(found, max_length=length)
     tasks = find_mteb(config.tasks, config.benchmark, config.languages)
     decides = [task.decides() for task in tasks]
     asked, kept = {}, {}
@@ -59,12 +59,6 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         entries[name] = _entry(path, settings[name], tasks, kept[name])
     details = {f"Embeddings of {name}": each["embeddings"] for name, each in entries.items()}
     return ModelScores(results={"models": entries}, details=details)
-
-
-def _settings(path: Path, max_length: int | None) -> SentenceSettings:
-    """Return how a model makes embeddings: as the files beside it say, else the mean of its outputs."""
-    found = read_sentence_settings(path) or SentenceSettings(pooling=Pooling(), max_length=None)
-    return replace(found, max_length=max_positions(load_config(path), max_length or found.max_length or _TOKENS))
 
 
 def _entry(path: Path, settings: SentenceSettings, tasks: Sequence[MtebTask], scores: Sequence[Any]) -> dict[str, Any]:

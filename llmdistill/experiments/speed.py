@@ -25,12 +25,7 @@ from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
 def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
-    """Time the models.
-
-    Raises:
-        UserError: a model cannot be read or has too few positions, a shape does not fit the first model, or the task
-            has too few examples.
-    """
+    """Time the models."""
     paths = models.paths
     configs = {name: load_config(path) for name, path in paths.items()}
     first = next(iter(configs))

@@ -11,8 +11,7 @@ from llmdistill.config import RunConfig
 from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal_params import check_starts, equal_size, is_rank
-from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
+from llmdistill.experiments.equal import check_starts, equal_size, is_rank, steps_for_equal_tokens
 from llmdistill.experiments.grid import points
 from llmdistill.experiments.launcher import Launcher
 from llmdistill.experiments.trials import Result, Trial, make_trial

@@ -29,12 +29,12 @@ from llmdistill.errors import UserError
 from llmdistill.experiments import chunks
 from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.tables import PublishedTable, TableRow
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.progress import progress
+from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
 from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark
@@ -250,7 +250,6 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
 
 
 def _words(study: TableStudy, key: str) -> list[str]:
-    """Return the arguments of the study of a row's model."""
     config = study.configs[key]
     values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
     values |= {

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import yaml
 
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.tasks import ProtocolName
 from llmdistill.errors import UserError
-from llmdistill.report.column import Column
+from llmdistill.report.paper import Column, PublishedTable, TableRow
 
 _SUITES = resources.files("llmdistill") / "suites"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableRow:
-    """A model of a table: exactly one of `recipe`, `model` and `missing` is given."""
-
-    name: str
-    label: str
-    published: tuple[float | None, ...]
-    """The figure of each column, and last the average if the table has one; None where the paper has no figure."""
-    recipe: str | None = None
-    """The shipped recipe that trains the model, which is then fine-tuned."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that differ from the recipe's, by dotted key."""
-    model: str | None = None
-    """The hub name of a model that is only fine-tuned."""
-    missing: str | None = None
-    """Why the row is not run here."""
-    at: float | None = None
-    """The row's number on the axis of the table's plot, such as a layer."""
-    line: str = ""
-    """The name of its line in the plot, where there are several."""
-    average_note: str | None = None
-    """The mean of the published figures, where the paper's own average is another."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedTable:
-    """A table of a paper: its rows and columns, in the paper's order."""
-
-    name: str
-    title: str
-    tasks: tuple[str, ...]
-    """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if a suite scores them."""
-    out_of_domain: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Sets of other data on which the fine-tuned models are scored too, as in `data.task.out_of_domain` of a run."""
-    columns: tuple[Column, ...]
-    rows: tuple[TableRow, ...]
-    suite: str | None = None
-    """The suite of `llmdistill evaluate` that scores the models as they are; None if they are fine-tuned."""
-    protocol: ProtocolName | None = None
-    """The settings of fine-tuning; None without tasks."""
-    second_stage: bool = False
-    """Whether students are fine-tuned by the second stage of their own recipe, from a fine-tuned teacher
-    (KroneckerBERT); else on the labels alone."""
-    average: bool = False
-    """Whether the last figure of a row is the mean of the others."""
-    axis: str | None = None
-    """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
 
 
 def suite_files(key: str) -> list[str]:

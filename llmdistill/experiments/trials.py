@@ -68,10 +68,6 @@ class Trial:
         record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
         return None if record is None else float(record["seconds"])
 
-    def add_seconds(self, seconds: float) -> None:
-        """Add the duration of one more start of the trial to its record."""
-        write_json(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
-
 
 @dataclass(frozen=True)
 class Result:
@@ -104,8 +100,9 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
         return Result(trial, None, f"it ended without its scores; see {trial.log}")
     if result.metrics is None:
         return result
-    trial.add_seconds(seconds)
-    return Result(trial, result.metrics, None, trial.seconds())
+    total = seconds + (trial.seconds() or 0.0)
+    write_json(trial.folder / "seconds.json", {"seconds": total})
+    return Result(trial, result.metrics, None, total)
 
 
 class Progress:

@@ -160,7 +160,6 @@ def _named(names: Sequence[str], known: Mapping[str, _Entry], key: str, what: st
 
 
 def _known() -> dict[str, Variant]:
-    """Return the methods and their presets by name."""
     variants = []
     for name, method in METHODS.items():
         variants.append(Variant(name, method.label, {"method": name}, method.grid))

@@ -20,12 +20,7 @@ _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
 
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
-    """Score each model on the tasks.
-
-    Raises:
-        UserError: a model is no decoder or cannot be read, a task does not exist, or its data cannot be loaded; all of
-            it is told before a model is loaded.
-    """
+    """Score each model on the tasks."""
     models.check_kind(causal=True, reason="the tasks of the harness need a decoder")
     tasks = find_zero_shot(config.tasks, config.task_dir)
     asked = {key: getattr(config, key) for key in _ASKED} | {"dtype": models.dtype}

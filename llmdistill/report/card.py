@@ -140,6 +140,17 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     pipeline, _ = _task(folder, config)
     factors = _factors(config)
     params = count_parameters(build_reference(config))
+    scores = [
+        EvalResult(
+            task_type=pipeline,
+            dataset_type=re.sub(r"[^\w/.-]+", "-", name).lower(),
+            dataset_name=name,
+            metric_type=metric,
+            metric_value=round(value, 4),
+        )
+        for name, values in story.scores.items()
+        for metric, value in values.items()
+    ]
     data = ModelCardData(
         **teacher.header,
         base_model=teacher.hub,
@@ -148,7 +159,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         tags=["llmdistill", *story.tags],
         datasets=list(story.datasets) or None,
         model_name=title if story.scores else None,
-        eval_results=_results(pipeline, story.scores) or None,
+        eval_results=scores or None,
     )
     model = [
         ("Architecture", _architecture(config)),
@@ -169,8 +180,9 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         table=story.table,
         legend=story.legend,
         warnings=[without_paths(warning) for warning in story.warnings],
-        ask=_ask(folder) if pipeline == "text-generation" else None,
-        use=use_of(folder, config),
+        prompt=_prompt(folder) if pipeline == "text-generation" else None,
+        prompts={"chat": CHAT, "minillm": MINILLM, "without": PROMPT_WITHOUT_INPUT, "with": PROMPT_WITH_INPUT},
+        use=_use(folder, config),
     )
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
 
@@ -196,7 +208,7 @@ def write_export_card(student: Path, folder: Path, difference: float, *, onnx: b
     told, _, _ = card.text.partition(USE)
     title, line, rest = told.partition("\n\n## What it is")
     card.text = f"{title} {how} Its outputs differ from the student's by at most {difference:.1g}. "
-    card.text += f"What follows is of the student.{line}{rest}{_onnx_use() if onnx else use_of(folder, config)}\n"
+    card.text += f"What follows is of the student.{line}{rest}{_use(folder, config, onnx=onnx)}\n"
     write_text(folder / CARD, str(card))
 
 
@@ -205,6 +217,12 @@ def _task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
     if (folder / "modules.json").is_file():
         return "sentence-similarity", "SentenceTransformer"
     return next((found for end, found in _HEADS.items() if name.endswith(end)), ("feature-extraction", "AutoModel"))
+
+
+def _use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
+    _, name = _task(folder, config)
+    factorized = _is_factorized(config)
+    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, onnx=onnx, place=PLACE)
 
 
 def _is_factorized(config: PreTrainedConfig) -> bool:
@@ -247,74 +265,9 @@ def _teacher_text(teacher: Teacher) -> str:
     return f"{teacher.name}{made}; {said}"
 
 
-def _results(pipeline: str, scores: Mapping[str, Mapping[str, float]]) -> list[EvalResult]:
-    return [
-        EvalResult(
-            task_type=pipeline,
-            dataset_type=re.sub(r"[^\w/.-]+", "-", name).lower(),
-            dataset_name=name,
-            metric_type=metric,
-            metric_value=round(value, 4),
-        )
-        for name, values in scores.items()
-        for metric, value in values.items()
-    ]
-
-
-def use_of(folder: Path, config: PreTrainedConfig) -> str:
-    """Return the last part of a card: how the student is loaded and served."""
-    _, name = _task(folder, config)
-    first = "import llmdistill  # lets transformers load the factors\n" if _is_factorized(config) else ""
-    if name == "SentenceTransformer":
-        lines = f'from sentence_transformers import {name}\n\nmodel = {name}("{PLACE}")'
-    else:
-        lines = f"from transformers import {name}, AutoTokenizer\n\n"
-        lines += f'model = {name}.from_pretrained("{PLACE}")\ntokenizer = AutoTokenizer.from_pretrained("{PLACE}")'
-    needs = "It needs `pip install llmdistill`: without the import, loading ends with an error.\n\n" if first else ""
-    served = (
-        "A factorized student runs in transformers, in vLLM by llmdistill's plugin, and as ONNX "
-        "(`llmdistill export --to onnx`); for other servers `llmdistill export --to dense` multiplies its factors out. "
-        if first
-        else "It is a stock model, which every server of its architecture takes. "
-    )
-    return (
-        f"{USE}\n\n{needs}```python\n{first}{lines}\n```\n\n## How to serve it\n\n{served}"
-        "Which student runs in which server is a table in `docs/serve.md` of llmdistill."
-    )
-
-
-def _ask(folder: Path) -> str | None:
+def _prompt(folder: Path) -> str | None:
     """Return how a student is asked: by the prompt of its training, else its chat template; None without both."""
     if not has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder)
-    prompt = recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)
-    if prompt is None:
-        return None
-    if prompt == CHAT:
-        return (
-            "By its tokenizer's chat template, with an instruction as the user's turn (and its input, if there is one, "
-            "after a blank line):\n\n```python\n"
-            'messages = [{"role": "user", "content": instruction}]\n'
-            "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)\n"
-            'inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")\n```'
-        )
-    if prompt == MINILLM:
-        return (
-            f"By MiniLLM's prompt, for an instruction alone\n\n{_block(PROMPT_WITHOUT_INPUT)}\n\n"
-            f"and for one with an input\n\n{_block(PROMPT_WITH_INPUT)}\n\nThe last line ends with a line break."
-        )
-    ends = "The last line ends with a line break." if prompt.endswith("\n") else "No line break follows."
-    return f"By this text:\n\n{_block(prompt)}\n\n{ends}"
-
-
-def _block(text: str) -> str:
-    fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
-    return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
-
-
-def _onnx_use() -> str:
-    return (
-        f'{USE}\n\n```python\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("model.onnx")\n```\n\n'
-        "The inputs and outputs of encoders and decoders are a table in `docs/serve.md` of llmdistill."
-    )
+    return recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)

@@ -58,18 +58,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
                 values = file.get_slice(name)
                 count, kind = math.prod(values.get_shape()), values.get_dtype()
                 formats[kind] = formats.get(kind, 0) + count
-                parts[_part(name)] += count * _width(kind)
+                part = EMBEDDINGS if _EMBEDDINGS.search(name) else FACTORS if _FACTORS.search(name) else OTHERS
+                bits = re.search(r"\d+", kind)  # in the name of the format
+                parts[part] += count * (1 if bits is None else max(1, int(bits.group()) // 8))
     size = sum(path.stat().st_size for path in files)
     return Checkpoint(size=size, formats=formats, parts=parts) if any(parts.values()) else None
-
-
-def _part(name: str) -> str:
-    if _EMBEDDINGS.search(name):
-        return EMBEDDINGS
-    return FACTORS if _FACTORS.search(name) else OTHERS
-
-
-def _width(kind: str) -> int:
-    """Return the bytes of a value, from the bits in the name of its format."""
-    bits = re.search(r"\d+", kind)
-    return 1 if bits is None else max(1, int(bits.group()) // 8)

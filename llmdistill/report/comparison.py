@@ -104,7 +104,6 @@ def _without_prefix(value: Any, folder: Path) -> Any:
 
 
 def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the variables of the templates."""
     rows = comparison.rows
     runs = [run for row in rows for run in (*row.runs, *row.trials)]
     failed = [run for run in runs if run.error is not None]
@@ -155,7 +154,7 @@ def _cell(spread: Mapping[str, Any], score: Score, several: bool) -> str:
 
 def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the results.json of a comparison on the terminal, with the standard deviation of several seeds."""
-    score = SCORES[results.get("score", ROUGE_L.key)]
+    score = SCORES[results["score"]]
     sets, texts, rows, most = results["sets"], results.get("texts", {}), [], 0
     references = ["perplexity"] if score is ROUGE_L else []
     for name, method in results["methods"].items():
@@ -166,7 +165,7 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
         most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
         average = _cell({"mean": scores["average"], "std": method["average_std"]}, score, several)
         to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"], score.show)
-        measured = [show_perplexity((method.get(each) or {}).get("mean")) for each in references]
+        measured = [show_perplexity((method[each] or {}).get("mean")) for each in references]
         rest = [_cell(scores[each], score, several) for each in sets]
         rest += [_cell(method["texts"][each], PERPLEXITY, several) for each in texts]
         rows.append([name, average, to_teacher, *measured, *rest, f"{method['params']:,}"])

@@ -10,12 +10,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from llmdistill.report import plots
-from llmdistill.report.panels import plot_terms
+from llmdistill.report.panels import plot_size, plot_sizes, plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
 from llmdistill.report.score import PERPLEXITY, Score
 from llmdistill.report.spread import Spread
-from llmdistill.report.starts import draw_predictions, draw_weighting, plot_sizes
+from llmdistill.report.starts import draw_predictions, draw_weighting
 
 _CURVES = {
     "valid_loss": (
@@ -122,7 +122,6 @@ def _of_start(drawing: Drawing, start: str) -> Drawing:
 
 
 def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
-    """Return the plot of the learning curves of a start, if there are any."""
     styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
     for key, (label, caption) in _CURVES.items():
         found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
@@ -168,5 +167,5 @@ def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str |
             panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
         return [Drawing(name, title, f"{caption}; a line is a start.", plot_sizes(panels, teacher, *measured))]
     points = [(row.title, styles[row.key], lines[row.key]) for row in drawn]
-    made = [plots.plot_size(points, teacher, *measured)] if any(row.trained for row in drawn) else []
+    made = [plot_size(points, teacher, *measured)] if any(row.trained for row in drawn) else []
     return [Drawing(name, title, f"{caption}.", each) for each in made]

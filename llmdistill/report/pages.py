@@ -80,6 +80,12 @@ def markdown_code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
+def markdown_block(text: str) -> str:
+    """Format a text as a fenced block in Markdown."""
+    fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
+
+
 def relative(path: str, folder: Path) -> str:
     """Return a path as a page in a folder links to it: relative to the folder if the path is inside."""
     inside = Path(path).resolve()
@@ -88,6 +94,7 @@ def relative(path: str, folder: Path) -> str:
 
 FILTERS: list[Callable[..., Any]] = [
     *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code),
+    markdown_block,
     *(describe_versions, relative, show_seeds, show_perplexity),
 ]
 """The filters of the templates."""

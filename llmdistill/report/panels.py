@@ -1,15 +1,94 @@
-"""Plots of several panels: the terms of a loss over the steps, the columns of a table over the numbers of its rows."""
+"""Plots of quality against size, and of several panels: the terms of a loss, the columns of a table, many starts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from llmdistill.report.plots import STYLE, WIDTH, Curve, Style, draw_curve, legend_columns, new_figure, scale_y
+from llmdistill.report.plots import (
+    INK,
+    STYLE,
+    WIDTH,
+    Curve,
+    Line,
+    Style,
+    draw_curve,
+    legend_below,
+    legend_columns,
+    new_figure,
+    scale_scores,
+    scale_y,
+    short_number,
+)
+from llmdistill.report.score import Score
+
+_MAX_COLUMNS = 2
+"""Maximum number of panels side by side."""
+
+
+def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each title, two side by side; it is `edges` and `line` inches a line high."""
+    columns = min(_MAX_COLUMNS, len(titles))
+    lines = math.ceil(len(titles) / columns)
+    figure = new_figure(WIDTH, edges + line * lines)
+    grid = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
+    for axes, title in zip(grid, titles, strict=False):
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+    for axes in grid[len(titles) :]:
+        axes.set_visible(False)
+    for axes in grid[max(0, len(titles) - columns) : len(titles)]:
+        # A panel above an empty cell is the last of its column and has tick labels too.
+        axes.tick_params(labelbottom=True)
+    return figure, grid[: len(titles)]
+
+
+@rc_context(STYLE)
+def plot_size(points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str]) -> Figure:
+    """Plot the average score over sets against the number of parameters.
+
+    There is one line per method, and a dashed line for the teacher.
+    """
+    figure = new_figure(WIDTH, 3.2)
+    axes = figure.subplots()
+    _draw_sizes(axes, points, teacher, bins=5)
+    axes.set_xlabel("parameters")
+    scale_scores(axes, "y", [*_scores(points), teacher], score)
+    axes.set_ylabel(score.label(sets))
+    last = [sorted(pairs)[-1][1] for _, _, pairs in points]
+    legend_below(figure, [*last, teacher] if teacher is not None else last)
+    return figure
+
+
+@rc_context(STYLE)
+def plot_sizes(
+    panels: Mapping[str, Sequence[Line]], teacher: float | None, score: Score, sets: Sequence[str]
+) -> Figure:
+    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start.
+
+    Args:
+        panels: the lines by title; all panels have lines of the same labels.
+        teacher: the teacher's score.
+        score: what is averaged.
+        sets: the names of the sets.
+    """
+    figure, grid = panel_grid(panels, 1.1, 1.7, sharex=True, sharey=True)
+    for axes, points in zip(grid, panels.values(), strict=True):
+        _draw_sizes(axes, points, teacher, bins=4, markersize=4)
+    figure.supxlabel("parameters", fontsize=9)
+    scores = [value for points in panels.values() for value in _scores(points)]
+    scale_scores(grid[0], "y", [*scores, teacher], score)  # which the others share
+    figure.supylabel(score.label(sets), fontsize=9)
+    handles, labels = grid[0].get_legend_handles_labels()
+    # Below, the legend would lie upon the label of the axis.
+    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
+    return figure
 
 
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
@@ -22,24 +101,14 @@ def plot_panels(
     panels: Mapping[str, Sequence[tuple[str, Style, Curve]]], xlabel: str, *, scores: bool = False
 ) -> Figure:
     """Plot curves in panels, by their titles; scores have a linear scale and a marker at each value, unlike losses."""
-    columns = min(2, len(panels))
-    lines = math.ceil(len(panels) / columns)
     named = scores and max(map(len, panels.values())) > 1
     alone = scores and len(panels) == 1
-    figure = new_figure(WIDTH, 0.3 + (3.0 if alone else 1.9 if scores else 1.55) * lines + 0.35 * named)
-    grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
-    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+    figure, grid = panel_grid(panels, 0.3 + 0.35 * named, 3.0 if alone else 1.9 if scores else 1.55, sharex=True)
+    for axes, curves in zip(grid, panels.values(), strict=True):
         for label, style, curve in curves:
             draw_curve(axes, label, style, curve, marker=scores)
         scale_y(axes, [curve for _, _, curve in curves], ticks=4, log=not scores)
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.tick_params(labelsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if alone else 4, integer=True, steps=[1, 2, 5, 10]))
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    for axes in grid[max(0, len(panels) - columns) : len(panels)]:
-        # A panel above an empty cell is the last of its column and has tick labels too.
-        axes.tick_params(labelbottom=True)
     figure.supxlabel(xlabel, fontsize=9)
     if named:
         handles = {
@@ -49,3 +118,17 @@ def plot_panels(
             handles.values(), handles, loc="outside upper right", ncols=legend_columns(list(handles)), fontsize=8
         )
     return figure
+
+
+def _draw_sizes(axes: Axes, lines: Sequence[Line], teacher: float | None, *, bins: int, **look: Any) -> None:
+    for label, style, pairs in lines:
+        params, averages = zip(*sorted(pairs), strict=True)
+        axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label, **look)
+    if teacher is not None:
+        axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=bins))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def _scores(lines: Sequence[Line]) -> list[float]:
+    return [value for _, _, pairs in lines for _, value in pairs]

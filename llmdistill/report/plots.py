@@ -1,4 +1,4 @@
-"""The plots of reports: scores, learning curves, quality against size, points in a plane.
+"""The plots of reports: scores and curves, and what all plots share.
 
 Every method has the same color and marker in all plots. The same data always gives the same bytes.
 """
@@ -10,9 +10,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
-import numpy as np
 from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,9 +34,6 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 
 WIDTH = 4.6
 """The width of a figure in inches: on a telephone, 360 pixels wide, its text is still 9 pixels high."""
-
-_MAX_PANELS = 4
-"""Maximum number of panels side by side."""
 
 
 class Style(NamedTuple):
@@ -73,16 +69,6 @@ class Dots(NamedTuple):
 
 Line = tuple[str, Style, list[tuple[int, float]]]
 """The label of a line of the plot of quality against size, its style, and the parameters and scores of its points."""
-
-
-class Cloud(NamedTuple):
-    """One panel."""
-
-    title: str
-    note: str
-    """Text below the title."""
-    points: np.ndarray
-    """(rows, 2)."""
 
 
 class Drawing(NamedTuple):
@@ -161,8 +147,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, score: Score, sets:
     axes.margins(x=0.08)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    scores = [value for item in dots for value in item.values]
-    scale_scores(axes, "x", scores if teacher is None else [*scores, teacher], score)
+    scale_scores(axes, "x", [*(value for item in dots for value in item.values), teacher], score)
     axes.set_xlabel(score.label(sets))
     return figure
 
@@ -178,58 +163,7 @@ def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figu
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    _legend(figure, [curve.mean[-1] for _, _, curve in curves])
-    return figure
-
-
-@rc_context(STYLE)
-def plot_size(points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str]) -> Figure:
-    """Plot the average score over sets against the number of parameters.
-
-    There is one line per method, and a dashed line for the teacher.
-    """
-    figure = new_figure(WIDTH, 3.2)
-    axes = figure.subplots()
-    for label, style, pairs in points:
-        params, averages = zip(*sorted(pairs), strict=True)
-        axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label)
-    if teacher is not None:
-        axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
-    axes.set_xlabel("parameters")
-    scores = [value for _, _, pairs in points for _, value in pairs]
-    scale_scores(axes, "y", scores if teacher is None else [*scores, teacher], score)
-    axes.set_ylabel(score.label(sets))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    last = [sorted(pairs)[-1][1] for _, _, pairs in points]
-    _legend(figure, [*last, teacher] if teacher is not None else last)
-    return figure
-
-
-@rc_context(STYLE)
-def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Plot the clouds side by side, colored by class or score (KroneckerBERT Figure 4).
-
-    Args:
-        clouds: one cloud per model, all of the same examples.
-        targets: (rows,), the class or the score of each example.
-        classes: the names of the classes; empty if targets are scores, which are shown by a color scale.
-    """
-    columns = min(len(clouds), _MAX_PANELS)
-    lines = -(-len(clouds) // columns)
-    figure = new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
-    panels = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
-    for axes, cloud in zip(panels, clouds, strict=False):
-        _draw_cloud(axes, cloud, targets, classes)
-    for axes in panels[len(clouds) :]:
-        axes.set_visible(False)
-    if classes:
-        # A bare number would be unclear in the legend.
-        names = [f"class {name}" if name.isdigit() else name for name in classes]
-        handles, _ = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), markerscale=2)
-    else:
-        figure.colorbar(panels[0].collections[0], ax=panels, label="score", shrink=0.7, aspect=24, pad=0.02)
+    legend_below(figure, [curve.mean[-1] for _, _, curve in curves])
     return figure
 
 
@@ -274,6 +208,14 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def frame_panel(axes: Axes, title: str, note: str) -> None:
+    """Give a panel of a picture its title, the note below the title, and a thin frame."""
+    axes.set_title(f"{title}\n", loc="left", fontsize=9)
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color=INK)
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_alpha(0.5)
+
+
 def draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bool = True) -> None:
     """Draw a line with the band of its runs, and a marker at each value if there are few."""
     few = len(curve.steps) < 25
@@ -291,26 +233,6 @@ def draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bo
     axes.fill_between(curve.steps, curve.low, curve.high, color=style.color, alpha=0.18, linewidth=0)
 
 
-def _draw_cloud(axes: Axes, cloud: Cloud, targets: np.ndarray, classes: Sequence[str]) -> None:
-    small: dict[str, Any] = {"s": max(4.0, min(20.0, 6000 / len(targets))), "alpha": 0.75, "linewidths": 0}
-    if classes:
-        for index, name in enumerate(classes):
-            x, y = cloud.points[targets == index].T
-            marker = MARKERS[index % len(MARKERS)]
-            axes.scatter(x, y, color=COLORS[index % len(COLORS)], marker=marker, label=name, **small)
-    else:
-        x, y = cloud.points.T
-        axes.scatter(x, y, c=targets, cmap="viridis", **small)
-    axes.set_title(f"{cloud.title}\n", loc="left", fontsize=9)
-    axes.text(0, 1.02, cloud.note, transform=axes.transAxes, fontsize=8, color=INK)
-    # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_box_aspect(1)
-    axes.spines[:].set_visible(True)
-    axes.spines[:].set_alpha(0.5)
-
-
 def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = True) -> None:
     """Make the y axis logarithmic, if it may be, if all values are positive and span more than a factor of 10."""
     low, high = min(min(curve.low) for curve in curves), max(max(curve.high) for curve in curves)
@@ -320,10 +242,11 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
     _log_scale(axes, "y", high / low)
 
 
-def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float], score: Score) -> None:
+def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float | None], score: Score) -> None:
     """Make an axis logarithmic if scores such as these range over decades."""
     if score.over_decades:
-        _log_scale(axes, which, max(scores) / min(scores))
+        known = [value for value in scores if value is not None]
+        _log_scale(axes, which, max(known) / min(known))
 
 
 def _log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
@@ -342,7 +265,7 @@ def legend_columns(labels: Sequence[str]) -> int:
     return max(1, min(len(labels), 60 // (max(map(len, labels), default=0) + 7)))
 
 
-def _legend(figure: Figure, heights: Sequence[float]) -> None:
+def legend_below(figure: Figure, heights: Sequence[float]) -> None:
     """Add a legend below, in the order of the lines' last values from the top."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     order = sorted(range(len(handles)), key=lambda index: -heights[index])

@@ -45,14 +45,8 @@ def describe_hardware(world_size: int) -> str:
     """Describe this machine in a few words, for reports."""
     if torch.cuda.is_available():
         return f"{world_size} x {torch.cuda.get_device_name()}"
-    threads = torch.get_num_threads() * world_size
-    return f"{world_size} rank{'s' if world_size > 1 else ''} on {threads} CPU threads ({_cpu()})"
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    threads, info = torch.get_num_threads() * world_size, Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    cpu = named or platform.processor() or platform.machine()
+    return f"{world_size} rank{'s' if world_size > 1 else ''} on {threads} CPU threads ({cpu})"

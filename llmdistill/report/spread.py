@@ -22,12 +22,8 @@ class Spread(NamedTuple):
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation of the values."""
-    return Spread(statistics.fmean(values), std_over_seeds(values), list(values))
-
-
-def std_over_seeds(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation of the values; None for a single one."""
-    return statistics.stdev(values) if len(values) > 1 else None
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), std, list(values))
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -37,7 +33,7 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 def show_seeds(value: Mapping[str, Any], decimals: int = 1) -> str:
     """Format a result of `over_seeds`: the mean, with the standard deviation if there are several seeds."""
-    return plus_minus(value["mean"], value["std"] if len(value["seeds"]) > 1 else None, decimals)
+    return plus_minus(value["mean"], value["std"], decimals)
 
 
 def plus_minus(mean: float, std: float | None, decimals: int = 1) -> str:

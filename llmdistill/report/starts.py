@@ -1,8 +1,7 @@
-"""Plots where students start: what a weighted factorization measured (weighting.json), and quality against size."""
+"""Plots what a weighted factorization measured (weighting.json)."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,18 +17,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from llmdistill.artifacts import read_record
 from llmdistill.config.student import Form
 from llmdistill.factorize.forms import factor_params
-from llmdistill.report.plots import (
-    INK,
-    STYLE,
-    WIDTH,
-    Drawing,
-    Line,
-    legend_columns,
-    new_figure,
-    scale_scores,
-    short_number,
-)
-from llmdistill.report.score import Score
+from llmdistill.report.panels import panel_grid
+from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, new_figure
 
 WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""
@@ -37,7 +26,6 @@ WEIGHTING_FILE = "weighting.json"
 _LIGHT, _DARK = "#fdfdfd", "#101010"
 """Colors of marks on fields, which stay as they are in pages of other colors."""
 _DEPTHS = colormaps["viridis"]
-_MAX_COLUMNS = 2
 _MAX_WRITTEN = 12
 """Largest number of layers at which the ranks are written into their fields."""
 
@@ -108,47 +96,6 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
         )
         drawings.append(Drawing("spectra", "Singular values in the unit of the loss", caption, plot_spectra(found)))
     return drawings
-
-
-@rc_context(STYLE)
-def plot_sizes(
-    panels: Mapping[str, Sequence[Line]], teacher: float | None, score: Score, sets: Sequence[str]
-) -> Figure:
-    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start.
-
-    Args:
-        panels: the lines by title; all panels have lines of the same labels.
-        teacher: the teacher's score.
-        score: what is averaged.
-        sets: the names of the sets.
-    """
-    columns = min(_MAX_COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = new_figure(WIDTH, 1.1 + 1.7 * lines)
-    grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for axes, (title, points) in zip(grid, panels.items(), strict=False):
-        for label, style, pairs in points:
-            params, averages = zip(*sorted(pairs), strict=True)
-            look = {"color": style.color, "marker": style.marker, "dashes": style.dashes}
-            axes.plot(params, averages, label=label, markersize=4, **look)
-        if teacher is not None:
-            axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        axes.tick_params(labelsize=8)
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    for axes in grid[max(0, len(panels) - columns) : len(panels)]:
-        axes.tick_params(labelbottom=True)  # a panel above an empty cell is the last of its column
-    figure.supxlabel("parameters", fontsize=9)
-    scores = [value for points in panels.values() for _, _, pairs in points for _, value in pairs]
-    scale_scores(grid[0], "y", scores if teacher is None else [*scores, teacher], score)  # which the others share
-    figure.supylabel(score.label(sets), fontsize=9)
-    handles, labels = grid[0].get_legend_handles_labels()
-    # Below, the legend would lie upon the label of the axis.
-    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
-    return figure
 
 
 def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
@@ -224,23 +171,16 @@ def plot_spectra(found: Sequence[Matrix]) -> Figure:
     kinds = list(dict.fromkeys(matrix.kind for matrix in found if matrix.costs))
     layers = sorted({matrix.layer for matrix in found})
     colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
-    columns = min(_MAX_COLUMNS, len(kinds))
-    lines = math.ceil(len(kinds) / columns)
-    figure = new_figure(WIDTH, 0.7 + 1.5 * lines)
-    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
-    for axes, kind in zip(panels, kinds, strict=False):
+    figure, panels = panel_grid(kinds, 0.7, 1.5, sharey=True)
+    for axes, kind in zip(panels, kinds, strict=True):
         for matrix in found:
             if matrix.kind == kind:
                 _draw_spectrum(axes, matrix, colors[matrix.layer])
-        axes.set_title(kind, loc="left", fontsize=9)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-        axes.tick_params(labelsize=8)
-    for axes in panels[len(kinds) :]:
-        axes.set_visible(False)
     figure.supxlabel("singular value", fontsize=9)
     figure.supylabel("predicted loss per token", fontsize=9)
     ends = list(dict.fromkeys((layers[0], layers[-1])))

@@ -59,6 +59,5 @@ def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column there."""
     columns = ([*name.split(), *column] for name, *column in zip(header, *rows, strict=True))
     return [max(map(len, column), default=0) for column in columns]

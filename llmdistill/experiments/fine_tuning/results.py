@@ -84,7 +84,6 @@ def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]
 
 
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
-    """Return the name and the value of the average that the table shows."""
     found = results["averages"][role]
     own = results["protocol"]
     names = sorted(NAMES.items(), key=lambda item: item[0] != own)

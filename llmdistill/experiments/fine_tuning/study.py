@@ -118,12 +118,13 @@ class TaskStudy:
 
     def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
         config, (rate, epochs) = self.config, settings.values()
-        methods = config.methods()
+        methods, ratio = config.methods(), self.protocol.warmup_ratio
         changes = {
             **settings,
             "train.global_batch_size": self.protocol.batch_size,
             "train.micro_batch_size": config.micro_batch_size,
-            **self._warmup(),
+            # Without a ratio the steps of the task's recipe are the warm-up.
+            **({} if ratio is None else {"train.warmup_ratio": ratio, "train.warmup_steps": 0}),
             "train.weight_decay": self.protocol.weight_decay,
             "method": methods[0],
             "also": methods[1:],
@@ -133,13 +134,7 @@ class TaskStudy:
         run = build(changed_values(run, {**changes, **config.run_settings}), RunConfig, METHODS)
         return Trial(trial_title(self.task, settings, seed), settings, seed, run)
 
-    def _warmup(self) -> dict[str, Any]:
-        """Return the settings of the warm-up: the protocol's, or the steps of the task's recipe."""
-        ratio = self.protocol.warmup_ratio
-        return {} if ratio is None else {"train.warmup_ratio": ratio, "train.warmup_steps": 0}
-
     def _teacher_trial(self) -> Trial:
-        """Return the run that only scores the teacher."""
         seed = self.protocol.seeds[0]
         # What a score depends on must be the same for the teacher: windows and languages, but not the training.
         data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
@@ -200,13 +195,18 @@ class TaskStudy:
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         self._keep(choice, data, runner, world)
+        tsne = None
+        if self.drawn:
+            aspect = ffn_aspect(self.config.method_settings)
+            figure = self.figure(self.drawn, aspect, self.folder, "tsne", world)
+            tsne = {"file": f"{self.task}/tsne.png", **figure}
         return {
             **summarize(data, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
             "predictions": self._submit(data, world),
-            "tsne": self._draw(world) if self.drawn else None,
+            "tsne": tsne,
             "warnings": [*warnings, *failures],
         }
 
@@ -256,23 +256,14 @@ class TaskStudy:
         paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
         missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
         if missing:
-            best = self._best(world)
+            tokenizer: Any = load_tokenizer(self.config.model)
+            model = load_model(self.folder / BEST, dtype=self.plan.dtype, device=world.device, head=self.benchmark.head)
+            best = ScoredModel(
+                model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
+            )
             for split in missing:
                 data.submit(split, best, paths[split])
         return [str(path.relative_to(self.root)) for path in paths.values()]
-
-    def _best(self, world: World) -> ScoredModel:
-        """Load the best model."""
-        tokenizer: Any = load_tokenizer(self.config.model)
-        model = load_model(self.folder / BEST, dtype=self.plan.dtype, device=world.device, head=self.benchmark.head)
-        return ScoredModel(
-            model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
-        )
-
-    def _draw(self, world: World) -> dict[str, Any]:
-        """Draw the t-SNE figure of the task."""
-        aspect = ffn_aspect(self.config.method_settings)
-        return {"file": f"{self.task}/tsne.png", **self.figure(self.drawn, aspect, self.folder, "tsne", world)}
 
     def figure(
         self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 
@@ -24,7 +26,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
-from llmdistill.report.plots import Cloud, plot_clusters, save_plot
+from llmdistill.report.plots import COLORS, MARKERS, STYLE, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import targets_of
 from llmdistill.tasks.glue_files import TaskFiles
 
@@ -34,6 +36,19 @@ EXAMPLES = 1000
 _BATCH_SIZE = 32
 _PERPLEXITY = 30.0
 """scikit-learn's default; lower if there are few examples."""
+
+_MAX_PANELS = 4
+"""Maximum number of panels side by side."""
+
+
+class Cloud(NamedTuple):
+    """One panel."""
+
+    title: str
+    note: str
+    """Text below the title."""
+    points: np.ndarray
+    """(rows, 2)."""
 
 
 def draw(
@@ -156,3 +171,41 @@ def embed(features: np.ndarray) -> np.ndarray:
 def _silhouette(features: np.ndarray, targets: np.ndarray) -> float | None:
     """Return the mean silhouette of the classes, or None if all examples have the same class."""
     return float(silhouette_score(features, targets)) if len(np.unique(targets)) > 1 else None
+
+
+@rc_context(STYLE)
+def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
+    """Plot the clouds side by side, colored by class or score (KroneckerBERT Figure 4).
+
+    Args:
+        clouds: one cloud per model, all of the same examples.
+        targets: (rows,), the class or the score of each example.
+        classes: the names of the classes; empty if targets are scores, which are shown by a color scale.
+    """
+    columns = min(len(clouds), _MAX_PANELS)
+    lines = -(-len(clouds) // columns)
+    figure = new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
+    panels = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
+    small: dict[str, Any] = {"s": max(4.0, min(20.0, 6000 / len(targets))), "alpha": 0.75, "linewidths": 0}
+    for axes, cloud in zip(panels, clouds, strict=False):
+        if classes:
+            for index, name in enumerate(classes):
+                look = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
+                axes.scatter(*cloud.points[targets == index].T, **look, **small)
+        else:
+            axes.scatter(*cloud.points.T, c=targets, cmap="viridis", **small)
+        frame_panel(axes, cloud.title, cloud.note)
+        # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_box_aspect(1)
+    for axes in panels[len(clouds) :]:
+        axes.set_visible(False)
+    if classes:
+        # A bare number would be unclear in the legend.
+        names = [f"class {name}" if name.isdigit() else name for name in classes]
+        handles, _ = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), markerscale=2)
+    else:
+        figure.colorbar(panels[0].collections[0], ax=panels, label="score", shrink=0.7, aspect=24, pad=0.02)
+    return figure

@@ -160,7 +160,7 @@ def test_scores_are_the_mutual_information_of_rows_that_k_means_did_not_see() ->
 
 def command(data: Path, *models: object, **settings: object) -> list[str]:
     words = ["evaluate", "--suite", "conll2000", "--model", ",".join(map(str, models)), "--data", str(data)]
-    given = {"chunks": 90, "unlabeled": 20, "held_out": 40, "seeds": "3,5", **settings}
+    given = {"chunks": 40, "unlabeled": 10, "held_out": 20, "seeds": "3,5", **settings}
     return [*words, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
 
 
@@ -190,13 +190,13 @@ def test_models_stand_side_by_side(
     spans = located(sentences)
     for name, path in (("teacher", teacher), ("student", student), ("small", small)):
         for number, seed in enumerate((3, 5)):
-            drawn = draw_spans(spans, chunks=90, unlabeled=20, seed=seed)
+            drawn = draw_spans(spans, chunks=40, unlabeled=10, seed=seed)
             labels = [each.span.label for each in drawn]
             for layer, features in enumerate(naive(path, sentences, drawn)):
-                expected = cluster_score(features, labels, held_out=40, seed=seed)
+                expected = cluster_score(features, labels, held_out=20, seed=seed)
                 assert results["models"][name]["nmi"][layer]["seeds"][number] == pytest.approx(expected, abs=1e-6)
-    assert results["spans"] == 110
-    assert results["labels"]["O"] == 40
+    assert results["spans"] == 50
+    assert results["labels"]["O"] == 20
     report = (out / "report.md").read_text(encoding="utf-8")
     assert "| layer | teacher | student | small |" in report
     assert f"- student: `{student}`" in report
@@ -224,7 +224,7 @@ def test_what_was_not_read_and_what_was_missing_is_told(
     first = f"the first is 'cat' ({long}:{line})"
     assert warnings[0].startswith(f"9 words without a token, or beyond the model's positions (a, b), {first}")
     chunks = sum(span.label != "O" for sentence in read_sentences(data) for span in sentence.spans)
-    assert warnings[1] == f"{long} has {chunks + 20} of the 9020 spans that were asked for"
+    assert warnings[1] == f"{long} has {chunks + 10} of the 9010 spans that were asked for"
     assert "Warning: 9 words" in capsys.readouterr().out
 
 
@@ -242,7 +242,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         (command(data, f"a={teacher}", f"a={tmp_path}"), "would both be called a; write NAME=FOLDER"),
         (command(tmp_path / "none.txt", teacher), "none.txt: no such file"),
         (command(same, teacher), "its spans are of 1 labels"),
-        (command(data, teacher, held_out=107), "--held_out 107: "),
+        (command(data, teacher, held_out=47), "--held_out 47: "),
         (command(data, teacher, chunks=0), "--chunks is 0: give 1 or more"),
         (command(data, teacher, seeds="1,1"), "--seeds [1, 1]: give one or more, each once"),
         (command(data, teacher, seeds="-1"), "--seeds [-1]: give none below 0"),

@@ -66,11 +66,6 @@ def test_a_single_setting_needs_no_score():
     assert found.best.metrics == {"score": 1.0}
 
 
-def test_of_equals_the_first_is_chosen():
-    found = choose([result(name, seed, 50.0) for name in "pq" for seed in (1, 2)], score)
-    assert (found.settings, found.best.trial.seed) == ({"name": "p"}, 1)
-
-
 @pytest.mark.parametrize(
     ("scores", "leaders"),
     [

@@ -101,16 +101,12 @@ def test_a_failed_trial_stops_no_other(scripted, trials, capsys):
     (student / "config.json").touch()
     began = trials[0].folder / "began"
     before = began.read_text()
-    again = scripted_again(trials, progress)
+    again = Launcher().run(trials, progress)
     assert [result.metrics is not None for result in again] == [True, False, True]
     out = capsys.readouterr().out
     assert "(kept)" in out
     assert "sft seed=1: its student is trained already, and is scored ..." in out
     assert began.read_text() == before
-
-
-def scripted_again(trials, progress):
-    return Launcher().run(trials, progress)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

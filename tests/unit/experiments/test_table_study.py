@@ -11,13 +11,13 @@ from transformers import BertConfig
 
 from llmdistill.cli import main
 from llmdistill.experiments import table_study
-from llmdistill.report.column import Column
-from llmdistill.report.published import Line, Measured, PublishedReport, draw_rows, print_published, write_published
+from llmdistill.report.paper import Column, PublishedTable, TableRow
+from llmdistill.report.published import Measured, PublishedReport, draw_rows, print_published, write_published
 
-COLUMNS = [
+COLUMNS = (
     Column(label="SQuAD 2.0 F1", column="SQuAD2", metric="best_f1"),
     Column(label="MRPC", column="MRPC", metric="accuracy", on_server=True),
-]
+)
 MINE = Measured(
     folder="runs/t/tasks/mine",
     model="runs/t/trials/mine/student",
@@ -28,21 +28,26 @@ MINE = Measured(
     seconds=61.0,
     tuning_seconds=30.0,
 )
-LINES = [
-    Line(key="teacher", label="Teacher", published=[76.8, 87.25, 82.0]),
-    Line(key="mine", label="Mine <6x768>", published=[76.4, None, None], measured=MINE),
-    Line(
-        key="half",
-        label="Half",
-        published=[1.0, 2.0, 1.5],
-        measured=Measured(folder="f", scores={("MRPC", "accuracy"): [9.0]}),
+TABLE = PublishedTable(
+    name="t",
+    title="A table",
+    tasks=("squad2", "mrpc"),
+    columns=COLUMNS,
+    average=True,
+    rows=(
+        TableRow(name="teacher", label="Teacher", published=(76.8, 87.25, 82.0)),
+        TableRow(name="mine", label="Mine <6x768>", published=(76.4, None, None)),
+        TableRow(name="half", label="Half", published=(1.0, 2.0, 1.5)),
+        TableRow(name="broken", label="Broken", published=(1.0, 2.0, 1.5)),
+        TableRow(name="theirs", label="Theirs", published=(1.0, 2.0, 1.5), missing="no weights are published"),
     ),
-    Line(key="broken", label="Broken", published=[1.0, 2.0, 1.5], measured=Measured(folder="f", error="no memory")),
-    Line(key="theirs", label="Theirs", published=[1.0, 2.0, 1.5], why_not="no weights are published"),
-]
-REPORT = PublishedReport(
-    title="A table", columns=COLUMNS, average=True, lines=LINES, facts={"Command": "llmdistill compare"}
 )
+MEASURED = {
+    "mine": MINE,
+    "half": Measured(folder="f", scores={("MRPC", "accuracy"): [9.0]}),
+    "broken": Measured(folder="f", error="no memory"),
+}
+REPORT = PublishedReport(table=TABLE, measured=MEASURED, facts={"Command": "llmdistill compare"})
 
 
 def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,8 +65,8 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
     assert "The paper's figures for MRPC are of GLUE's test sets, ours of the dev sets." in text
     assert "Not run: Theirs: no weights are published" in text
     assert "| Theirs | (1.5) | (−80.5) | (1.0) | (2.0) | – |" in text
-    taught = replace(REPORT.lines[0], measured=replace(MINE, scores={key: [90.0] for key in MINE.scores}))
-    write_published(tmp_path / "taught", replace(REPORT, lines=[taught, *REPORT.lines[1:]]))
+    taught = replace(MINE, scores={key: [90.0] for key in MINE.scores})
+    write_published(tmp_path / "taught", replace(REPORT, measured={**MEASURED, "teacher": taught}))
     assert "| 75.5  | −14.5  | 71.0" in (tmp_path / "taught/report.md").read_text(encoding="utf-8")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "71.0 ± 1.4<br><small>76.4</small>" in page
@@ -74,18 +79,19 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
-    def row(at: int, line: str, scores: list[float], published: float | None) -> Line:
-        measured = Measured(folder="f", scores={("MNLI-m", "accuracy"): scores}) if scores else None
-        return Line(key=f"{line}{at}", label="l", published=[published], measured=measured, at=at, line=line)
-
-    lines = [
-        row(6, "A", [80.0, 82.0], 79.0),
-        row(3, "A", [70.0], None),
-        row(9, "A", [], 78.0),
-        row(3, "B", [60.0], None),
-    ]
-    columns = [Column(label="MNLI-m", column="MNLI-m", metric="accuracy")]
-    report = PublishedReport(title="T", columns=columns, average=False, lines=lines, axis="layer", facts={})
+    rows, measured = list[TableRow](), {}
+    for at, line, scores, published in (
+        (6, "A", [80.0, 82.0], 79.0),
+        (3, "A", [70.0], None),
+        (9, "A", [], 78.0),
+        (3, "B", [60.0], None),
+    ):
+        rows.append(TableRow(name=f"{line}{at}", label="l", published=(published,), at=at, line=line))
+        if scores:
+            measured[rows[-1].name] = Measured(folder="f", scores={("MNLI-m", "accuracy"): scores})
+    columns = (Column(label="MNLI-m", column="MNLI-m", metric="accuracy"),)
+    table = PublishedTable(name="t", title="T", tasks=("mnli",), columns=columns, rows=tuple(rows), axis="layer")
+    report = PublishedReport(table=table, measured=measured, facts={})
 
     results = write_published(tmp_path, report)
 
@@ -104,7 +110,7 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "scores.png").is_file()
     assert "(plots/scores.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert draw_rows(replace(report, lines=[replace(each, at=None) for each in lines])) == []
+    assert draw_rows(replace(report, table=replace(table, rows=[replace(each, at=None) for each in rows]))) == []
 
 
 @pytest.fixture

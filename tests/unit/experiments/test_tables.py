@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -15,16 +16,18 @@ from llmdistill.config import StudentConfig, TeacherConfig, TrainConfig
 from llmdistill.config.command_line import changed, recipe_names
 from llmdistill.config.tasks import ProtocolName, TasksConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments import chunks
-from llmdistill.experiments.tables import PublishedTable, load_table, suite_files, table_names
+from llmdistill.experiments import chunks, tables
+from llmdistill.experiments.tables import suite_files, table_names
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
+from llmdistill.report.paper import PublishedTable
 from llmdistill.tasks import TASKS, task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import known_sets
 from llmdistill.tasks.squad_metrics import LANGUAGES
 
 ROOT = Path(__file__).resolve().parents[3]
+load_table = cache(tables.load_table)
 EVERY = pytest.mark.parametrize("name", table_names())
 
 TABLES = {
@@ -214,9 +217,9 @@ PAPERS = {
 
 def test_tables_without_averages_have_the_papers_figures() -> None:
     """So that a mistyped figure is found there too."""
-    tables = [table for table in map(load_table, table_names()) if not means_of(table)]
-    assert {table.name for table in tables} == PAPERS.keys()
-    for table in tables:
+    without = [table for table in map(load_table, table_names()) if not means_of(table)]
+    assert {table.name for table in without} == PAPERS.keys()
+    for table in without:
         rows = [row.split() for row in PAPERS[table.name].split("/")]
         figures = [tuple(None if figure == "-" else float(figure) for figure in row) for row in rows]
         assert [row.published for row in table.rows if set(row.published) != {None}] == figures, table.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,22 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("finished") / "run"
     for name, rank in (("untrained", 4), ("student", 24)):
         llmdistill.compress("embedded:teacher", rank=rank, output=str(folder / name))
     config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
     (folder / "run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
     (folder / "metrics.json").write_text("{}", encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @torch.no_grad()
@@ -104,33 +111,26 @@ def test_the_models_of_a_run_are_scored_side_by_side(
     assert f"`{run / 'student'}`" in report
     capsys.readouterr()
 
-    # The same command scores nothing again, and a model that has changed is scored again.
-    assert main("zero_shot", command) == 0
-    assert " on ages ..." not in capsys.readouterr().out
-    llmdistill.compress("embedded:teacher", rank=8, output=str(run / "other"))
-    (run / "student").rename(run / "old")
-    (run / "other").rename(run / "student")
+    # A model that has changed is scored again, and no other.
+    shutil.rmtree(run / "student")
+    shutil.copytree(run / "untrained", run / "student")
     assert main("zero_shot", command) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "on ages" in line] == ["trained"]
 
 
-def test_limits_reach_the_harness(task_dir: Path, tmp_path: Path) -> None:
-    command = ["--model", "embedded:teacher", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
-
-    assert main("zero_shot", [*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
-
-    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
-    entry = results["models"]["embedded:teacher"]["tasks"]["ages"]
-    assert (entry["examples"], entry["num_fewshot"], results["limit"]) == (4, 2, 4)
-
-
-def test_code_in_the_folders_of_models_does_not_run(
+def test_limits_reach_the_harness_and_code_in_the_folders_of_models_does_not_run(
     task_dir: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     plant(run, tmp_path / "code ran")
-    assert main("zero_shot", ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "2"]) == 0
+    command = ["--model", f"mine={run}", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
+
+    assert main("zero_shot", [*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
+
     assert not (tmp_path / "code ran").exists()
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    entry = results["models"]["mine"]["tasks"]["ages"]
+    assert (entry["examples"], entry["num_fewshot"], results["limit"]) == (4, 2, 4)
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(
@@ -152,9 +152,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         words = [word for pair in {**whole, **change}.items() for word in pair]
         assert main("zero_shot", words) == 2
         assert message in capsys.readouterr().err
-    (run / "metrics.json").unlink()
-    assert main("zero_shot", ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir)]) == 2
-    assert "is not finished" in capsys.readouterr().err
     (task_dir / "ages.jsonl").unlink()
     assert main("zero_shot", [word for pair in whole.items() for word in pair]) == 2
     assert "the data are not loaded" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from llmdistill.report.results import (
     Sample,
     describe_finding,
 )
-from llmdistill.report.score import PERPLEXITY
+from llmdistill.report.score import PERPLEXITY, ROUGE_L
 
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}
@@ -115,9 +115,16 @@ def replace_row(comparison, name, **changes):
     return dataclasses.replace(comparison, rows=rows)
 
 
-def written(folder, comparison, name):
-    write_comparison(folder, comparison)
-    return (folder / name).read_text(encoding="utf-8")
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write a comparison without its plots; gives the text of a file."""
+    monkeypatch.setattr("llmdistill.report.comparison.draw_comparison", lambda comparison: [])
+
+    def write(comparison, name="report.html"):
+        write_comparison(tmp_path, comparison)
+        return (tmp_path / name).read_text(encoding="utf-8")
+
+    return write
 
 
 class Page(HTMLParser):
@@ -200,16 +207,12 @@ def test_costs_are_medians_over_seeds(report):
     }
 
 
-def test_results_hold_no_times_and_no_absolute_path(tmp_path, comparison):
-    failed = make_run("sft", 0, error=f"it broke (exit code 1, log {tmp_path}/cells/sft.log)")
-    text = written(tmp_path, replace_row(comparison, "sft", runs=[failed]), "results.json")
-    assert str(tmp_path) not in text
-    assert "log cells/sft.log" in text
-    assert "second" not in text
-
-
-def test_two_writes_give_equal_bytes(report, tmp_path, comparison):
+def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(report, tmp_path, comparison):
+    (tmp_path / "plots").mkdir()
+    for name in ("mine.png", "terms_sft.png", "ranks_loss.svg"):
+        (tmp_path / "plots" / name).write_bytes(b"")
     write_comparison(tmp_path, comparison)
+    (tmp_path / "plots" / "mine.png").unlink()
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     plots = ("scores", "learning_curves", "terms_makd", "size", "perplexity_wikitext2", "perplexity_size_wikitext2")
     assert {str(file) for file in files} == {
@@ -235,6 +238,8 @@ def test_page_stands_alone(report):
     for said in ("the teacher knows nothing", "a laptop", "25.1", "chosen on validation, never on test"):
         assert said in text
     assert 'title="train sft --seed 0\ntrain sft --seed 1\ntrain sft --seed 2"' in text
+    assert "Teacher ✓" in page.correct
+    assert not any("dog" in text for text in page.correct)
 
 
 def test_only_the_best_method_is_bold_and_ties_are_all(report):
@@ -253,14 +258,14 @@ def test_only_the_best_method_is_bold_and_ties_are_all(report):
     assert "**[80.0]" not in text
 
 
-def test_text_of_users_is_escaped(tmp_path, comparison):
+def test_text_of_users_is_escaped(tmp_path, comparison, written):
     attack = "<script>alert(1)</script>|\n* x"
     sample = Sample(set="seen", prompt=attack, reference=attack, answers={"makd": attack})
     run = make_run("sft", 0, (1.0, 2.0), command=f'x "{attack}', folder="javascript:alert(1)")
     attacked = replace_row(comparison, "sft", label=attack, runs=[run], terms=["a", "b"])
     facts = {attack: attack}
     attacked = dataclasses.replace(attacked, title=attack, samples=[sample], facts=facts, warnings=[attack])
-    page = Page(written(tmp_path, attacked, "report.html"))
+    page = Page(written(attacked))
     assert "script" not in page.tags
     assert "javascript:alert(1)" not in page.addresses
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -276,61 +281,42 @@ def test_markdown_shows_text_as_it_stands():
     assert markdown_code("a `b` c\nd") == "`` a `b` c d ``"
 
 
-def test_equal_answers_are_marked(report):
-    page = Page((report / "report.html").read_text(encoding="utf-8"))
-    assert "Teacher ✓" in page.correct
-    assert not any("dog" in text for text in page.correct)
-
-
-def test_method_with_a_failed_seed_uses_the_others(tmp_path, comparison):
+def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_path, comparison, written):
     ended = [make_run("makd", seed, SCORES["makd"][seed]) for seed in (0, 2)]
-    failed = make_run("makd", 1, error="the loss is not finite at step 7")
-    partial = replace_row(comparison, "makd", runs=[ended[0], failed, ended[1]])
-    method = json.loads(written(tmp_path, partial, "results.json"))["methods"]["makd"]
-    assert method["seeds"] == [0, 2]
-    assert method["rougeL"]["seen"]["mean"] == pytest.approx(50.5)
-    assert method["failed"] == [{"seed": 1, "folder": "cells/makd-seed1", "error": "the loss is not finite at step 7"}]
+    partly = make_run("makd", 1, error=f"it broke (exit code 1, log {tmp_path}/cells/makd.log)")
+    wholly = [make_run("sft", seed, error=f"no memory {seed}") for seed in range(2)]
+    size = make_run("makd", 0, error="rank 99 is too large", folder="cells/size")
+    failed = replace_row(replace_row(comparison, "makd", runs=[ended[0], partly, ended[1]]), "sft", runs=wholly)
+    failed = dataclasses.replace(failed, sizes=[*comparison.sizes, make_row("makd", "rank 99", [], runs=[size])])
+    text = written(failed, "results.json")
+    assert str(tmp_path) not in text
+    assert "second" not in text
+    makd, sft = (json.loads(text)["methods"][name] for name in ("makd", "sft"))
+    assert makd["seeds"] == [0, 2]
+    assert makd["rougeL"]["seen"]["mean"] == pytest.approx(50.5)
+    reason = "it broke (exit code 1, log cells/makd.log)"
+    assert makd["failed"] == [{"seed": 1, "folder": "cells/makd-seed1", "error": reason}]
+    assert sft["rougeL"] is sft["difference_to_teacher"] is None
+    assert [item["error"] for item in sft["failed"]] == ["no memory 0", "no memory 1"]
     for name in ("report.html", "report.md"):
-        text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "the loss is not finite at step 7" in text
-        assert "1 failed" in text
-
-
-def test_method_whose_runs_all_failed_is_there_with_its_error(tmp_path, comparison):
-    failed = [make_run("sft", seed, error=f"no memory {seed}") for seed in range(2)]
-    method = json.loads(written(tmp_path, replace_row(comparison, "sft", runs=failed), "results.json"))["methods"][
-        "sft"
-    ]
-    assert method["rougeL"] is None
-    assert method["difference_to_teacher"] is None
-    assert [item["error"] for item in method["failed"]] == ["no memory 0", "no memory 1"]
-    assert "no memory 1" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_failure_at_another_size_is_shown(tmp_path, comparison):
-    failed = make_run("makd", 0, error="rank 99 is too large", folder="cells/size")
-    sizes = [*comparison.sizes, make_row("makd", "rank 99", [], runs=[failed])]
-    text = written(tmp_path, dataclasses.replace(comparison, sizes=sizes), "report.html")
-    assert "rank 99 is too large" in text
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        for said in ("it broke (exit code 1", "no memory 1", "1 failed", "rank 99 is too large"):
+            assert said in page
 
 
 def test_report_without_any_score_is_written(tmp_path, comparison):
     rows = [dataclasses.replace(row, runs=[]) for row in comparison.rows]
     bare = dataclasses.replace(comparison, rows=rows, sizes=[], samples=[], facts={}, paper=None)
-    assert "No method ended with scores." in written(tmp_path, bare, "report.html")
+    write_comparison(tmp_path, bare)
+    assert "No method ended with scores." in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not (tmp_path / "plots" / "scores.svg").exists()
 
 
-def test_plots_of_an_earlier_report_do_not_stay(tmp_path, comparison):
-    write_comparison(tmp_path, comparison)
-    (tmp_path / "plots" / "mine.png").write_bytes(b"")
-    write_comparison(tmp_path, dataclasses.replace(comparison, sizes=[]))
-    assert not (tmp_path / "plots" / "size.png").exists()
-    assert (tmp_path / "plots" / "mine.png").exists()
-
-
-def finding(**scores):
-    rows = [make_row(name, name.upper(), [(value, value) for value in values]) for name, values in scores.items()]
+def finding(score=ROUGE_L, **scores):
+    rows = [
+        make_row(name, name.upper(), [(value, value) for value in values], score=score)
+        for name, values in scores.items()
+    ]
     return describe_finding(rows, SETS)
 
 
@@ -368,25 +354,13 @@ def test_headline_says_which_sets_are_scored_in_part(comparison):
     assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
 
 
-def test_older_results_are_printed_too(comparison, report, capsys):
-    """They have no perplexity, no numbers of examples, and a deviation of 0 for one seed."""
-    results = json.loads((report / "results.json").read_text(encoding="utf-8"))
-    print_comparison(results, Console(width=200))
-    new = capsys.readouterr().out
-    teacher = next(line for line in new.splitlines() if line.split()[:1] == ["teacher"])
+def test_what_is_printed(report, capsys):
+    print_comparison(json.loads((report / "results.json").read_text(encoding="utf-8")), Console(width=200))
+    printed = capsys.readouterr().out
+    teacher = next(line for line in printed.splitlines() if line.split()[:1] == ["teacher"])
     assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
-    assert "seen (n = 20)" in new
-    assert "wikitext2 (perplexity)" in new
-    del results["examples"], results["texts"]
-    for method in results["methods"].values():
-        del method["perplexity"]
-        if len(method["seeds"]) == 1:
-            method["average_std"] = 0.0
-            for each in SETS:
-                method["rougeL"][each]["std"] = 0.0
-    print_comparison(results, Console(width=200))
-    teacher = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
-    assert teacher.split() == ["teacher", "75.0", "–", "–", "80.0", "70.0", "1,000"]
+    assert "seen (n = 20)" in printed
+    assert "wikitext2 (perplexity)" in printed
 
 
 def on_text():
@@ -408,8 +382,8 @@ def on_text():
     return Comparison(title="On text", sets=SETS, examples={"seen": (9, 60), "unseen": (9, 9)}, rows=rows, sizes=rows)
 
 
-def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys):
-    text = written(tmp_path, on_text(), "report.md")
+def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys, written):
+    text = written(on_text(), "report.md")
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     sft, makd = (results["methods"][name] for name in ("sft", "makd"))
     assert (sft["perplexity"]["average"], makd["perplexity"]["average"]) == pytest.approx((16.0, 18.0))
@@ -431,20 +405,16 @@ def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys):
 
 
 def test_finding_knows_that_a_lower_perplexity_is_better():
-    def finding(**scores):
-        rows = [
-            Row(name=name, label=name.upper(), score=PERPLEXITY, runs=[make_run(name, 0, (value, value))])
-            for name, value in scores.items()
-        ]
-        return describe_finding(rows, SETS)
+    def of(**scores):
+        return finding(score=PERPLEXITY, **{name: [value] for name, value in scores.items()})
 
     where = "on the average of 2 sets"
-    assert finding(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
-    assert finding(none=15.0, sft=20.0, kd=16.0) == (
+    assert of(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
+    assert of(none=15.0, sft=20.0, kd=16.0) == (
         f"No method is below the untrained student: the best, KD, is 1 points of perplexity above it {where}."
     )
     below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
-    assert finding(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
+    assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
 
 
 def test_sets_must_be_there_and_have_names_of_their_own(comparison):

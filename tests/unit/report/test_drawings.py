@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from llmdistill.report.drawings import draw_comparison, row_styles, save_drawings
+from llmdistill.report.drawings import draw_comparison, row_styles
 from llmdistill.report.plots import GRAY
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY
@@ -81,11 +81,3 @@ def test_a_single_point_is_no_curve(comparison):
 
     once = dataclasses.replace(comparison, rows=[cut(row) for row in comparison.rows])
     assert [drawing.name for drawing in draw_comparison(once)] == ["scores", "size", "ranks_loss"]
-
-
-def test_plots_of_an_earlier_report_are_removed_and_others_stay(tmp_path, comparison):
-    for name in ("ranks_gradients.png", "spectra.svg", "terms_makd.png", "termsheet.png"):
-        (tmp_path / name).write_bytes(b"")
-    saved = save_drawings(tmp_path, [each for each in draw_comparison(comparison) if each.name == "ranks_loss"])
-    assert [each["name"] for each in saved] == ["ranks_loss"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["ranks_loss.png", "ranks_loss.svg", "termsheet.png"]

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from llmdistill.report import plots
+from llmdistill.report.panels import plot_size
 from llmdistill.report.score import ROUGE_L
 
 
@@ -75,7 +76,7 @@ def test_legend_is_in_the_order_in_which_the_lines_end():
 
 
 def test_sizes_are_drawn_from_small_to_large():
-    figure = plots.plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], 9.0, ROUGE_L, ["seen"])
+    figure = plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], 9.0, ROUGE_L, ["seen"])
     assert list(figure.axes[0].lines[0].get_xdata()) == [300, 500]
     assert list(figure.axes[0].lines[1].get_ydata()) == [9.0, 9.0]
     assert [plots.short_number(value) for value in (0, 999, 521_152, 7.7e7, 2e9)] == ["0", "999", "521k", "77M", "2B"]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from llmdistill.report import plots
+from llmdistill.report.panels import plot_sizes
 from llmdistill.report.score import ROUGE_L
 from llmdistill.report.starts import (
     WEIGHTING_FILE,
@@ -14,7 +15,6 @@ from llmdistill.report.starts import (
     draw_weighting,
     matrices,
     plot_ranks,
-    plot_sizes,
     plot_spectra,
     read_weighting,
 )

@@ -48,5 +48,4 @@ def test_mean_and_deviation():
     assert show_seeds(over_seeds(values), 2) == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert show_seeds(over_seeds([3.0])) == "3.0"
     assert over_seeds([3.0]) == {"mean": 3.0, "std": None, "seeds": [3.0]}
-    assert show_seeds({"mean": 3.0, "std": 0.0, "seeds": [3.0]}) == "3.0"  # as older versions wrote it
     assert plus_minus(1.26, 0.04) == "1.3 ± 0.0"

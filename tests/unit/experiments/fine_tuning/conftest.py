@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers import models as token_models
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from llmdistill.commands.fine_tuning import main
 from llmdistill.config import TrainConfig
 from llmdistill.experiments.fine_tuning import run
 from llmdistill.run import assemble
@@ -65,14 +67,46 @@ class Engine:
         pass
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    """Runs use it, in this process alone; it counts how often it is built."""
-    monkeypatch.setattr(Engine, "built", 0)
-    monkeypatch.setattr(assemble, "build_engine", Engine)
+@pytest.fixture(scope="module")
+def in_process() -> Iterator[None]:
+    """Runs use the engine above, in this process alone."""
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    monkeypatch.setattr(run, "process_group", lambda: nullcontext(world))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "build_engine", Engine)
+        patch.setattr(run, "process_group", lambda: nullcontext(world))
+        yield
+
+
+@pytest.fixture
+def engine(in_process: None) -> type[Engine]:
+    """Counts how often it is built in a test."""
+    Engine.built = 0
     return Engine
+
+
+QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "4", "--batch_size", "16", "--speed", "false"]
+
+
+@pytest.fixture(scope="module")
+def fine_tune(in_process: None, data: Path) -> Callable[..., int]:
+    """Run the command with an output folder; gives its exit code."""
+    return lambda output, *more: main(["--data_dir", str(data), "--output_dir", str(output), *QUICK, *map(str, more)])
+
+
+@pytest.fixture
+def evaluate(capsys: Any, engine: type[Engine], encoder: Path, fine_tune: Callable[..., int], tmp_path: Path) -> Any:
+    """Run the command; gives results.json and what was said."""
+
+    def run(
+        *arguments: object, model: Path = encoder, folder: str | Path = "out", code: int = 0
+    ) -> tuple[dict[str, Any], str]:
+        output = tmp_path / folder
+        assert fine_tune(output, "--model", model, *arguments) == code
+        said = capsys.readouterr()
+        results = json.loads((output / "results.json").read_text()) if code == 0 else {}
+        return results, said.out + said.err
+
+    return run
 
 
 def save_tokenizer(folder: Path, words: list[str] = TOKENS) -> None:

@@ -14,7 +14,6 @@ from transformers import (
     RobertaConfig,
 )
 
-from llmdistill.commands.fine_tuning import main
 from llmdistill.models.heads import classifier_parameters, read_classifier, set_classifier
 
 SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -31,7 +30,6 @@ CONFIGS = {
     "gpt2": (GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0), {"score.weight"}),
     "llama": (LlamaConfig(**SMALL, num_labels=3, pad_token_id=0), {"score.weight"}),
 }
-QUICK = ["--protocol", "custom", "--epochs", "1", "--batch_size", "16", "--speed", "false", "--tasks", "rte"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -48,61 +46,44 @@ def test_the_classifier_of_each_family_is_all_outside_the_base(family, tmp_path)
         assert torch.equal(parameter, wanted), name
 
 
-@pytest.fixture
-def evaluate(capsys, engine, data, tmp_path):
-    """Run the command without learning anything; gives the classifier it ends with, and what was said."""
-
-    def run(model: Path, *arguments: str, folder: str = "out", code: int = 0) -> tuple[torch.Tensor | None, str]:
-        given = ["--model", str(model), "--data_dir", str(data), "--output_dir", str(tmp_path / folder), *QUICK]
-        assert main([*given, "--learning_rates", "1e-12", *arguments]) == code
-        said = capsys.readouterr()
-        best = tmp_path / folder / "RTE/best/model.safetensors"
-        return load_file(best)["classifier.weight"] if code == 0 else None, said.out + said.err
-
-    return run
+START = ["--tasks", "rte", "--epochs", "1", "--learning_rates", "1e-12"]
+"""Learns nothing, so that the classifier stays as it started."""
 
 
-@pytest.fixture
-def teacher(evaluate, encoder, tmp_path) -> str:
-    evaluate(encoder, "--seeds", "7", folder="teacher")
-    return str(tmp_path / "teacher")
+@pytest.fixture(scope="module")
+def teacher(fine_tune, encoder, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    assert fine_tune(folder, "--model", encoder, *START, "--seeds", "7") == 0
+    return folder
 
 
-def test_it_starts_as_the_teacher_s(evaluate, encoder, teacher, tmp_path) -> None:
-    taught = load_file(Path(teacher) / "RTE/best/model.safetensors")["classifier.weight"]
-    copied, said = evaluate(encoder, "--teacher", teacher, "--method", "kroneckerbert")
-    torch.testing.assert_close(copied, taught)
+def classifier(folder: Path) -> torch.Tensor:
+    return load_file(folder / "RTE/best/model.safetensors")["classifier.weight"]
+
+
+def test_it_starts_as_the_teacher_s(evaluate, teacher, tmp_path) -> None:
+    taught = [*START, "--teacher", teacher]
+    _, said = evaluate(*taught, "--method", "kroneckerbert")
+    torch.testing.assert_close(classifier(tmp_path / "out"), classifier(teacher))
     assert "the classifier starts as the teacher's" in said
-    asked, _ = evaluate(encoder, "--teacher", teacher, "--copy_classifier", "true", folder="asked")
-    torch.testing.assert_close(asked, taught)
-    drawn, said = evaluate(encoder, "--teacher", teacher, folder="drawn")  # by method kd
-    assert (drawn - taught).abs().max() > 1e-3
+    evaluate(*taught, "--copy_classifier", "true", folder="asked")
+    torch.testing.assert_close(classifier(tmp_path / "asked"), classifier(teacher))
+    _, said = evaluate(*taught, folder="drawn")  # by method kd
+    assert (classifier(tmp_path / "drawn") - classifier(teacher)).abs().max() > 1e-3
     assert "starts as the teacher's" not in said
-    refused, _ = evaluate(
-        encoder, "--teacher", teacher, "--method", "kroneckerbert", "--copy_classifier", "false", folder="no"
-    )
-    torch.testing.assert_close(refused, drawn)
-
-
-def test_it_is_part_of_what_makes_a_run_the_same(evaluate, encoder, teacher, tmp_path) -> None:
-    labels = ["--teacher", teacher, "--method", "sft"]
-    evaluate(encoder, *labels)
-    _, error = evaluate(encoder, *labels, "--copy_classifier", "true", code=2)
+    evaluate(*taught, "--method", "kroneckerbert", "--copy_classifier", "false", folder="no")
+    torch.testing.assert_close(classifier(tmp_path / "no"), classifier(tmp_path / "drawn"))
+    # It is part of what makes a run the same.
+    _, error = evaluate(*taught, "--copy_classifier", "true", folder="drawn", code=2)
     assert "copy_classifier was None and is now True" in error
-    evaluate(encoder, "--teacher", teacher, "--copy_classifier", "true", folder="kd")
-    _, error = evaluate(encoder, "--teacher", teacher, folder="kd", code=2)
+    _, error = evaluate(*taught, folder="asked", code=2)
     assert "copy_classifier was True and is now None" in error
 
 
-def test_a_classifier_of_another_shape_is_refused_where_it_is_asked_for(evaluate, make_encoder, teacher) -> None:
+def test_a_classifier_that_cannot_be_copied_is_refused(evaluate, make_encoder, teacher) -> None:
     wide = make_encoder(width=24)
-    _, error = evaluate(wide, "--teacher", teacher, "--copy_classifier", "true", code=2)
-    assert "classifier.weight 2 x 16" in error
-    assert "classifier.weight 2 x 24" in error
-    assert "or leave it out" in error
-    evaluate(wide, "--teacher", teacher)
-
-
-def test_there_must_be_a_teacher_to_copy_from(evaluate, encoder) -> None:
-    _, error = evaluate(encoder, "--copy_classifier", "true", code=2)
+    _, error = evaluate(*START, "--teacher", teacher, "--copy_classifier", "true", model=wide, code=2)
+    for said in ("classifier.weight 2 x 16", "classifier.weight 2 x 24", "or leave it out"):
+        assert said in error
+    _, error = evaluate(*START, "--copy_classifier", "true", code=2)
     assert "--copy_classifier true: there is no teacher" in error

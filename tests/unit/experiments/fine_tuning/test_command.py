@@ -11,23 +11,21 @@ from llmdistill.commands.fine_tuning import main
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
 
 
-def test_only_the_result_stands_on_stdout(capsys, engine, encoder, data, tmp_path) -> None:
-    given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "rte", "--output_dir", str(tmp_path / "out")]
-    assert main([*given, *CUSTOM, "--json"], prog="eval/glue.py") == 0
-    said = capsys.readouterr()
-    results = json.loads(said.out)
-    assert results == json.loads((tmp_path / "out/results.json").read_text())
-    assert results["run"]["command"].startswith("eval/glue.py --model")
-    assert "[1/1] RTE learning_rate=0.01 epochs=1 seed=1: accuracy" in said.err
-
-
-def test_it_is_a_suite_of_evaluate(capsys, engine, encoder, data, tmp_path, monkeypatch) -> None:
+def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
+    capsys, engine, encoder, data, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "cola", *CUSTOM]
     assert cli.main(["evaluate", *given, "--suite", "glue"]) == 0
     assert "CoLA matthews" in " ".join(capsys.readouterr().out.split())
     (report,) = tmp_path.glob("runs/glue/*/report.md")
     assert "llmdistill evaluate --suite glue --model" in report.read_text()
+    assert main([*given, "--json"], prog="eval/glue.py") == 0
+    said = capsys.readouterr()
+    results = json.loads(said.out)
+    assert results == json.loads(report.with_name("results.json").read_text())
+    assert results["run"]["command"].startswith("eval/glue.py --model")
+    assert "[1/1] CoLA learning_rate=0.01 epochs=1 seed=1: matthews" in said.err
 
 
 def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
@@ -69,27 +67,16 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
         (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, engine, encoder, data, tmp_path, arguments, said) -> None:
-    given = {"--model": str(encoder), "--data_dir": str(data), "--tasks": "rte", "--output_dir": str(tmp_path / "out")}
-    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
-    words = [word for pair in given.items() for word in pair]
-    assert main([*CUSTOM, *words]) == 2
-    error = capsys.readouterr().err
+def test_mistakes_are_one_sentence(evaluate, engine, arguments, said) -> None:
+    _, error = evaluate("--tasks", "rte", *CUSTOM, *arguments, code=2)
     assert error.startswith("error: ") or "\nerror: " in error
     assert said in error
     assert "Traceback" not in error
     assert engine.built == 0
 
 
-def test_ranks_of_a_launcher_do_not_each_start_trials(capsys, monkeypatch, engine, encoder, data, tmp_path) -> None:
+def test_ranks_of_a_launcher_do_not_each_start_trials(monkeypatch, evaluate, tmp_path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
-    assert main([*given, "--tasks", "rte", "--trials_at_once", "2"]) == 2
-    assert "--trials_at_once 2: each trial has a launcher of its own" in capsys.readouterr().err
+    _, error = evaluate("--tasks", "rte", "--trials_at_once", "2", code=2)
+    assert "--trials_at_once 2: each trial has a launcher of its own" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_a_teacher_of_other_classes_is_refused(capsys, engine, encoder, data, tmp_path) -> None:
-    given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
-    assert main([*given, "--tasks", "mnli", "--teacher", str(encoder)]) == 2
-    assert "tells 2 classes apart, but MNLI has 3" in capsys.readouterr().err

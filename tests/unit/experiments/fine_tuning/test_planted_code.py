@@ -4,13 +4,9 @@ import shutil
 
 from planted import plant
 
-from llmdistill.commands.fine_tuning import main
-
-QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--batch_size", "16", "--speed", "false"]
-
 
 def test_fine_tuning_runs_no_code_of_the_model_and_the_folders_it_reads(
-    engine, encoder, data, tmp_path, monkeypatch, capsys
+    fine_tune, encoder, data, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker, output = tmp_path / "code ran", tmp_path / "out"
@@ -18,10 +14,10 @@ def test_fine_tuning_runs_no_code_of_the_model_and_the_folders_it_reads(
         shutil.copytree(source, tmp_path / source.name)
         plant(tmp_path / source.name, marker)
     model, rows = (str(tmp_path / source.name) for source in (encoder, data))
-    words = ["--model", model, "--data_dir", rows, "--output_dir", str(output), *QUICK, "--tasks", "rte"]
+    words = ["--model", model, "--data_dir", rows, "--epochs", "1", "--tasks", "rte"]
     # Again over its own planted folder, which still counts as what it was, and then over a model that is another.
     for codes, named in (((0,), False), ((0,), True), ((0, 2), True)):
-        code, said = main(words), capsys.readouterr().err
+        code, said = fine_tune(output, *words), capsys.readouterr().err
         assert code in codes, said
         assert code == 0 or said.count("error: ") == 1
         assert "Traceback" not in said

@@ -13,17 +13,13 @@ from question_files import rows, write_file, write_tasks
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 import llmdistill
-from llmdistill.commands.fine_tuning import main
 from llmdistill.config import FactorizeConfig
-from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.fine_tuning.protocols import protocol_of
 from llmdistill.experiments.fine_tuning.results import results_table
 from llmdistill.factorize.convert import compress
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
 WINDOWS = {"data.task.stride": 4, "data.task.max_question_length": 4, "data.task.max_answer_length": 4}
-QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "6", "--batch_size", "16", "--speed", "false"]
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +27,26 @@ def questions(tmp_path_factory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("questions"))
 
 
-@pytest.fixture
-def evaluate(capsys, engine, encoder, questions, tmp_path):
-    """Run the command; gives results.json and what was said."""
+def windows(**more: Any) -> list[str]:
+    return ["--max_length", "14", "--run_settings", json.dumps({**WINDOWS, **more})]
 
-    def run(
-        *arguments: str, model: Path = encoder, folder: str = "out", data: Path = questions, code: int = 0, **more: Any
-    ) -> tuple[dict[str, Any], str]:
-        output = tmp_path / folder
-        given = ["--model", str(model), "--data_dir", str(data), "--output_dir", str(output), "--max_length", "14"]
-        given += [*QUICK, "--run_settings", json.dumps({**WINDOWS, **more}), *arguments]
-        assert main(given) == code
-        said = capsys.readouterr()
-        results = json.loads((output / "results.json").read_text()) if code == 0 else {}
-        return results, said.out + said.err
+
+@pytest.fixture(scope="module")
+def squad1(fine_tune, encoder, questions, tmp_path_factory) -> Path:
+    """The folder of a model that has learned SQuAD 1.1."""
+    folder = tmp_path_factory.mktemp("squad1")
+    words = ["--model", encoder, "--data_dir", questions, *windows(), "--tasks", "squad1", "--epochs", "6"]
+    assert fine_tune(folder, *words) == 0
+    return folder
+
+
+@pytest.fixture
+def answer(evaluate, questions):
+    """Run the command on questions; gives results.json and what was said."""
+
+    def run(*arguments: Any, data: Path = questions, model: Path | None = None, folder: str = "out", code=0, **more):
+        words = ["--data_dir", data, *windows(**more), "--epochs", "6", *arguments]
+        return evaluate(*words, folder=folder, code=code, **({} if model is None else {"model": model}))
 
     return run
 
@@ -59,8 +61,8 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(evaluate, engine, questions, tmp_path) -> None:
-    results, said = evaluate("--tasks", "squad2")
+def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(answer, engine, questions, tmp_path) -> None:
+    results, said = answer("--tasks", "squad2")
     task, run = results["tasks"]["SQuAD2"], tmp_path / "out/SQuAD2/lr-0.01-epochs-6-seed-1"
     predictions = run / "predictions/student/dev"
     right = references(questions / "squad2/dev-v2.0.json")
@@ -84,13 +86,13 @@ def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(evaluate, engi
     # what is saved is a stock model
     model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out/SQuAD2/best")
     assert type(model).__name__ == "BertForQuestionAnswering"
-    again, _ = evaluate("--tasks", "squad2")
+    again, _ = answer("--tasks", "squad2")
     assert engine.built == 1, "finished runs are kept"
     assert again["tasks"]["SQuAD2"]["dev"] == task["dev"]
 
 
-def test_mlqa_is_learned_in_english_and_scored_in_each_language(evaluate, questions, tmp_path) -> None:
-    results, _ = evaluate("--tasks", "mlqa", **{"data.task.crossed": True, "data.task.languages": ["en", "de", "zh"]})
+def test_mlqa_is_learned_in_english_and_scored_in_each_language(answer, questions, tmp_path) -> None:
+    results, _ = answer("--tasks", "mlqa", **{"data.task.crossed": True, "data.task.languages": ["en", "de", "zh"]})
     dev = results["tasks"]["MLQA"]["dev"]
     crossed = ["MLQA-en-de", "MLQA-en-zh", "MLQA-de-en", "MLQA-de-zh", "MLQA-zh-en", "MLQA-zh-de"]
     assert list(dev) == ["MLQA-en dev", "MLQA-en", "MLQA-de", "MLQA-zh", *crossed, "MLQA"]
@@ -109,38 +111,29 @@ def test_mlqa_is_learned_in_english_and_scored_in_each_language(evaluate, questi
     assert metrics["student"]["score"] == dev["MLQA-en dev"]["f1"]["mean"] > 80
 
 
-def test_a_student_learns_spans_from_a_teacher_by_any_method(evaluate, encoder, tmp_path) -> None:
-    evaluate("--tasks", "squad1")
-    teacher, dense = str(tmp_path / "out"), tmp_path / "out/SQuAD1/best"
+def test_a_student_learns_spans_from_a_teacher_by_any_method(answer, encoder, squad1, tmp_path) -> None:
     small = tmp_path / "small"
     compress(encoder, small, FactorizeConfig(rank=8))
+    dense = AutoModelForQuestionAnswering.from_pretrained(squad1 / "SQuAD1/best")
+    taught = ["--tasks", "squad1", "--teacher", squad1, "--epochs", "1"]
     for method, terms in {
-        "kd": {"sequence_forward_kl", "sequence_label"},
         "makd": {"query", "ffn_up", "attention", "hidden", "sequence_logits"},
         "minilmv2": {"relation_qq", "relation_kk", "relation_vv", "sequence_label"},
         "kroneckerbert": {"embedding", "attention", "ffn", "sequence_logits", "sequence_label"},
     }.items():
-        taught = ["--tasks", "squad1", "--teacher", teacher, "--method", method, "--epochs", "1"]
-        taught += ["--minilmv2.relation_heads", "2"] if method == "minilmv2" else []
-        results, _ = evaluate(*taught, model=small, folder=method)
+        heads = ["--minilmv2.relation_heads", "2"] if method == "minilmv2" else []
+        results, _ = answer(*taught, "--method", method, *heads, model=small, folder=method)
         task = results["tasks"]["SQuAD1"]
         assert terms <= task["terms"].keys()
         assert task["teacher"]["dev"]["SQuAD1"]["f1"] > 80
         best = AutoModelForQuestionAnswering.from_pretrained(tmp_path / f"{method}/SQuAD1/best")
         assert "qa_outputs.weight" in best.state_dict()
-        assert best.num_parameters() < 0.95 * AutoModelForQuestionAnswering.from_pretrained(dense).num_parameters()
-
-
-def test_the_head_for_spans_is_copied_from_the_teacher(evaluate, encoder, tmp_path) -> None:
-    evaluate("--tasks", "squad1", "--epochs", "1")
-    best = tmp_path / "out/SQuAD1/best"
-    taught = ["--tasks", "squad1", "--teacher", str(tmp_path / "out"), "--epochs", "1", "--learning_rates", "1e-12"]
-    _, said = evaluate(*taught, "--copy_classifier", "true", folder="copied")
+        assert best.num_parameters() < 0.95 * dense.num_parameters()
+    # The head for spans is copied from the teacher.
+    _, said = answer(*taught, "--learning_rates", "1e-12", "--copy_classifier", "true", folder="copied")
     assert "the classifier starts as the teacher's" in said
-    copied, own = (
-        AutoModelForQuestionAnswering.from_pretrained(folder) for folder in (tmp_path / "copied/SQuAD1/best", best)
-    )
-    assert torch.allclose(copied.qa_outputs.weight, own.qa_outputs.weight, atol=1e-6)
+    copied = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "copied/SQuAD1/best")
+    assert torch.allclose(copied.qa_outputs.weight, dense.qa_outputs.weight, atol=1e-6)
 
 
 def test_a_fine_tuned_model_is_scored_by_name(encoder, questions, tmp_path) -> None:
@@ -167,14 +160,14 @@ def test_a_fine_tuned_model_is_scored_by_name(encoder, questions, tmp_path) -> N
         llmdistill.evaluate(model, {"a": "rte", "b": "squad2"}, tokenizer=tokenizer)
 
 
-def test_answers_that_are_not_in_their_context_are_skipped_and_named(evaluate, questions, tmp_path) -> None:
+def test_answers_that_are_not_in_their_context_are_skipped_and_named(answer, questions, tmp_path) -> None:
     training = rows(40, seed=0, unanswerable=True)
     broken = [row for row in training if row["answers"]][:5]
     for row in broken:
         row["answers"][0]["answer_start"] += 1
     write_file(tmp_path / "data/squad2/train-v2.0.json", training)
     write_file(tmp_path / "data/squad2/dev-v2.0.json", rows(6, seed=1, unanswerable=True))
-    results, said = evaluate("--tasks", "squad2", "--epochs", "1", data=tmp_path / "data")
+    results, said = answer("--tasks", "squad2", "--epochs", "1", data=tmp_path / "data")
     said = re.sub(r"\s+", " ", said)
     names = ", ".join(row["id"] for row in broken[:3])
     run = json.loads((tmp_path / "out/SQuAD2/lr-0.01-epochs-1-seed-1/metrics.json").read_text())
@@ -194,22 +187,6 @@ def test_answers_that_are_not_in_their_context_are_skipped_and_named(evaluate, q
         (["--tasks", "squad1", "--teacher", "{encoder}", "--method", "kd"], "BertForMaskedLM without head for spans"),
     ],
 )
-def test_bad_input(evaluate, encoder, arguments, said) -> None:
-    _, error = evaluate(*(each.replace("{encoder}", str(encoder)) for each in arguments), code=2)
+def test_bad_input(answer, encoder, arguments, said) -> None:
+    _, error = answer(*(each.replace("{encoder}", str(encoder)) for each in arguments), code=2)
     assert said in re.sub(r"\s+", " ", error)
-
-
-def test_protocols_of_the_papers() -> None:
-    def of(task: str, **settings: Any) -> list[Any]:
-        found = protocol_of(FineTuningConfig(model="m", **settings), task)
-        return [found.learning_rates, found.epochs, found.batch_size, found.max_length, len(found.seeds)]
-
-    # MiniLMv2 appendix C
-    assert of("SQuAD2", protocol="minilmv2") == [[3e-5, 6e-5, 8e-5, 9e-5], [3], 32, 384, 4]
-    assert of("MLQA", protocol="minilmv2") == [[5e-5, 6e-5], [3], 32, 512, 4]
-    # KroneckerBERT appendix A.1
-    assert of("SQuAD1", protocol="kroneckerbert") == of("SQuAD2", protocol="kroneckerbert")
-    assert of("SQuAD2", protocol="kroneckerbert") == [[1e-4], [1, 7, 14], 64, 384, 1]
-    # MaKD §4.1
-    assert of("SQuAD2", protocol="makd") == [[1e-5, 2.3e-5, 3.5e-5, 4.8e-5], [3], 32, 384, 5]
-    assert of("SQuAD2", protocol="custom", max_length=100)[3] == 100

@@ -9,7 +9,6 @@ import pytest
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import teacher_of as find_teacher
 from llmdistill.models.configs import load_config
-from llmdistill.models.tokenizer import check_tokens
 from llmdistill.tasks.benchmark import named_benchmark
 
 teacher_of = partial(find_teacher, key="--teacher")
@@ -54,10 +53,3 @@ def test_a_teacher_must_know_the_classes(encoder, task, said) -> None:
     with pytest.raises(UserError, match=f"--teacher here: it {said}|{said}"):
         found.check_fine_tuned(config, key, named="--teacher here")
     found.check_fine_tuned(found.fine_tuned(config, key), key, named="--teacher here")
-
-
-def test_a_teacher_must_see_the_student_s_tokens(encoder, make_encoder) -> None:
-    check_tokens(encoder, encoder)
-    other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"])
-    with pytest.raises(UserError, match="its tokenizer is not that of"):
-        check_tokens(other, encoder)

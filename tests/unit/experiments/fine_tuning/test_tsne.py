@@ -7,28 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from sklearn.metrics import silhouette_score
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
-from llmdistill.commands.fine_tuning import main
 from llmdistill.experiments.fine_tuning import tsne
 from llmdistill.experiments.fine_tuning.protocols import short_names
+from llmdistill.experiments.fine_tuning.tsne import Cloud, plot_clusters
+from llmdistill.report.plots import COLORS, save_plot
 from llmdistill.tasks.glue_files import read_task
 
-QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]
 FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
-
-
-@pytest.fixture
-def evaluate(capsys, engine, encoder, data, tmp_path):
-    def run(*arguments: str, folder: str = "out", code: int = 0) -> str:
-        output = str(tmp_path / folder)
-        given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", output, *QUICK, *arguments]
-        assert main(given) == code
-        said = capsys.readouterr()
-        return said.out + said.err
-
-    return run
 
 
 def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
@@ -106,18 +95,17 @@ def test_a_long_dev_set_is_sampled_by_seed(monkeypatch) -> None:
     assert tsne._chosen(10) == list(range(10))
 
 
-def test_earlier_runs_stand_beside_this_one(evaluate, data, tmp_path, monkeypatch) -> None:
+def test_earlier_runs_stand_beside_this_one(evaluate, engine, data, tmp_path, monkeypatch) -> None:
     evaluate("--tasks", "rte", folder="teacher")
-    evaluate("--tasks", "rte", "--learning_rates", "1e-9", folder="poor")
-    others = f"{tmp_path / 'teacher'},{tmp_path / 'poor'}"
-    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others)
+    both = ["--tasks", "rte", "--epochs", "1", "--tsne", tmp_path / "teacher"]
+    evaluate(*both)
     folder = tmp_path / "out/RTE"
     assert (folder / "tsne.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (folder / "tsne.svg").read_text()
     drawn = json.loads((folder / "tsne.json").read_text())
-    assert list(drawn["models"]) == ["teacher", "poor", "out"]
+    assert list(drawn["models"]) == ["teacher", "out"]
     assert drawn["models"]["out"]["path"] == str(folder / "best")
-    assert [model["layer"] for model in drawn["models"].values()] == [1, 1, 1]
+    assert [model["layer"] for model in drawn["models"].values()] == [1, 1]
     assert all(np.array(model["points"]).shape == (41, 2) for model in drawn["models"].values())
     features = naive(folder / "best", data, 1, 0)
     assert drawn["models"]["out"]["silhouette"] == pytest.approx(silhouette_score(features, drawn["targets"]), abs=1e-4)
@@ -127,26 +115,19 @@ def test_earlier_runs_stand_beside_this_one(evaluate, data, tmp_path, monkeypatc
     # What is drawn already is not drawn again, unless something else is asked for.
     with monkeypatch.context() as patched:
         patched.setattr(tsne, "embed", lambda features: pytest.fail("drawn again"))
-        evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others)
-    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others, "--kroneckerbert.ffn_output", "projection")
-    projected = json.loads((folder / "tsne.json").read_text())["models"]
-    assert projected["out"]["silhouette"] != drawn["models"]["out"]["silhouette"]
-    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others, "--tsne_layer", "2")
+        evaluate(*both)
+    evaluate(*both, "--kroneckerbert.ffn_output", "projection", "--tsne_layer", "2")
     again = json.loads((folder / "tsne.json").read_text())["models"]
-    assert [model["layer"] for model in again.values()] == [2, 2, 2]
-
-
-def test_mistakes_are_found_before_anything_is_trained(evaluate, engine, tmp_path) -> None:
-    evaluate("--tasks", "cola", "--epochs", "1", folder="teacher")
-    assert engine.built == 1
-    teacher = str(tmp_path / "teacher")
-    said = evaluate("--tasks", "rte", "--tsne", teacher, code=2)
-    assert f"--tsne {teacher}: it holds no model for RTE" in said
-    said = evaluate("--tasks", "cola", "--tsne", teacher, "--tsne_layer", "3", code=2)
+    assert [model["layer"] for model in again.values()] == [2, 2]
+    assert engine.built == 2
+    # Mistakes are found before anything is trained.
+    _, said = evaluate("--tasks", "cola", "--tsne", tmp_path / "teacher", folder="no", code=2)
+    assert f"--tsne {tmp_path / 'teacher'}: it holds no model for CoLA" in said
+    _, said = evaluate(*both, "--tsne_layer", "3", folder="no", code=2)
     assert "--tsne_layer 3: " in said
     assert "has 2 layers; give 1 to 2" in said
-    assert "--tsne_layer 0: give 1 or more" in evaluate("--tasks", "cola", "--tsne_layer", "0", code=2)
-    assert engine.built == 1
+    assert "--tsne_layer 0: give 1 or more" in evaluate(*both, "--tsne_layer", "0", folder="no", code=2)[1]
+    assert engine.built == 2
 
 
 @pytest.mark.parametrize(
@@ -160,3 +141,42 @@ def test_mistakes_are_found_before_anything_is_trained(evaluate, engine, tmp_pat
 )
 def test_names_are_as_short_as_they_can_be(paths, names) -> None:
     assert short_names(paths) == names
+
+
+def clouds(count: int, rows: int = 12) -> list[Cloud]:
+    generator = np.random.default_rng(0)
+    return [Cloud(f"m{n}", f"layer {n}", generator.normal(size=(rows, 2))) for n in range(count)]
+
+
+def test_each_class_has_its_points_and_its_color() -> None:
+    (cloud,) = clouds(1)
+    targets = np.array([0, 1, 1] * 4)
+    axes = plot_clusters([cloud], targets, ("0", "1")).axes[0]
+    for index, drawn in enumerate(axes.collections):
+        np.testing.assert_array_equal(drawn.get_offsets(), cloud.points[targets == index])
+        assert to_hex(drawn.get_facecolor()[0]) == COLORS[index]
+    assert axes.get_title(loc="left").strip() == "m0"
+    assert not axes.get_xticks().size
+    assert not axes.get_yticks().size
+
+
+def test_one_legend_names_the_classes() -> None:
+    figure = plot_clusters(clouds(3), np.array([0, 1] * 6), ("0", "1"))
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["class 0", "class 1"]
+    named = plot_clusters(clouds(1), np.array([0, 1] * 6), ("entailment", "not_entailment")).legends[0]
+    assert [text.get_text() for text in named.get_texts()] == ["entailment", "not_entailment"]
+
+
+def test_scores_color_by_a_scale() -> None:
+    targets = np.linspace(0, 5, 12)
+    figure = plot_clusters(clouds(2), targets, ())
+    np.testing.assert_array_equal(figure.axes[0].collections[0].get_array(), targets)
+    assert figure.axes[-1].get_ylabel() == "score"
+    assert not figure.legends
+
+
+def test_panels_are_as_many_as_models(tmp_path) -> None:
+    figure, again = (plot_clusters(clouds(5), np.array([0, 1] * 6), ("no", "yes")) for _ in range(2))
+    assert sum(axes.get_visible() for axes in figure.axes) == 5
+    assert save_plot(figure, tmp_path, "tsne") == save_plot(again, tmp_path, "tsne")

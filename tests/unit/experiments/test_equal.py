@@ -8,7 +8,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal_params import check_starts, equal_size
+from llmdistill.experiments.equal import check_starts, equal_size
 from llmdistill.factorize.sizes import summarize
 from llmdistill.methods import METHODS
 
