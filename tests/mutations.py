@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from breaks import Break, data, learning, results, running
+from breaks import Break, data, learning, results, running, studies
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = {"llmdistill", "tests", "scripts", "ds_configs", "eval", "docs", "README.md", "pyproject.toml"}
@@ -27,7 +27,7 @@ LOADED_ONCE = ["scipy.stats", "sklearn.metrics", "torch", "transformers.modeling
 """What a process of tests is forked with, because importing it takes longer than most of the tests."""
 PATIENCE = 1200.0
 """Seconds after which tests are ended: a break may make a loop endless."""
-BREAKS = [*learning.BREAKS, *running.BREAKS, *results.BREAKS, *data.BREAKS]
+BREAKS = [*learning.BREAKS, *running.BREAKS, *results.BREAKS, *data.BREAKS, *studies.BREAKS]
 PROCESSES = multiprocessing.get_context("forkserver")
 
 
