@@ -213,7 +213,7 @@ BREAKS = [
         f"{REPORT}/results.py",
         "best.std / math.sqrt(len(best.values))",
         "best.std",
-        f"{REPORT_TESTS}/test_comparison.py::test_finding_is_a_lead_only_over_the_standard_error",
+        f"{REPORT_TESTS}/test_results.py::test_finding_is_a_lead_only_over_the_standard_error",
     ),
     Break(
         "cost-mean-for-median",

@@ -11,18 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llmdistill.errors import UserError
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.comparison import print_comparison, write_comparison
-from llmdistill.report.pages import markdown, markdown_code, signed
-from llmdistill.report.results import (
-    Comparison,
-    Row,
-    Run,
-    Sample,
-    describe_finding,
-)
-from llmdistill.report.score import PERPLEXITY, ROUGE_L
+from llmdistill.report.results import Comparison, Row, Run, Sample
+from llmdistill.report.score import PERPLEXITY
 
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}
@@ -276,11 +268,6 @@ def test_text_of_users_is_escaped(tmp_path, comparison, written):
     assert all(line.rstrip().endswith("|") for line in tables)
 
 
-def test_markdown_shows_text_as_it_stands():
-    assert markdown("a|b\nc *d* e_f _g_") == r"a\|b<br>c \*d\* e_f \_g\_"
-    assert markdown_code("a `b` c\nd") == "`` a `b` c d ``"
-
-
 def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_path, comparison, written):
     ended = [make_run("makd", seed, SCORES["makd"][seed]) for seed in (0, 2)]
     partly = make_run("makd", 1, error=f"it broke (exit code 1, log {tmp_path}/cells/makd.log)")
@@ -310,48 +297,6 @@ def test_report_without_any_score_is_written(tmp_path, comparison):
     write_comparison(tmp_path, bare)
     assert "No method ended with scores." in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not (tmp_path / "plots" / "scores.svg").exists()
-
-
-def finding(score=ROUGE_L, **scores):
-    rows = [
-        make_row(name, name.upper(), [(value, value) for value in values], score=score)
-        for name, values in scores.items()
-    ]
-    return describe_finding(rows, SETS)
-
-
-def test_finding_is_a_lead_only_over_the_standard_error():
-    kd, makd = [40.0, 42.0, 44.0], [48.0, 49.0, 50.0]
-    error = np.sqrt(np.var(kd, ddof=1) / 3 + np.var(makd, ddof=1) / 3)
-    assert finding(sft=[1.0, 2.0], kd=kd, makd=makd) == (
-        "MAKD leads the next best, KD, by 7.0 points on the average of 2 sets "
-        f"(standard error of the difference {error:.1f})."
-    )
-    assert finding(kd=kd, makd=[43.0, 42.0, 43.0]).startswith(
-        "No method is ahead beyond one standard error: MAKD is 0.7"
-    )
-    assert finding(kd=kd, makd=kd).startswith("No method is ahead")
-
-
-def test_finding_is_honest_about_one_seed_and_no_gain():
-    assert "from one seed" in finding(kd=[40.0], makd=[50.0])
-    assert finding(none=[60.0], kd=[40.0, 41.0], makd=[50.0, 51.0]) == (
-        "No method is above the untrained student: the best, MAKD, is 9.5 points below it on the average of 2 sets."
-    )
-    assert finding(teacher=[60.0], none=[5.0], kd=[40.0]) == (
-        "KD reaches 40.0 on the average of 2 sets, 20.0 points below the teacher, "
-        "35.0 points above the untrained student."
-    )
-
-
-def test_headline_says_which_sets_are_scored_in_part(comparison):
-    def limits(**examples):
-        return dataclasses.replace(comparison, examples=examples).limits
-
-    assert limits(seen=(60, 60), unseen=(60, 60)) == limits() == ""
-    assert limits(seen=(20, 60), unseen=(60, 60)) == "Not all examples are scored: 20 of 60 of seen."
-    assert limits(seen=(20, 60), unseen=(1000, 2000)).endswith("20 of 60 of seen, 1,000 of 2,000 of unseen.")
-    assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
 
 
 def test_what_is_printed(report, capsys):
@@ -402,27 +347,3 @@ def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys, wri
     printed = capsys.readouterr().out
     assert "Perplexity of texts, lower is better" in printed
     assert ["sft", "16", "±", "0", "+6", "32", "±", "0", "8", "±", "0", "500"] in map(str.split, printed.splitlines())
-
-
-def test_finding_knows_that_a_lower_perplexity_is_better():
-    def of(**scores):
-        return finding(score=PERPLEXITY, **{name: [value] for name, value in scores.items()})
-
-    where = "on the average of 2 sets"
-    assert of(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
-    assert of(none=15.0, sft=20.0, kd=16.0) == (
-        f"No method is below the untrained student: the best, KD, is 1 points of perplexity above it {where}."
-    )
-    below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
-    assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
-
-
-def test_sets_must_be_there_and_have_names_of_their_own(comparison):
-    with pytest.raises(UserError, match=r"data\.tests is empty"):
-        dataclasses.replace(comparison, sets=[])
-    with pytest.raises(UserError, match="average"):
-        dataclasses.replace(comparison, sets=["average"])
-
-
-def test_a_difference_of_nothing_has_no_sign():
-    assert [signed(value) for value in (1.26, -0.04, -2.0, None)] == ["+1.3", "0.0", "−2.0", "–"]

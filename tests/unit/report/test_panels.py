@@ -14,8 +14,8 @@ def curve(values: list[float]) -> Curve:
 
 def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread() -> None:
     terms = {"wide": curve([10.0, 1.0, 0.01]), "narrow": curve([2.0, 1.5]), "negative": curve([10.0, -1.0])}
-    figure = plot_terms({**terms, "fourth": curve([1.0])}, STYLES["first"])
-    assert [panel.get_title(loc="left") for panel in figure.axes if panel.get_visible()] == [*terms, "fourth"]
+    figure = plot_terms({**terms, "fourth": curve([1.0]), "fifth": curve([1.0])}, STYLES["first"])
+    assert [panel.get_title(loc="left") for panel in figure.axes if panel.get_visible()] == [*terms, "fourth", "fifth"]
     assert [panel.get_yscale() for panel in figure.axes[:3]] == ["log", "linear", "linear"]
     assert not figure.legends
 

@@ -1,0 +1,77 @@
+"""The finding of a comparison in a sentence, and what it says of sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.report.results import Comparison, Row, Run, describe_finding
+from llmdistill.report.score import PERPLEXITY, ROUGE_L
+
+SETS = ["seen", "unseen"]
+
+
+def make_row(name, values, score=ROUGE_L):
+    runs = [
+        Run(method=name, seed=seed, folder="f", command="c", scores=dict.fromkeys(SETS, value))
+        for seed, value in enumerate(values)
+    ]
+    return Row(name=name, label=name.upper(), score=score, runs=runs)
+
+
+def finding(score=ROUGE_L, **scores):
+    return describe_finding([make_row(name, values, score) for name, values in scores.items()], SETS)
+
+
+def test_finding_is_a_lead_only_over_the_standard_error():
+    kd, makd = [40.0, 42.0, 44.0], [48.0, 49.0, 50.0]
+    error = np.sqrt(np.var(kd, ddof=1) / 3 + np.var(makd, ddof=1) / 3)
+    assert finding(sft=[1.0, 2.0], kd=kd, makd=makd) == (
+        "MAKD leads the next best, KD, by 7.0 points on the average of 2 sets "
+        f"(standard error of the difference {error:.1f})."
+    )
+    assert finding(kd=kd, makd=[43.0, 42.0, 43.0]).startswith(
+        "No method is ahead beyond one standard error: MAKD is 0.7"
+    )
+    assert finding(kd=kd, makd=kd).startswith("No method is ahead")
+
+
+def test_finding_is_honest_about_one_seed_and_no_gain():
+    assert "from one seed" in finding(kd=[40.0], makd=[50.0])
+    assert finding(none=[60.0], kd=[40.0, 41.0], makd=[50.0, 51.0]) == (
+        "No method is above the untrained student: the best, MAKD, is 9.5 points below it on the average of 2 sets."
+    )
+    assert finding(teacher=[60.0], none=[5.0], kd=[40.0]) == (
+        "KD reaches 40.0 on the average of 2 sets, 20.0 points below the teacher, "
+        "35.0 points above the untrained student."
+    )
+
+
+def test_finding_knows_that_a_lower_perplexity_is_better():
+    def of(**scores):
+        return finding(score=PERPLEXITY, **{name: [value] for name, value in scores.items()})
+
+    where = "on the average of 2 sets"
+    assert of(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
+    assert of(none=15.0, sft=20.0, kd=16.0) == (
+        f"No method is below the untrained student: the best, KD, is 1 points of perplexity above it {where}."
+    )
+    below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
+    assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
+
+
+def test_headline_says_which_sets_are_scored_in_part():
+    def limits(**examples):
+        return Comparison(title="t", sets=SETS, rows=[make_row("sft", [])], examples=examples).limits
+
+    assert limits(seen=(60, 60), unseen=(60, 60)) == limits() == ""
+    assert limits(seen=(20, 60), unseen=(60, 60)) == "Not all examples are scored: 20 of 60 of seen."
+    assert limits(seen=(20, 60), unseen=(1000, 2000)).endswith("20 of 60 of seen, 1,000 of 2,000 of unseen.")
+    assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
+
+
+def test_sets_must_be_there_and_have_names_of_their_own():
+    for sets, said in (([], r"data\.tests is empty"), (["average"], "average")):
+        with pytest.raises(UserError, match=said):
+            Comparison(title="t", sets=sets, rows=[])
