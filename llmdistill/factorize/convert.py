@@ -101,7 +101,12 @@ def factorize(
         name, table = _tied_table(model)
         of_embedding = _like(table, factors(kind.embedding_factors, name, table, named.embedding))
 
-    _unshare_config(model)
+    # A config of its own: one that is shared with the teacher must not describe the teacher as factorized.
+    shared = model.config
+    own: Any = copy.deepcopy(shared)
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
     install(model, named)
     for name, each in of_linears.items():
         _fill(base.get_submodule(name), each)
@@ -238,15 +243,6 @@ def _parts(
         return first_parts(student, teacher, layers)
     assert importance is not None, "the importance of the teacher's parts is not measured"
     return important_parts(importance, student, teacher, layers)
-
-
-def _unshare_config(model: PreTrainedModel) -> None:
-    """Give the model its own config: a config shared with the teacher must not describe the teacher as factorized."""
-    shared = model.config
-    own: Any = copy.deepcopy(shared)
-    for module in model.modules():
-        if vars(module).get("config") is shared:
-            module.config = own
 
 
 def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -75,11 +75,6 @@ def factors_name(stack: str) -> str:
     return f"{stack.removesuffix('_proj')}_factors"
 
 
-def stack_name(factors: str) -> str:
-    """The name of the stack whose factors have a name."""
-    return f"{factors.removesuffix('_factors')}_proj"
-
-
 def stacked(of_experts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The parameters of a LowRankStack from those of a LowRankLinear for each expert."""
     names = {"in_factors": "A.weight", "out_factors": "B.weight"}
@@ -102,7 +97,7 @@ def merge_stack(model: PreTrainedModel, name: str, products: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     experts = model.get_submodule(parent)
     delattr(experts, leaf)
-    setattr(experts, stack_name(leaf), nn.Parameter(products))
+    setattr(experts, f"{leaf.removesuffix('_factors')}_proj", nn.Parameter(products))
     if not any(isinstance(module, LowRankStack) for module in model.modules()):
         model.set_experts_implementation(cast(Any, None))  # transformers' own choice
 

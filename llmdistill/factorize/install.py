@@ -62,15 +62,21 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
     kind, base = kind_of(factorization.method), model.base_model
     for name, size in factorization.sizes.items():
         own_name = base_name(model, name)
-        if _install_in_stack(base, own_name, size, kind):
-            continue
+        parent, _, leaf = own_name.rpartition(".")
         try:
-            dense = base.get_submodule(own_name)
+            owner = base.get_submodule(parent)
+            stack = None if kind.stack is None else stacks_of(owner).get(leaf)
+            dense = owner if stack is not None else base.get_submodule(own_name)
         except AttributeError:
             raise UserError(
                 f"{type(model).__name__} has no module {own_name!r}, which the factorization names; "
                 "check that the student's config.json belongs to this architecture"
             ) from None
+        if stack is not None and kind.stack is not None:
+            experts, m, n = stack.shape
+            with torch.device(stack.device):
+                install_stack(owner, leaf, kind.stack(experts, n, m, size).to(stack.dtype))
+            continue
         if type(dense) not in LINEAR_TYPES:
             raise UserError(
                 f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
@@ -78,23 +84,6 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
         replace(base, own_name, _like(kind.linear, dense, size))
     if factorization.embedding is not None:
         _install_embedding(model, factorization.embedding, kind)
-
-
-def _install_in_stack(base: nn.Module, name: str, size: Size, kind: FactorizationKind) -> bool:
-    """Replace a stack of experts by factors with random weights; returns whether the name is that of a stack."""
-    parent, _, leaf = name.rpartition(".")
-    try:
-        experts = base.get_submodule(parent)
-    except AttributeError:
-        return False
-    stack = stacks_of(experts).get(leaf)
-    if stack is None or kind.stack is None:
-        return False
-    count, m, n = stack.shape
-    with torch.device(stack.device):
-        factors = kind.stack(count, n, m, size).to(stack.dtype)
-    install_stack(experts, leaf, factors)
-    return True
 
 
 def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:

@@ -78,19 +78,10 @@ def _rank(value: Any) -> int:
     return value
 
 
-def _svd_factors(weight: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:
-    return low_rank_values(*truncated_svd(weight.T, rank), sigma)
-
-
 def low_rank_values(u: Tensor, s: Tensor, vh: Tensor, sigma: Sigma) -> dict[str, Tensor]:
     """The parameters of a LowRankLinear from U (n, k), Σ and Vᵀ (k, m); MaKD writes the matrix (inputs, outputs)."""
     a, b = place_sigma(u, s, vh, sigma)
     return {"A.weight": a.T, "B.weight": b.T}
-
-
-def _svd_embedding_factors(table: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:
-    a, b = place_sigma(*truncated_svd(table, rank), sigma)
-    return {"A.weight": a, "B.weight": b}
 
 
 def _shape(value: Any) -> KroneckerShape:
@@ -98,11 +89,6 @@ def _shape(value: Any) -> KroneckerShape:
     if not all(isinstance(number, int) and number >= 1 for number in shape):
         raise ValueError(f"{value!r} is no shape")
     return shape
-
-
-def _kronecker_factors(weight: Tensor, shape: KroneckerShape, _sigma: Sigma) -> dict[str, Tensor]:
-    a, b = nearest_kronecker(weight, shape)
-    return {"A": a, "B": b}
 
 
 def _kronecker_embedding_factors(table: Tensor, columns: int, _sigma: Sigma) -> dict[str, Tensor]:
@@ -118,9 +104,11 @@ _SVD = FactorizationKind(
     linear=LowRankLinear,
     embedding=LowRankEmbedding,
     head=LowRankLinear,
-    factors=_svd_factors,
+    factors=lambda weight, rank, sigma: low_rank_values(*truncated_svd(weight.T, rank), sigma),
     parameters=dict,
-    embedding_factors=_svd_embedding_factors,
+    embedding_factors=lambda table, rank, sigma: dict(
+        zip(("A.weight", "B.weight"), place_sigma(*truncated_svd(table, rank), sigma), strict=True)
+    ),
     stack=LowRankStack,
 )
 KINDS: dict[str, FactorizationKind] = {
@@ -133,7 +121,7 @@ KINDS: dict[str, FactorizationKind] = {
         linear=KroneckerLinear,
         embedding=KroneckerEmbedding,
         head=KroneckerHead,
-        factors=_kronecker_factors,
+        factors=lambda weight, shape, _: dict(zip("AB", nearest_kronecker(weight, shape), strict=True)),
         parameters=dict,
         embedding_factors=_kronecker_embedding_factors,
     ),

@@ -22,9 +22,9 @@ from llmdistill.factorize.install import matrix, token_embedding
 from llmdistill.factorize.kinds import Size
 from llmdistill.factorize.moments import Begun, Moments, measure_moments, shared_inputs
 from llmdistill.factorize.table_moments import TableMoments, measure_table
-from llmdistill.factorize.weighted import WeightedSVD
+from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
 from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
-from llmdistill.factorize.weighted_kinds import WEIGHTED_KINDS
+from llmdistill.factorize.weighted_kronecker import weighted_kronecker
 from llmdistill.models.families import is_causal
 from llmdistill.models.passes import rows_of
 from llmdistill.models.sharded import gathered
@@ -33,7 +33,7 @@ from llmdistill.runtime.devices import give_back_memory
 from llmdistill.runtime.distributed import (
     World,
     all_reduce_sum,
-    from_main,
+    broadcast_object,
     largest_number,
     on_every,
     sum_at,
@@ -46,6 +46,8 @@ COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
 first COST_TOKENS tokens of each."""
 KEEP_SECONDS = 120
 """How often the sums of a pass are kept."""
+DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
+"""(weight (m, n), moments, rank or shape) -> the weighted factors, by the method of the factorization."""
 _OTHER_LABELS = 2**31
 """Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
 
@@ -130,9 +132,9 @@ class Measurement:
             found = self._decomposed(owners, wanted, moments)
             share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
-                factors = self._brought(found.pop(name, None), sizes[name], wanted[name], owner)
+                factors = to_main(found.pop(name, None), owner, world)
                 if factors is not None:
-                    keep(name.removeprefix(prefix), factors.to(torch.device("cpu")), share)
+                    keep(name.removeprefix(prefix), factors, share)
 
     @property
     def kept(self) -> bool:
@@ -153,20 +155,12 @@ class Measurement:
             batches = [rows_of(each, slice(None), COST_TOKENS) for each in batches]
         return cut_costs(
             self.model,
-            {name: self._everywhere(factors.get(name), shape) for name, shape in shapes.items()},
+            {name: broadcast_object(factors.get(name)) for name in shapes},
             batches,
             seed=self.settings.seed + _OTHER_LABELS,
             reduce=all_reduce_sum,
             rounds=largest_number(len(batches), world),
         )
-
-    def _everywhere(self, factors: WeightedSVD | None, shape: Shape) -> WeightedSVD:
-        """All factors of a matrix on every rank, from rank 0."""
-        tensors: dict[str, Any] = {
-            key: from_main(None if factors is None else getattr(factors, key), each, torch.float32, self.world).cpu()
-            for key, each in WEIGHTED_KINDS["svd"].tensors(shape, min(shape)).items()
-        }
-        return WeightedSVD(**tensors, energy=0.0, scale=0.0, tokens=0)
 
     def _moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
         """The moments of the linears that this rank decomposes, over the data of all ranks."""
@@ -233,30 +227,16 @@ class Measurement:
                     weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
 
         def decompose() -> dict[str, Any]:
-            found, kind = {}, WEIGHTED_KINDS[self.method]
+            found = {}
             for name in progress(list(moments), "Decomposing", "matrices"):
                 weight = weights.pop(name)
                 moved = weight if self.device is None else weight.to(self.device)
-                found[name] = kind.decompose(moved, moments.pop(name), wanted[name]).to(torch.device("cpu"))
+                factors = DECOMPOSE[self.method](moved, moments.pop(name), wanted[name])
+                found[name] = factors.to(torch.device("cpu"))
                 give_back_memory()
             return found
 
         return on_every(decompose, self.world)
-
-    def _brought(self, factors: Any, shape: Shape, size: Size, owner: int) -> Any:
-        """The factors of a matrix on rank 0, None on the others."""
-        kind, world = WEIGHTED_KINDS[self.method], self.world
-        brought = {
-            key: to_main(None if factors is None else getattr(factors, key), each, torch.float32, owner, world)
-            for key, each in kind.tensors(shape, size).items()
-        }
-        keys = (*kind.figures, "tokens")
-        own = None if factors is None else torch.tensor([getattr(factors, key) for key in keys], dtype=torch.float64)
-        figures = to_main(own, (len(keys),), torch.float64, owner, world)
-        if figures is None:
-            return None
-        *values, tokens = figures.tolist()
-        return kind.factors(**brought, **dict(zip(kind.figures, values, strict=True)), tokens=int(tokens))
 
     def table(self, rank: int) -> WeightedTable | None:
         """Measure and decompose the token embedding in a pass of its own; on rank 0, None on the others.

@@ -119,13 +119,20 @@ class Table:
         gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
         for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
             gram.addmm_(chunk.double().T, chunk.double())
-        kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
-        return costs.with_errors(table.numel(), kept, float(gram.trace()))
+        kept = []
+        for columns in costs.choices:
+            blocks = gram.unfold(0, columns, columns).unfold(1, columns, columns)  # (d / n, d / n, n, n)
+            kept.append(float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1]))
+        return costs.with_errors(table.numel(), np.array(kept), float(gram.trace()))
 
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]], sums: int) -> list[Group]:
     """The groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
-    layers, feed_forward = layers_name(model), _feed_forward(model)
+    layers, feed_forward = layers_name(model), list[str]()
+    if has_family(model.config):
+        family = family_of(model.config)
+        names = (family.ffn_up, family.ffn_gate, family.ffn_down)
+        feed_forward = [f".{name}" for name in names if name is not None]
     found: dict[tuple[str, int, int], dict[str, bool]] = {}
     for name, (m, n) in linears.items():
         # The name begins at the layer: BERT's attention.output.dense is not its output.dense.
@@ -136,14 +143,6 @@ def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]], 
     return [
         Group(label=f"{part} {m}x{n}", m=m, n=n, sums=sums, members=members) for (part, m, n), members in found.items()
     ]
-
-
-def _feed_forward(model: PreTrainedModel) -> tuple[str, ...]:
-    """The names within a layer of its feed-forward linears; empty for an architecture that has no entry."""
-    if not has_family(model.config):
-        return ()
-    family = family_of(model.config)
-    return tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
@@ -178,11 +177,6 @@ def _leading_energy(rearranged: Tensor, sums: int) -> float:
     q = min(short, sums + OVERSAMPLING)
     _, values, _ = torch.svd_lowrank(rearranged, q=q, niter=POWER_ITERATIONS)
     return _square(values[:sums])
-
-
-def _block_energy(gram: Tensor, columns: int) -> float:
-    blocks = gram.unfold(0, columns, columns).unfold(1, columns, columns)  # (d / n, d / n, n, n)
-    return float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1])
 
 
 def _square(tensor: Tensor) -> float:

@@ -97,7 +97,13 @@ def search(
     parts: list[Table | Group] = [table, *groups]
     costs = [part.costs() for part in parts]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
-    fitting = [_fitting(costs, number, target - fixed, most_flops) for number in range(len(costs))]
+    least, most = np.array([each.costs[:2].min(axis=1) for each in costs]), [target - fixed, most_flops]
+    # The choices of each group that fit if all other groups take their smallest choice.
+    fits = [
+        (each.costs[:2] + (least.sum(0) - own)[:, None] <= np.array(most)[:, None])
+        for each, own in zip(costs, least, strict=True)
+    ]
+    fitting = [each.only(np.nonzero(fit.all(0))[0]) for each, fit in zip(costs, fits, strict=True)]
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, dtype="auto", head="saved")
     pairs = zip(progress(parts, "Shapes", "groups of matrices"), fitting, strict=True)
@@ -182,13 +188,6 @@ def _most_flops(text: str | None, all_flops: int) -> float:
     if match is None or not 0 < float(match[1]) <= 100:
         raise UserError(f"max_flops {text!r} is no share of the teacher's FLOPs: write 30%")
     return int(float(match[1]) / 100 * all_flops)
-
-
-def _fitting(costs: Sequence[Options], number: int, most_params: float, most_flops: float) -> Options:
-    """The choices of a group that fit if all other groups take their smallest choice."""
-    others = sum(each.costs[:2].min(axis=1) for i, each in enumerate(costs) if i != number)
-    own = costs[number].costs[:2] + np.array(others)[:, None]
-    return costs[number].only(np.nonzero((own[0] <= most_params) & (own[1] <= most_flops))[0])
 
 
 def _check_reach(

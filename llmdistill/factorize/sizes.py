@@ -129,44 +129,45 @@ def summarize(
     model for decoders.
     """
     config = load_config(model) if isinstance(model, Path | str) else model
-    if settings.allocation == "loss" and planned is None:
-        return _describe_target(config, settings, method)
     reference = build_reference(config)
     teacher_params, linears, stacks = count_parameters(reference), layer_linears(reference), layer_stacks(reference)
-    planned = plan(reference, settings, method) if planned is None else planned
-    install(reference, planned)
-    student_params = count_parameters(reference)
+    sizes: dict[str, Any]
+    if planned is None and settings.allocation == "loss":  # the data will decide the ranks
+        check_settings(settings, method)
+        planned = plan_embedding(reference, settings, method)
+        student_params = rank_budget(reference, settings) + fixed_params(reference, settings)
+        flops = 2 * student_params
+        sizes = {"rank": None, "ranks": "by the predicted loss, from the calibration data", "dense": []}
+    else:
+        planned = plan(reference, settings, method) if planned is None else planned
+        install(reference, planned)
+        student_params, flops = count_parameters(reference), forward_flops(reference)
+        dense = [name for name in (*linears, *stacks) if name not in planned.sizes]
+        sizes = {**(_of_ranks if method == "svd" else _of_shapes)(linears, planned.sizes), "dense": dense}
     return {
         "method": method,
         "model_type": config.model_type,
         "teacher_params": teacher_params,
         "student_params": student_params,
         "ratio": student_params / teacher_params,
-        "forward_flops": forward_flops(reference),
-        **(_describe_ranks(planned.sizes) if method == "svd" else _describe_shapes(linears, planned.sizes)),
-        "dense": [name for name in (*linears, *stacks) if name not in planned.sizes],
+        "forward_flops": flops,
+        **sizes,
         kind_of(method).embedding_key: planned.embedding,
     }
 
 
-def _describe_target(config: PreTrainedConfig, settings: FactorizeConfig, method: str) -> dict[str, Any]:
-    """Summarize a factorization whose ranks the data will decide: student_params is the target itself."""
-    reference = build_reference(config)
-    check_settings(settings, method)
-    planned, budget = plan_embedding(reference, settings, method), rank_budget(reference, settings)
-    teacher_params = count_parameters(reference)
-    params = budget + fixed_params(reference, settings)
+def _of_ranks(_linears: Mapping[str, Shape], ranks: Mapping[str, Any]) -> dict[str, Any]:
+    distinct = set(ranks.values())
+    return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": ranks}
+
+
+def _of_shapes(linears: Mapping[str, Shape], shapes: Mapping[str, Any]) -> dict[str, Any]:
+    dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
+    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
     return {
-        "method": method,
-        "model_type": config.model_type,
-        "teacher_params": teacher_params,
-        "student_params": params,
-        "ratio": params / teacher_params,
-        "forward_flops": 2 * params,
-        "rank": None,
-        "ranks": "by the predicted loss, from the calibration data",
-        "dense": [],
-        kind_of(method).embedding_key: planned.embedding,
+        "flops_per_token": sum((dense | changed).values()),
+        "teacher_flops_per_token": sum(dense.values()),
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
     }
 
 
@@ -201,21 +202,6 @@ def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
         vocabulary, width = token_embedding(model)[1].weight.shape
         fixed += settings.embedding_rank * (vocabulary + width) - vocabulary * width
     return fixed
-
-
-def _describe_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
-    distinct = set(ranks.values())
-    return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": ranks}
-
-
-def _describe_shapes(linears: Mapping[str, Shape], shapes: Mapping[str, Any]) -> dict[str, Any]:
-    dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
-    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
-    return {
-        "flops_per_token": sum((dense | changed).values()),
-        "teacher_flops_per_token": sum(dense.values()),
-        "shapes": {name: list(shape) for name, shape in shapes.items()},
-    }
 
 
 def parse_target(text: str | int, teacher_params: int) -> int:

@@ -175,9 +175,3 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
         start += outputs
     for key in {key.partition(".")[0] for part in parts for key in part.state_dict()}:
         delattr(layer, key)
-
-
-def product(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the outputs (..., m) of all parts of a layer, without bias, for x (..., n)."""
-    outputs = [part(x) for part in getattr(layer, PARTS)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

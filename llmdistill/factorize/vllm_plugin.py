@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from llmdistill.errors import UserError
 from llmdistill.factorize.hub import NAME, FactorizedConfig
 from llmdistill.factorize.kinds import Size
-from llmdistill.factorize.vllm_layers import add_parameters, check_served, make_parts, product, sizes_of, take_loaded
+from llmdistill.factorize.vllm_layers import PARTS, add_parameters, check_served, make_parts, sizes_of, take_loaded
 
 
 class FactorizedLinearMethod(LinearMethodBase):
@@ -58,7 +58,8 @@ class FactorizedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., n) -> (..., m)."""
-        y = product(layer, x)
+        outputs = [part(x) for part in getattr(layer, PARTS)]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
 

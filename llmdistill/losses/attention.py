@@ -112,15 +112,8 @@ def relation_kl(
         The sum over real tokens of the mean over relation heads, and the number of real tokens.
     """
     of_student, of_teacher = _relation(student, relation_heads), _relation(teacher, relation_heads)
-    return attention_kl(
-        of_student,
-        of_teacher,
-        attention_mask,
-        causal=causal,
-        window=window,
-        horizon=horizon,
-        direction="teacher_student",
-    )
+    visibility = Visibility(attention_mask, causal, window, horizon)
+    return _layer_loss("teacher_student", of_student, of_teacher, visibility)
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:

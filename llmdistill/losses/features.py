@@ -99,14 +99,10 @@ def squared_error(
     count = student.shape[-1] * (student.shape[1] if with_heads else 1)
     weight: Tensor | float = 1 / count
     if min_square is None:
-        total = _sum_of_squares(error) / count
+        # By rows first: one dot product of millions of numbers would lose precision.
+        total = torch.linalg.vecdot(error, error).sum() / count
     else:
         square = torch.where(real, teacher.to(dtype), 0.0).square().mean(features, keepdim=True)
         weight = 1 / (square.clamp_min(min_square) * count)
         total = (error.square().sum(features, keepdim=True) * weight).sum()
     return total, error.mul_(2 * weight).to(student.dtype) if with_gradient else None
-
-
-def _sum_of_squares(error: Tensor) -> Tensor:
-    """The sum of squares, summed by rows first: one dot product of millions of numbers would lose precision."""
-    return torch.linalg.vecdot(error, error).sum()

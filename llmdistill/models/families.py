@@ -321,6 +321,9 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     intermediate_size = getattr(config, family_of(config).ffn_size)
     head_dim = getattr(config, "head_dim", None)
     num_kv_heads = getattr(config, "num_key_value_heads", None)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral has no layer types: all its layers slide
+        kinds = ["sliding_attention"] * num_layers
     return Shape(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -328,16 +331,8 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=hidden_size // num_heads if head_dim is None else head_dim,
         intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
-        windows=_windows(config),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
     )
-
-
-def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if window is None or layer_types is None:  # Mistral has no layer types: all its layers slide
-        return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def max_positions(config: PreTrainedConfig, limit: int) -> int:

@@ -38,6 +38,12 @@ class TappedModel:
     """Whether token losses start from the inputs of the LM head's last linear, and not from the model's logits."""
     own_mask: bool
     """Whether the model makes its attention mask itself, as in transformers; packed rows and horizons need ours."""
+    model: PreTrainedModel
+    """The model itself, whatever wraps it in the forward pass."""
+    shift: bool
+    """Whether position i predicts label i+1, as in decoders."""
+    has_lm_head: bool
+    """Whether the model has an LM head that ends in a plain linear, so that there may be a shortcut."""
 
     def __init__(
         self,
@@ -59,27 +65,14 @@ class TappedModel:
         self._recorder = recorder
         self._vocabulary = vocabulary
         self._pooling = pooling
-        self._head = LMHead(recorder.model)
-        config = recorder.model.config
-        self._shift = is_causal(config)
-        is_plain = self._head.is_there or recorder.model.get_output_embeddings() is None
+        self.model = recorder.model
+        self._head = LMHead(self.model)
+        self.has_lm_head = self._head.is_there
+        config = self.model.config
+        self.shift = is_causal(config)
+        is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
         self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
         self.own_mask = not has_family(config) or family_of(config).own_mask
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model itself, whatever wraps it in the forward pass."""
-        return self._recorder.model
-
-    @property
-    def shift(self) -> bool:
-        """Whether position i predicts label i+1, as in decoders."""
-        return self._shift
-
-    @property
-    def has_lm_head(self) -> bool:
-        """Whether the model has an LM head that ends in a plain linear, so that there may be a shortcut."""
-        return self._head.is_there
 
     @contextmanager
     def modes(self, *, shortcut: bool, own_mask: bool) -> Iterator[None]:
@@ -105,19 +98,19 @@ class TappedModel:
 
         It comes as the logits of the model's own output, so that ZeRO-3 gathers parameters in the backward pass.
         """
-        batch = batch.with_label_rows(shift=self._shift)
+        batch = batch.with_label_rows(shift=self.shift)
         with self._rows(batch, (place,), use):
             return self._head_outputs(self._run(batch), batch)[0]
 
     def without_engine(self) -> TappedModel:
         """Return the same model and taps with a forward pass that calls the model itself."""
         bare = copy.copy(self)
-        bare._forward = self._recorder.model
+        bare._forward = self.model
         return bare
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
-        batch = batch.with_label_rows(shift=self._shift)
+        batch = batch.with_label_rows(shift=self.shift)
         with self._recorder.recording(horizon=batch.horizon):
             result = self._run(batch)
         logits, sequences = self._head_outputs(result, batch)
@@ -129,7 +122,7 @@ class TappedModel:
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on a batch; returns taps and the LM head's inputs at these kinds of positions."""
-        batch = batch.with_label_rows(shift=self._shift)
+        batch = batch.with_label_rows(shift=self.shift)
         kept: list[HeadInputs] = []
 
         def keep(head: HeadInputs) -> Tensor:
@@ -150,7 +143,7 @@ class TappedModel:
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""
-        batch = batch.with_label_rows(shift=self._shift)
+        batch = batch.with_label_rows(shift=self.shift)
         taps = None if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
         head = self._head_losses(terms, batch)
@@ -185,7 +178,7 @@ class TappedModel:
         self._head.remove()
 
     def _run(self, batch: Batch) -> Any:
-        config = self._recorder.model.config
+        config = self.model.config
         # Teacher and student get the same batch, and only one of them may have segments.
         inputs = {
             "input_ids": batch.input_ids,
@@ -198,7 +191,7 @@ class TappedModel:
             inputs["attention_mask"] = _mask(batch, config)
             inputs["position_ids"] = batch.position_ids
         given: dict[str, Any] = {key: value for key, value in inputs.items() if value is not None}
-        if self._shift or not self.own_mask:  # few encoders have the word
+        if self.shift or not self.own_mask:  # few encoders have the word
             given["use_cache"] = False
         if self.own_mask:
             return self._forward(**given)
@@ -218,7 +211,7 @@ class TappedModel:
         return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
 
     def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
-        return HeadLosses(terms, batch, shift=self._shift, vocabulary=self._vocabulary)
+        return HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
@@ -231,7 +224,7 @@ class TappedModel:
             spans_B2T = torch.stack([result.start_logits, result.end_logits], dim=1)
             return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
         logits = result.get("logits")
-        is_of_tokens = self._head.is_there or (logits is not None and logits.dim() == 3)
+        is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)
         return (logits, None) if is_of_tokens else (None, logits)
 
 

@@ -7,8 +7,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from textwrap import shorten
@@ -74,7 +73,11 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
         f"{file.name}: dequantizing {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
         aside=True,
     )
-    with _one_at_a_time(folder):
+    check_writable(folder.parent, "LLMDISTILL_CACHE")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:  # of several processes one makes the folder
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             _write(file, folder, {"file": file.name, "sha256": sha256, **about}, license)
     return folder
@@ -87,17 +90,6 @@ def origin(folder: Path | str) -> str | None:
         return None
     record = read_json(file)
     return f"dequantized from {record['bits']} bits ({record['type']})"
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes the folder."""
-    check_writable(folder.parent, "LLMDISTILL_CACHE")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _about(file: Path) -> dict[str, Any]:

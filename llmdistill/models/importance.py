@@ -177,7 +177,11 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
 
     for name, module in model.named_modules():
         layer, inner = split_name(base_name(model, name), family)
-        if _is_norm(module) and (layer is None or inner not in family.layer_axes):
+        weight = getattr(module, "weight", None)
+        is_norm = (
+            weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 1
+        )  # ds_shape: ZeRO-3 shards it
+        if is_norm and (layer is None or inner not in family.layer_axes):
             handles.append(module.register_forward_hook(partial(of_norm, base_name(model, name))))
     for layer, block in enumerate(layers_of(model)):
         outwards = next(name for name, axes in family.layer_axes.items() if axes[-1] == "context")
@@ -185,11 +189,6 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
         handles.append(block.get_submodule(family.ffn_down).register_forward_pre_hook(partial(of_down, layer)))
         handles.append(block.register_forward_hook(partial(of_layer, layer)))
     return handles
-
-
-def _is_norm(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 1  # ds_shape: ZeRO-3 shards it
 
 
 def _importance(model: PreTrainedModel, measured: tuple[dict[str, Tensor], int]) -> Importance:

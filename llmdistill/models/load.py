@@ -123,13 +123,9 @@ def folder_damage(folder: Path, part: slice = slice(None)) -> str | None:
     What was found is kept for the process while no file changes, because a command loads a model several times.
     `part` is that of `manifest_damage`.
     """
-    files = sorted((file.name, *_stamp(file)) for file in folder.iterdir())
+    status = {file.name: file.stat() for file in folder.iterdir()}
+    files = sorted((name, each.st_size, each.st_mtime_ns) for name, each in status.items())
     return _folder_damage(folder, (part.start, part.stop, part.step), tuple(files))
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 @cache

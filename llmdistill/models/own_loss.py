@@ -81,9 +81,10 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
         logits, outputs = tapped.own_logits(sample)
     own = loss(logits)
     ours = of_product = torch.full_like(own, torch.nan)
+    is_plain = False
     if len(outputs) == 1 and outputs[0].shape == logits.shape:
         of_product = loss(outputs[0])
-    is_plain = len(outputs) == 1 and _is_same(outputs[0], logits)
+        is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
     with tapped.modes(shortcut=is_plain, own_mask=tapped.own_mask):
         if is_plain:
             ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
@@ -124,10 +125,6 @@ def _sample(batch: Batch, *, shift: bool) -> Batch:
     labels[:, 0] = IGNORE_INDEX
     types = None if batch.token_type_ids is None else batch.token_type_ids[:count, cut]
     return Batch(ids, mask, labels, token_type_ids=types).with_label_rows(shift=shift)
-
-
-def _is_same(output: Tensor, logits: Tensor) -> bool:
-    return output.shape == logits.shape and torch.equal(output, logits.to(output.dtype))
 
 
 def _loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

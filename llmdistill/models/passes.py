@@ -31,13 +31,11 @@ class HookSums:
         """Whether the tensors of the layer that runs are kept for the backward pass, are dropped, or are computed again
         in the backward pass."""
 
-    @contextmanager
-    def counting(self, mask_BT: Tensor) -> Iterator[None]:
-        """Add up the values of one pass at the positions of the mask; padding is left out."""
+    def count(self, mask_BT: Tensor) -> None:
+        """Let the next pass be added up at the positions of the mask; padding is left out."""
         self.mask = mask_BT
         self._is_whole = bool(mask_BT.all())
         self.tokens += mask_BT.sum()
-        yield
 
     def rows(self, values_BTK: Tensor) -> Tensor:
         """Return the values (N, K) of a pass at the positions that count."""
@@ -140,8 +138,8 @@ def run_passes(
         with Activity(what, total, "batches", done=done) as activity:
             for number in range(done, total):
                 moved = batches[number % len(batches)].to(model.device)
-                with sums.counting((moved.attention_mask != 0) & (number < len(batches))):
-                    step(moved)
+                sums.count((moved.attention_mask != 0) & (number < len(batches)))
+                step(moved)
                 activity.advance()
                 after(number + 1, total)
     finally:

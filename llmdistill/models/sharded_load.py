@@ -7,8 +7,7 @@ safetensors file and sharded before the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -72,8 +71,13 @@ def load_sharded(
     misfits = any(read is not None and read[0] != old.shape for read, (old, _, _) in zip(found, owners, strict=True))
     may_miss = new_head or (head != "saved" and model.base_model is model)
     if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
-        with _sharding(ds_config):  # load_model says what is missing or does not fit
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        alive = HfDeepSpeedConfig(ds_config)  # transformers, which keeps a weak reference to it, shards what it loads
+        try:  # load_model says what is missing or does not fit
             return load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
+        finally:
+            del alive
     new: list[nn.Parameter] = []
     for read, (old, _, places) in zip(found, owners, strict=True):
         value = torch.empty(old.shape, dtype=dtype) if read is None else read[1]().to(dtype)
@@ -91,19 +95,6 @@ def load_sharded(
     take_generation_settings(model, folder)
     model.name_or_path = str(path)
     return model.eval()
-
-
-@contextmanager
-def _sharding(ds_config: dict[str, Any]) -> Iterator[None]:
-    """Block in which transformers shards the models that it loads, except for factorized ones."""
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-
-    alive = HfDeepSpeedConfig(ds_config)  # transformers keeps only a weak reference to it
-    try:
-        yield
-    finally:
-        del alive
-    assert not is_deepspeed_zero3_enabled(), "the ZeRO-3 configuration outlived the loading"
 
 
 _Owner = tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]

@@ -80,7 +80,8 @@ class Recorder:
         self.model = model
         self._request = {aspect: layers for aspect, layers in request.items() if layers}
         self._projectors = nn.ModuleDict() if projectors is None else projectors
-        self._armed = False
+        self.is_recording = False
+        """Whether a `recording()` block is active."""
         self._in_forward = False
         self._recomputes = False
         self._offer: Callable[[Taps, Tap], None] | None = None
@@ -107,11 +108,11 @@ class Recorder:
         `offer` is called after each tensor is recorded; it may remove tensors from the taps. `horizon` is that of the
         batch, which the taps keep.
         """
-        self._armed, self._offer, self._horizon = True, offer, horizon
+        self.is_recording, self._offer, self._horizon = True, offer, horizon
         try:
             yield
         finally:
-            self._armed = self._in_forward = False
+            self.is_recording = self._in_forward = False
             self._offer = self._horizon = None
 
     @contextmanager
@@ -137,11 +138,6 @@ class Recorder:
         if self._masked_attention is not None:
             self.model.config._attn_implementation = self._masked_attention
             self._masked_attention = None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a `recording()` block is active."""
-        return self._armed
 
     def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
         """Run a part of the model; returns its result and the tapped tensors, which the caller passes to `keep`.
@@ -193,19 +189,13 @@ class Recorder:
         self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
 
     def _check_request(self) -> None:
-        if not self._request:
-            return
-        num_layers = len(layers_of(self.model))
         for aspect, layers in self._request.items():
-            if aspect == "hidden":  # every architecture has it
-                assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
+            there = 1 if aspect == "embedding" else len(layers_of(self.model))
+            assert layers <= set(range(there)), f"{aspect} of layers {sorted(layers)} of {there}"
+            if not aspect.startswith("ffn_"):
                 continue
-            family = family_of(self.model.config)
-            assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
-            assert aspect != "embedding" or layers == {0}, "the embedding counts as layer 0's"
-            if aspect.startswith("ffn_"):
-                assert getattr(family, aspect) is not None, f"{aspect} of a model without it"
-            if aspect.startswith("ffn_") and getattr(self.model.config, "chunk_size_feed_forward", None):
+            assert getattr(family_of(self.model.config), aspect) is not None, f"{aspect} of a model without it"
+            if getattr(self.model.config, "chunk_size_feed_forward", None):
                 raise UserError(
                     "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
                     f"which cannot be distilled ({aspect}): set it to 0"
@@ -265,7 +255,7 @@ class Recorder:
         self._places = tokens.shape if isinstance(tokens, Tensor) else None
         if not self._is_given_mask:
             self._restore_attention()
-        if self._armed:
+        if self.is_recording:
             self._recomputes = self._is_checkpointed()
             self._taps, self._in_forward = Taps(horizon=self._horizon), True
             self._came, self._collected = set(), None
@@ -306,7 +296,7 @@ class Recorder:
         getattr(self._taps, aspect)[index] = tensor
         # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must be
         # kept: the identity hooks replace the hooks of checkpointing.
-        with saved_tensors_hooks(_itself, _itself) if self._recomputes else nullcontext():
+        with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if self._recomputes else nullcontext():
             if aspect in self._projectors:
                 # concatenate the heads: (B, G, T, D) to (B, T, G·D)
                 flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
@@ -330,10 +320,6 @@ class Recorder:
                 'enable it with {"use_reentrant": False}'
             )
         return True
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _tapping_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -313,47 +313,19 @@ def sum_at(tensor: Tensor, rank: int, world: World) -> None:
         dist.reduce(tensor, dst=rank)
 
 
-def to_main(
-    tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int, world: World
-) -> Tensor | None:
-    """Return a tensor of one rank on rank 0, and None on the others. Rank 0 and the source must call this function.
+def to_main(value: Value | None, source: int, world: World) -> Value | None:
+    """Return what the rank `source` has on rank 0, by way of their CPUs, and None on the others.
 
-    Args:
-        tensor: the tensor on the rank `source`, on any device; None elsewhere.
-        shape: its shape.
-        dtype: the dtype of the result.
-        source: the rank that has it.
-        world: the ranks.
+    Rank 0 and the source must call this function; `value` is None elsewhere.
     """
-    if world.rank == source:
-        assert tensor is not None
-        if world.is_main:
-            return tensor.to(dtype)
-        dist.send(tensor.to(world.device, dtype).contiguous(), dst=0)
+    if source == 0 or world.rank not in (0, source):
+        return value if world.is_main else None
     if not world.is_main:
+        dist.send_object_list([value], dst=0, group=_control)
         return None
-    received = torch.empty(tuple(shape), dtype=dtype, device=world.device)
-    dist.recv(received, src=source)
-    return received
-
-
-def from_main(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
-    """Return a tensor of rank 0 on every rank, on its own device; every rank must call this function.
-
-    Args:
-        tensor: the tensor on rank 0, on any device; None elsewhere.
-        shape: its shape.
-        dtype: the dtype of the result.
-        world: the ranks.
-    """
-    if world.size == 1:
-        assert tensor is not None
-        return tensor.to(world.device, dtype)
-    sent = torch.empty(tuple(shape), dtype=dtype, device=world.device)
-    if tensor is not None:
-        sent.copy_(tensor)
-    dist.broadcast(sent, src=0)
-    return sent
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=source, group=_control)
+    return cast(Value, box[0])
 
 
 def largest_later(number: int, world: World) -> Callable[[], int]:

@@ -61,8 +61,10 @@ def _in_blocks(
     with_gradient: bool,
 ) -> Tensor:
     """`chunk_losses` by torch's operations: on a CPU some rows at a time, and the short way where it is possible."""
-    on_cpu = student_NV.device.type == "cpu"
-    size = _block_rows(student_NV.shape[1], factors) if on_cpu else max(1, len(labels_N))
+    size = max(1, len(labels_N))
+    if student_NV.device.type == "cpu":
+        row_bytes = max(1, student_NV.shape[1] * factors.element_size())
+        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
     sums = torch.zeros_like(factors)
     for start in range(0, len(labels_N), size):
         here = slice(start, start + size)
@@ -79,11 +81,6 @@ def _in_blocks(
             student_NV[here] = student
         sums += values
     return sums
-
-
-def _block_rows(words: int, factors: Tensor) -> int:
-    row_bytes = max(1, words * factors.element_size())
-    return torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
 
 
 def _any_way(

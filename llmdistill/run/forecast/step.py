@@ -235,7 +235,7 @@ class _WatchedModel(TappedModel):
     tracer: Tracer
 
     def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
-        head = _WatchedHead(terms, batch, shift=self._shift, vocabulary=self._vocabulary)
+        head = _WatchedHead(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
         head.tracer = self.tracer
         return head
 
