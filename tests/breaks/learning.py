@@ -56,28 +56,28 @@ BREAKS = [
         f"{LOSSES}/features.py",
         "student.shape[-1] * (student.shape[1] if with_heads else 1)",
         "student.shape[-1]",
-        f"{LOSS_TESTS}/test_matrix.py::test_equals_the_naive_loop",
+        f"{LOSS_TESTS}/test_features.py::test_equals_the_naive_loop",
     ),
     Break(
         "matrix-mse-mask-dropped",
         f"{LOSSES}/features.py",
         ".masked_fill_(~real, 0.0)",
         "",
-        f"{LOSS_TESTS}/test_matrix.py::test_padding_does_not_matter",
+        f"{LOSS_TESTS}/test_features.py::test_padding_does_not_matter",
     ),
     Break(
         "matrix-mse-scaled-by-student",
         f"{LOSSES}/features.py",
         "torch.where(real, teacher.to(dtype), 0.0)",
         "torch.where(real, student.to(dtype), 0.0)",
-        f"{LOSS_TESTS}/test_matrix.py::test_equals_the_naive_loop",
+        f"{LOSS_TESTS}/test_features.py::test_equals_the_naive_loop",
     ),
     Break(
         "matrix-mse-gradient-halved",
         f"{LOSSES}/features.py",
         "error.mul_(2 * weight)",
         "error.mul_(weight)",
-        f"{LOSS_TESTS}/test_matrix.py::test_gradient",
+        f"{LOSS_TESTS}/test_features.py::test_gradient",
     ),
     Break(
         "span-sum-for-mean",
@@ -218,7 +218,7 @@ BREAKS = [
         f"{LOSSES}/fused/block_rows.py",
         "RowLosses(squares / seen,",
         "RowLosses(squares / s.shape[-1],",
-        f"{LOSS_TESTS}/test_attention_scores.py::test_equals_the_naive_loop",
+        NAIVE_ATTENTION,
     ),
     # methods
     Break(

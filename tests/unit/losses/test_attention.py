@@ -1,3 +1,5 @@
+"""Losses on attention against loops over queries and keys, and what they and those on relations have in common."""
+
 from __future__ import annotations
 
 import math
@@ -7,38 +9,72 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.losses.attention import AttentionInputs, attention_kl
+from llmdistill.batch import LossSum
+from llmdistill.losses.attention import (
+    AttentionInputs,
+    RelationInputs,
+    attention_kl,
+    attention_score_mse,
+    relation_kl,
+)
 
 MASKS = {
     "right": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]),
     "left": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]),
 }
-DIRECTIONS = ["student_teacher", "teacher_student"]
+KINDS = ["student_teacher", "teacher_student", "score_mse"]
+Sides = tuple[Tensor, Tensor]
+"""Queries and keys, or both sides of a relation."""
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_loss = pytest.mark.parametrize("kind", [*KINDS, "relation"])
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+every_view = pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 2)])
 
 
-def make(seed: int, *, groups: int = 2, width: int = 3, heads: int = 4) -> AttentionInputs:
+def make(seed: int, *, groups: int = 2, width: int = 3, heads: int = 4) -> Sides:
     generator = torch.Generator().manual_seed(seed)
     query = 2 * torch.randn(2, heads, 5, width, dtype=torch.float64, generator=generator)
     key = 2 * torch.randn(2, groups, 5, width, dtype=torch.float64, generator=generator)
-    return AttentionInputs(query, key, 0.7)
+    return query, key
+
+
+def loss_of(
+    kind: str,
+    student: Sides,
+    teacher: Sides,
+    mask: Tensor,
+    *,
+    scalings: tuple[float, float] = (0.7, 0.7),
+    **seen: object,
+) -> LossSum:
+    if kind == "relation":
+        return relation_kl(RelationInputs(*student), RelationInputs(*teacher), mask, relation_heads=2, **seen)
+    inputs = [AttentionInputs(*each, scaling) for each, scaling in zip((student, teacher), scalings, strict=True)]
+    if kind == "score_mse":
+        return attention_score_mse(*inputs, mask, **seen)
+    return attention_kl(*inputs, mask, direction=kind, **seen)
 
 
 def naive(
-    student: AttentionInputs,
-    teacher: AttentionInputs,
+    kind: str,
+    student: Sides,
+    teacher: Sides,
     mask: Tensor,
     *,
     causal: bool,
-    window: int | None,
-    direction: str,
+    window: int | None = None,
     horizon: Tensor | None = None,
+    scalings: tuple[float, float] = (0.7, 0.7),
 ) -> float:
-    """MaKD eq. 3 and 12 with lists and loops."""
-    heads, tokens = student.query.shape[1:3]
+    """MaKD eq. 3 and 12, and TinyBERT eq. 7, with lists and loops."""
+    heads, tokens = student[0].shape[1:3]
 
-    def distribution(inputs: AttentionInputs, b: int, h: int, i: int, keys: list[int]) -> list[float]:
-        group = h * inputs.key.shape[1] // heads
-        scores = [inputs.scaling * float(inputs.query[b, h, i] @ inputs.key[b, group, j]) for j in keys]
+    def scores_of(inputs: Sides, scaling: float, b: int, h: int, i: int, keys: list[int]) -> list[float]:
+        query, key = inputs
+        return [scaling * float(query[b, h, i] @ key[b, h * key.shape[1] // heads, j]) for j in keys]
+
+    def distribution(scores: list[float]) -> list[float]:
         total = sum(math.exp(score) for score in scores)
         return [math.exp(score) / total for score in scores]
 
@@ -48,83 +84,72 @@ def naive(
         keys = [j for j in keys if window is None or j > i - window]
         keys = [j for j in keys if horizon is None or j < horizon[b, i]]
         for h in range(heads):
-            p, q = distribution(student, b, h, i, keys), distribution(teacher, b, h, i, keys)
-            if direction == "teacher_student":
+            s, t = (scores_of(each, x, b, h, i, keys) for each, x in zip((student, teacher), scalings, strict=True))
+            if kind == "score_mse":
+                result += sum((x - y) ** 2 for x, y in zip(s, t, strict=True)) / len(keys) / heads
+                continue
+            p, q = distribution(s), distribution(t)
+            if kind == "teacher_student":
                 p, q = q, p
             result += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / heads
     return result
 
 
-def spoiled(inputs: AttentionInputs, mask: Tensor) -> AttentionInputs:
+def spoiled(sides: Sides, mask: Tensor) -> Sides:
     real = mask.bool()[:, None, :, None]
-    query = torch.where(real, inputs.query, torch.full_like(inputs.query, torch.nan))
-    key = torch.where(real, inputs.key, torch.full_like(inputs.key, torch.inf))
-    return AttentionInputs(query.requires_grad_(), key.requires_grad_(), inputs.scaling)
+    return torch.where(real, sides[0], torch.nan), torch.where(real, sides[1], torch.inf)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 2)])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_equals_the_naive_loop(mask: Tensor, causal: bool, window: int | None, direction: str) -> None:
+def learned(sides: Sides) -> Sides:
+    for side in sides:
+        side.requires_grad_()
+    return sides
+
+
+@every_kind
+@every_view
+@every_mask
+def test_equals_the_naive_loop(mask: Tensor, causal: bool, window: int | None, kind: str) -> None:
     student, teacher = make(0), make(1, groups=1, width=6)
-    loss = attention_kl(student, teacher, mask, causal=causal, window=window, direction=direction)
-    expected = naive(student, teacher, mask, causal=causal, window=window, direction=direction)
+    given = {"causal": causal, "window": window, "scalings": (0.7, 0.3)}
+    loss, expected = loss_of(kind, student, teacher, mask, **given), naive(kind, student, teacher, mask, **given)
     assert loss.sum.item() == pytest.approx(expected, rel=1e-10)
     assert loss.count.item() == mask.sum().item()
     assert expected > 0.1
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_token_sees_no_key_beyond_its_horizon(direction: str) -> None:
+@every_kind
+def test_a_token_sees_no_key_beyond_its_horizon(kind: str) -> None:
     """A source of 2 tokens with a target of 1, and a source of 3 with a target of 2."""
-    student, teacher = make(0), make(1, groups=1, width=6)
+    student, teacher, mask = make(0), make(1, groups=1, width=6), MASKS["right"]
     horizon = torch.tensor([[2, 2, 3, 5, 5], [3, 3, 3, 4, 5]])
-    given = {"causal": False, "window": None, "direction": direction}
-    loss = attention_kl(student, teacher, MASKS["right"], horizon=horizon, **given)
-    assert loss.sum.item() == pytest.approx(
-        naive(student, teacher, MASKS["right"], horizon=horizon, **given), rel=1e-10
-    )
-    everything = attention_kl(student, teacher, MASKS["right"], **given)
-    assert abs(loss.sum.item() - everything.sum.item()) > 0.1
+    loss = loss_of(kind, student, teacher, mask, causal=False, horizon=horizon).sum.item()
+    assert loss == pytest.approx(naive(kind, student, teacher, mask, causal=False, horizon=horizon), rel=1e-10)
+    assert abs(loss - loss_of(kind, student, teacher, mask, causal=False).sum.item()) > 0.1
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_grouped_keys_are_the_repeated_keys(groups: int) -> None:
-    student, teacher = make(0, groups=groups), make(1, groups=groups)
-    plain = [AttentionInputs(i.query, i.key.repeat_interleave(4 // groups, 1), i.scaling) for i in (student, teacher)]
-    grouped = attention_kl(student, teacher, MASKS["right"], causal=True)
-    repeated = attention_kl(*plain, MASKS["right"], causal=True)
-    torch.testing.assert_close(grouped.sum, repeated.sum, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_loss
 @pytest.mark.parametrize("causal", [True, False])
-def test_zero_where_student_equals_teacher(causal: bool, direction: str) -> None:
+def test_zero_where_student_equals_teacher(causal: bool, kind: str) -> None:
     teacher = make(1)
-    student = AttentionInputs(teacher.query.clone().requires_grad_(), teacher.key.clone().requires_grad_(), 0.7)
-    loss = attention_kl(student, teacher, MASKS["left"], causal=causal, direction=direction)
+    student = learned((teacher[0].clone(), teacher[1].clone()))
+    loss = loss_of(kind, student, teacher, MASKS["left"], causal=causal)
     loss.sum.backward()
     assert loss.sum.item() == 0.0
-    for gradient in (student.query.grad, student.key.grad):
-        assert gradient is not None
-        # Not bit-zero: a row of the softmax sums to one only up to rounding.
-        assert gradient.abs().max() < 1e-14
+    for side in student:
+        assert side.grad is not None
+        assert side.grad.abs().max() < 1e-14  # not bit-zero: a row of the softmax sums to one only up to rounding
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_padding_does_not_matter(mask: Tensor, causal: bool, direction: str) -> None:
+@every_loss
+@every_view
+@every_mask
+def test_padding_does_not_matter(mask: Tensor, causal: bool, window: int | None, kind: str) -> None:
     results = []
-    for inputs in (
-        [AttentionInputs(i.query.requires_grad_(), i.key.requires_grad_(), i.scaling) for i in (make(0), make(1))],
-        [spoiled(make(0), mask), spoiled(make(1), mask)],
-    ):
-        loss = attention_kl(*inputs, mask, causal=causal, direction=direction)
+    for student, teacher in ((make(0), make(1)), (spoiled(make(0), mask), spoiled(make(1), mask))):
+        loss = loss_of(kind, learned(student), teacher, mask, causal=causal, window=window)
         loss.sum.backward()
-        assert inputs[0].query.grad is not None
-        assert inputs[0].key.grad is not None
-        results.append((loss.sum.detach(), inputs[0].query.grad, inputs[0].key.grad))
+        results.append((loss.sum.detach(), student[0].grad, student[1].grad))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty)
     padded = ~mask.bool()[:, None, :, None]
@@ -132,46 +157,39 @@ def test_padding_does_not_matter(mask: Tensor, causal: bool, direction: str) -> 
     assert not results[1][2].masked_select(padded).any()
 
 
+@every_loss
 @pytest.mark.parametrize("side", [(0, 0, 3, 0), (0, 0, 0, 3)], ids=["left", "right"])
-def test_more_padding_changes_nothing(side: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_padding_changes_nothing(causal: bool, side: tuple[int, ...], kind: str) -> None:
     student, teacher, mask = make(0), make(1), MASKS["right"]
-    longer = [
-        AttentionInputs(functional.pad(i.query, side), functional.pad(i.key, side), 0.7) for i in (student, teacher)
-    ]
-    for causal in (True, False):
-        expected = attention_kl(student, teacher, mask, causal=causal)
-        loss = attention_kl(*longer, functional.pad(mask, side[2:]), causal=causal)
-        torch.testing.assert_close(loss.sum, expected.sum, rtol=1e-13, atol=0)
-        assert loss.count == expected.count
+    longer = [tuple(functional.pad(each, side) for each in sides) for sides in (student, teacher)]
+    expected = loss_of(kind, student, teacher, mask, causal=causal)
+    loss = loss_of(kind, *longer, functional.pad(mask, side[2:]), causal=causal)
+    torch.testing.assert_close(loss.sum, expected.sum, rtol=1e-13, atol=0)
+    assert loss.count == expected.count
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 2)])
-def test_gradient(causal: bool, window: int | None, direction: str) -> None:
-    student, teacher = make(0), make(1)
+@every_loss
+@every_view
+def test_gradient(causal: bool, window: int | None, kind: str) -> None:
+    teacher = make(1)
 
-    def loss(query: Tensor, key: Tensor) -> Tensor:
-        inputs = AttentionInputs(query, key, 0.7)
-        return attention_kl(inputs, teacher, MASKS["left"], causal=causal, window=window, direction=direction).sum
+    def loss(*student: Tensor) -> Tensor:
+        return loss_of(kind, student, teacher, MASKS["left"], causal=causal, window=window).sum
 
-    torch.autograd.gradcheck(loss, (student.query.requires_grad_(), student.key.requires_grad_()))
+    torch.autograd.gradcheck(loss, learned(make(0)))
 
 
-def test_half_types_are_computed_in_fp32() -> None:
-    student, teacher = (AttentionInputs(i.query.bfloat16(), i.key.bfloat16(), i.scaling) for i in (make(0), make(1)))
-    loss = attention_kl(student, teacher, MASKS["right"], causal=True)
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_computed_in_fp32(kind: str, dtype: torch.dtype) -> None:
+    half = [tuple(side.to(dtype) for side in make(seed)) for seed in (0, 1)]
+    loss = loss_of(kind, *half, MASKS["right"], causal=True)
+    exact = [tuple(side.double() for side in sides) for sides in half]
     assert loss.sum.dtype == torch.float32
-    double = [AttentionInputs(i.query.double(), i.key.double(), i.scaling) for i in (student, teacher)]
-    expected = naive(*double, MASKS["right"], causal=True, window=None, direction="student_teacher")
-    assert loss.sum.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.sum.item() == pytest.approx(loss_of(kind, *exact, MASKS["right"], causal=True).sum.item(), rel=1e-5)
 
 
-def test_extreme_scores_stay_finite() -> None:
-    student, teacher = (
-        AttentionInputs((100 * i.query.float()).requires_grad_(), 100 * i.key.float(), 1.0) for i in (make(0), make(1))
-    )
-    for direction in DIRECTIONS:
-        loss = attention_kl(student, teacher, MASKS["left"], causal=True, direction=direction)
-        (gradient,) = torch.autograd.grad(loss.sum, student.query)
-        assert loss.sum.isfinite()
-        assert gradient.isfinite().all()
+def test_other_head_numbers_cannot_be_compared() -> None:
+    with pytest.raises(AssertionError, match="same number of heads"):
+        loss_of("score_mse", make(0), make(1, heads=2), MASKS["right"], causal=True)

@@ -17,7 +17,7 @@ from llmdistill.losses.attention import (
     relation_kl,
 )
 from llmdistill.losses.fused import blocks
-from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss, block_shape
+from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss
 
 TOKENS = 23
 MASKS = {
@@ -232,17 +232,3 @@ def test_keys_out_of_reach_are_not_touched(causal: bool, window: int | None, exp
     pairs = list(blocks._row_blocks(10, 4, Visibility(torch.ones(1, 10), causal, window)))
     assert [(rows.start, rows.stop) for rows, _ in pairs] == [(0, 4), (4, 8), (8, 10)]
     assert [(keys.start, keys.stop) for _, keys in pairs] == expected
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(12, 12), (12, 4), (32, 8), (48, 48)])
-@pytest.mark.parametrize("tokens", [7, 128, 512, 2048])
-@pytest.mark.parametrize("causal", [True, False])
-def test_blocks_fit_into_the_cache(tokens: int, heads: int, groups: int, causal: bool) -> None:
-    inputs = AttentionInputs(torch.empty(8, heads, tokens, 8), torch.empty(8, groups, tokens, 8), 1.0)
-    shape = block_shape(inputs, inputs, Visibility(torch.ones(8, tokens), causal, None))
-    group = heads // groups
-    assert shape.heads % group == 0
-    budget = blocks._CPU_BUDGET * torch.get_num_threads()
-    least = blocks._LEAST_DIAGONAL if causal else blocks._LEAST_ROWS
-    assert shape.sequences * shape.heads * shape.rows * tokens <= max(budget, group * least * tokens)
-    assert shape.sequences == 1 or shape.heads == heads

@@ -113,11 +113,6 @@ def test_equal_models_give_zero_and_no_gradient(settings: KdConfig, dtype: torch
     assert student.grad.abs().max() < 1e-6
 
 
-@every_divergence
-def test_it_is_positive_where_models_differ(settings: KdConfig) -> None:
-    assert loss_of(settings, make(0), make(1)) > 0.1
-
-
 CERTAIN = [[0.0, -2e4, -2e4, -2e4, -2e4, -2e4], [-2e4, 0.0, -2e4, -2e4, -2e4, -2e4]]
 FORBIDDEN = [[0.0, 1.0, -math.inf, 2.0, -math.inf, 0.0], [1.0, 0.0, -math.inf, -math.inf, 2.0, 0.0]]
 
@@ -136,17 +131,30 @@ def test_loss_and_gradient_are_finite_at_probability_0_and_1(settings: KdConfig,
 
 
 @every_divergence
-def test_padding_and_prompts_do_not_count(settings: KdConfig) -> None:
-    student, teacher = make(0), make(1)
-    changed_student, changed_teacher = student.clone(), teacher.clone()
+@pytest.mark.parametrize("garbage", [50.0, math.nan, math.inf])
+def test_rows_without_a_label_do_not_matter(settings: KdConfig, garbage: float) -> None:
     outside = torch.ones(2, 5, dtype=torch.bool)
     for b, i in PREDICTING:
         outside[b, i] = False
-    changed_student[outside] = 50 * make(2)[outside]
-    changed_teacher[outside] = 50 * make(3)[outside]
-    torch.testing.assert_close(
-        loss_of(settings, changed_student, changed_teacher), loss_of(settings, student, teacher), rtol=0, atol=0
-    )
+    results = []
+    for filling in (0.0, garbage):
+        student, teacher = (make(seed).masked_fill(outside[..., None], filling) for seed in (0, 1))
+        loss = loss_of(settings, student.requires_grad_(), teacher)
+        loss.backward()
+        results.append((loss.detach(), student.grad))
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+    assert not results[1][1][outside].any()
+
+
+def test_without_any_label_the_loss_is_zero_and_has_a_gradient() -> None:
+    student, labels = make(0).requires_grad_(), torch.full((2, 5), -100)
+    labels[:, 0] = 3  # a label on the first token is predicted by none
+    loss = output_divergence(student, make(1), labels, divergence=FORWARD_KL.value)
+    loss.sum.backward()
+    assert loss.sum.item() == loss.count.item() == 0
+    assert student.grad is not None
+    assert not student.grad.any()
 
 
 def test_half_precision_logits_are_compared_in_fp32() -> None:
@@ -154,14 +162,6 @@ def test_half_precision_logits_are_compared_in_fp32() -> None:
     loss = loss_of(KdConfig(divergence="jsd"), student, teacher)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), loss_of(KdConfig(divergence="jsd"), student.double(), teacher.double()))
-
-
-def test_forward_kl_has_the_gradient_of_the_soft_cross_entropy() -> None:
-    student, teacher = make(0).requires_grad_(), make(1)
-    (of_kl,) = torch.autograd.grad(loss_of(KdConfig(), student, teacher), student)
-    soft = output_divergence(student, teacher, LABELS, divergence=SOFT_CROSS_ENTROPY.value)
-    (of_ce,) = torch.autograd.grad(soft.sum, student)
-    torch.testing.assert_close(of_kl, of_ce)
 
 
 def draw_log_probabilities(seed: int) -> Tensor:

@@ -54,19 +54,18 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     return kernels
 
 
-@pytest.mark.parametrize("divergences", [(None, FORWARD_KL), (jsd_with_derivative(0.5), TOTAL_VARIATION)])
-def test_head(compiled: list[Any], divergences: tuple[Any, ...]) -> None:
+def test_head(compiled: list[Any]) -> None:
     logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    divergences = (None, FORWARD_KL, jsd_with_derivative(0.5), TOTAL_VARIATION)
     terms = [TokenTerm("term", divergence, temperature=2.0) for divergence in divergences]
-    chunk_losses(logits, logits.clone(), labels, terms, torch.ones(2), with_gradient=True)
+    chunk_losses(logits, logits.clone(), labels, terms, torch.ones(4), with_gradient=True)
     assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_attention(compiled: list[Any], bounded: bool) -> None:
+def test_attention(compiled: list[Any]) -> None:
     query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
     student, teacher = AttentionInputs(query, key, 0.125), AttentionInputs(query[..., :32], key[..., :32], 0.25)
-    visibility = Visibility(torch.ones(1, 40), True, 8, torch.ones(1, 40) if bounded else None)
+    visibility = Visibility(torch.ones(1, 40), True, 8, torch.ones(1, 40))
     attention_loss("student_teacher", student, teacher, visibility, query_grad=True, key_grad=True)
     assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB

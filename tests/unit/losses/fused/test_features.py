@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.losses import features as plain
 from llmdistill.losses.features import MIN_SQUARE
 from llmdistill.losses.fused import triton_features
 
@@ -18,7 +17,7 @@ SHAPES = {
     "flat": (3, 7, 36),
     "one feature": (3, 7, 1),
     "wider than a block": (3, 7, 1100),
-    **{f"heads of {width}": (3, 4, 7, width) for width in (64, 80, 96, 128)},
+    **{f"heads of {width}": (3, 4, 7, width) for width in (80, 128)},
     "one head": (3, 1, 7, 80),
     "no power of two": (3, 5, 7, 12),
 }
@@ -118,12 +117,11 @@ def test_equals_the_naive_loop(device: torch.device, shape: tuple[int, ...], nor
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("tile", [64, 256])
 def test_several_programs_share_the_work(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, tile: int, normalize: bool
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, normalize: bool
 ) -> None:
     """The last block of tokens is not full, nor is that of features where tokens are cut."""
-    monkeypatch.setattr(triton_features, "TILE", tile)
+    monkeypatch.setattr(triton_features, "TILE", 64)
     monkeypatch.setattr(triton_features, "WIDEST_CUT", 16)
     mask = torch.tensor(MASKS["one sequence is empty"])
     check(device, make((3, 5, 7, 12), 0), make((3, 5, 7, 12), 1), mask, normalize=normalize)
@@ -148,8 +146,10 @@ def test_the_gradient_lies_as_the_student_does(device: torch.device) -> None:
     assert gradient.stride() == student.stride()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("normalize", "dtypes"),
+    [(False, (torch.bfloat16, torch.bfloat16)), (True, (torch.bfloat16, torch.float32))],
+)
 def test_half_precision(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool) -> None:
     """The sum is as exact as in fp32, the gradient but for its rounding to 8 bits."""
     shape, mask = (3, 4, 7, 64), torch.tensor(MASKS["ragged"])
@@ -164,26 +164,6 @@ def test_without_gradient_the_sum_is_the_same(device: torch.device, normalize: b
     alone, gradient = run(device, *sides, mask, normalize=normalize, with_gradient=False)
     assert gradient is None
     assert torch.equal(alone, both)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_equals_the_plain_version(device: torch.device, normalize: bool) -> None:
-    """By finite differences too: the loss is quadratic, so that central differences are exact but for rounding."""
-    sides, mask = [make((3, 2, 7, 20), seed) for seed in (0, 1)], torch.tensor(MASKS["ragged"])
-    found, gradient = run(device, *sides, mask, normalize=normalize)
-    floor = MIN_SQUARE if normalize else None
-    total, exact = plain.squared_error(*sides, mask != 0, min_square=floor, with_gradient=True)
-    assert gradient is not None
-    assert exact is not None
-    torch.testing.assert_close(found.cpu(), total, rtol=1e-5, atol=0)
-    torch.testing.assert_close(gradient.cpu(), exact, rtol=1e-5, atol=1e-7)
-    direction = make((3, 2, 7, 20), 2)
-    up, down = (
-        run(device, sides[0] + step * direction, sides[1], mask, normalize=normalize, with_gradient=False)[0]
-        for step in (0.5, -0.5)
-    )
-    slope = (direction * gradient.cpu()).sum().item()
-    assert (up - down).item() == pytest.approx(slope, rel=1e-4)
 
 
 def test_nothing_where_student_equals_teacher_even_if_it_is_zero(device: torch.device) -> None:

@@ -1,0 +1,144 @@
+"""Distances of hidden states and matrices against loops over tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import LossSum
+from llmdistill.losses.features import hidden_cosine, hidden_mse, matrix_mse
+
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+LOSSES: dict[str, tuple[Callable[..., LossSum], tuple[int, ...]]] = {
+    "heads": (matrix_mse, (2, 3, 5, 4)),
+    "heads normalized": (partial(matrix_mse, normalize=True), (2, 3, 5, 4)),
+    "flat": (hidden_mse, (2, 5, 6)),
+    "flat normalized": (partial(hidden_mse, normalize=True), (2, 5, 6)),
+    "cosine": (hidden_cosine, (2, 5, 6)),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+def make(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def naive(name: str, student: Tensor, teacher: Tensor, mask: Tensor) -> float:
+    """MaKD eq. 13, 15 and 16, and DistilBERT's cosine, token by token and head by head."""
+    total = 0.0
+    for b, t in mask.nonzero().tolist():
+        s, r = (x[b, :, t].tolist() if x.dim() == 4 else [x[b, t].tolist()] for x in (student, teacher))
+        if name == "cosine":
+            product, squares = sum(x * y for x, y in zip(s[0], r[0], strict=True)), math.hypot(*s[0])
+            total += 1 - product / squares / math.hypot(*r[0])
+            continue
+        heads = [sum((x - y) ** 2 for x, y in zip(p, q, strict=True)) / len(p) for p, q in zip(s, r, strict=True)]
+        features = [x for head in r for x in head]
+        scale = sum(x**2 for x in features) / len(features) if name.endswith("normalized") else 1
+        total += sum(heads) / len(heads) / scale
+    return total
+
+
+def real_places(tensor: Tensor) -> Tensor:
+    return MASK.bool()[:, None, :, None] if tensor.dim() == 4 else MASK.bool()[..., None]
+
+
+@every_loss
+def test_equals_the_naive_loop(name: str) -> None:
+    loss_of, shape = LOSSES[name]
+    loss = loss_of(make(shape, 0), make(shape, 1), MASK)
+    assert loss.sum.item() == pytest.approx(naive(name, make(shape, 0), make(shape, 1), MASK), rel=1e-12)
+    assert loss.count.item() == 7
+
+
+@every_loss
+def test_zero_where_student_equals_teacher(name: str) -> None:
+    loss_of, shape = LOSSES[name]
+    student = make(shape, 1).requires_grad_()
+    loss = loss_of(student, make(shape, 1), MASK)
+    loss.sum.backward()
+    assert loss.sum.item() == pytest.approx(0.0, abs=1e-12 if name == "cosine" else 0.0)
+    assert student.grad is not None
+    assert student.grad.abs().max() < 1e-14
+
+
+@every_loss
+@pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
+def test_padding_does_not_matter(name: str, garbage: float) -> None:
+    loss_of, shape = LOSSES[name]
+    results = []
+    for filling in (1.0, garbage):
+        student, teacher = (torch.where(real_places(x), x, filling) for x in (make(shape, 0), make(shape, 1)))
+        loss = loss_of(student.requires_grad_(), teacher, MASK)
+        loss.sum.backward()
+        results.append((loss.sum.detach(), student.grad))
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+    assert not results[1][1].masked_select(~real_places(results[1][1])).any()
+
+
+@every_loss
+@pytest.mark.parametrize("pad", [(0, 0, 2, 0), (0, 0, 0, 2)], ids=["left", "right"])
+def test_more_padding_changes_nothing(name: str, pad: tuple[int, ...]) -> None:
+    loss_of, shape = LOSSES[name]
+    longer = loss_of(*(functional.pad(make(shape, seed), pad) for seed in (0, 1)), functional.pad(MASK, pad[2:]))
+    shorter = loss_of(make(shape, 0), make(shape, 1), MASK)
+    torch.testing.assert_close(longer.sum, shorter.sum, rtol=1e-13, atol=0)
+    assert longer.count == shorter.count
+
+
+@every_loss
+def test_gradient(name: str) -> None:
+    loss_of, shape = LOSSES[name]
+    teacher = make(shape, 1)
+    torch.autograd.gradcheck(lambda student: loss_of(student, teacher, MASK).sum, make(shape, 0).requires_grad_())
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_computed_in_fp32(name: str, dtype: torch.dtype) -> None:
+    loss_of, shape = LOSSES[name]
+    student, teacher = make(shape, 0).to(dtype), make(shape, 1).to(dtype)
+    loss = loss_of(student, teacher, MASK)
+    assert loss.sum.dtype == torch.float32
+    assert loss.sum.item() == pytest.approx(naive(name, student.double(), teacher.double(), MASK), rel=1e-6)
+
+
+def test_states_of_zeros_are_no_error() -> None:
+    student = torch.zeros(1, 2, 4, requires_grad=True)
+    loss = hidden_cosine(student, torch.ones(1, 2, 4), torch.ones(1, 2))
+    loss.sum.backward()
+    assert loss.sum.item() == 2
+    assert student.grad is not None
+    assert student.grad.isfinite().all()
+    assert matrix_mse(torch.ones(1, 1, 4), torch.zeros(1, 1, 4), torch.ones(1, 1), normalize=True).sum.isfinite()
+
+
+def test_other_widths_cannot_be_compared() -> None:
+    for loss in (hidden_cosine, matrix_mse):
+        with pytest.raises(AssertionError, match="student"):
+            loss(make((2, 5, 6), 0), make((2, 5, 4), 1), MASK)
+
+
+def test_padding_adds_no_rounding_error() -> None:
+    states = torch.ones(1, 2, 6)  # in fp32 their cosine is not quite one
+    assert hidden_cosine(states, states, torch.ones(1, 2)).sum.item() != 0
+    assert hidden_cosine(states, states, torch.zeros(1, 2)).sum.item() == 0
+
+
+def test_nothing_but_the_gradient_is_kept() -> None:
+    student = torch.randn(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append((x.shape, x.dtype)) or x, lambda x: x):
+        loss = matrix_mse(student, torch.randn(2, 3, 4), torch.ones(2, 3))
+    assert kept == [((2, 3, 4), torch.bfloat16)]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss.sum, student, create_graph=True)
+    with torch.no_grad():
+        assert matrix_mse(student, student, torch.ones(2, 3)).sum.grad_fn is None
