@@ -171,29 +171,19 @@ def without_weights(folder: Path) -> None:
     torch.save(weights, folder / "adapter_model.bin")
 
 
-def changed_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+LORA_B = "base_model.model.model.layers.{}.mlp.down_proj.lora_B.weight"
+
+
+def changed(layer: int, values: torch.Tensor | None) -> Callable[[Path], None]:
+    """Damage one matrix of the adapter; None leaves it out."""
+
     def damage(folder: Path) -> None:
         weights = load_file(folder / "adapter_model.safetensors")
-        change(weights)
-        save_file(weights, folder / "adapter_model.safetensors")
+        others = {name: value for name, value in weights.items() if name != LORA_B.format(layer)}
+        more = {} if values is None else {LORA_B.format(layer): values}
+        save_file({**others, **more}, folder / "adapter_model.safetensors")
 
     return damage
-
-
-def lose(weights: dict[str, torch.Tensor]) -> None:
-    del weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
-
-
-def add(weights: dict[str, torch.Tensor]) -> None:
-    weights["base_model.model.model.layers.7.mlp.down_proj.lora_B.weight"] = torch.zeros(16, 3)
-
-
-def widen(weights: dict[str, torch.Tensor]) -> None:
-    weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"] = torch.zeros(20, 3)
-
-
-def poison(weights: dict[str, torch.Tensor]) -> None:
-    weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"][:] = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -206,10 +196,10 @@ def poison(weights: dict[str, torch.Tensor]) -> None:
         (lambda folder: build(GPT2).save_pretrained(folder.parent / "base"), "does not fit its base, a GPT2LMHead"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), r"adapter_config\.json:1: not valid JSON"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"xx"), "does not fit its base"),
-        (changed_weights(lose), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
-        (changed_weights(add), r"no place for its .*layers\.7\.mlp"),
-        (changed_weights(widen), "does not fit its base.*size mismatch"),
-        (changed_weights(poison), "cannot be merged into its base"),
+        (changed(0, None), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
+        (changed(7, torch.zeros(16, 3)), r"no place for its .*layers\.7\.mlp"),
+        (changed(0, torch.zeros(20, 3)), "does not fit its base.*size mismatch"),
+        (changed(0, torch.full((16, 3), float("nan"))), "cannot be merged into its base"),
     ],
 )
 def test_bad_adapters(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
@@ -284,18 +274,6 @@ def test_adapters_depend_on_the_seed_alone() -> None:
     assert 0.9 / 4 < one.abs().max() <= 1 / 4
 
 
-def test_adapters_have_the_dtype_of_the_model() -> None:
-    model = build(LLAMA).bfloat16()
-    add_lora(model, LORA, seed=0)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    randomize(model)
-    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
-    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
-    expected = (layer.base_layer.weight.double() + 2 * b @ a).bfloat16()
-    merge_lora(model)
-    assert torch.equal(model.get_submodule("model.layers.0.mlp.up_proj").weight, expected)
-
-
 def test_targets() -> None:
     model = factorized(LLAMA)
     add_lora(model, LoraConfig(rank=2, targets=["q_proj", "mlp.down_proj"]), seed=0)
@@ -331,23 +309,6 @@ def test_taps_see_what_the_adapters_add(student: str) -> None:
             adapted, expected, plain = (getattr(each, aspect)[layer] for each in taps)
             assert torch.allclose(adapted, expected, atol=1e-5, rtol=1e-4), aspect  # fp32, values up to 10
             assert (adapted - plain).abs().max() > 1e-3, aspect
-
-
-def test_gradients_reach_every_adapter_and_nothing_else() -> None:
-    grads = []
-    for checkpointing in (False, True):
-        model = build(LLAMA)
-        add_lora(model, LORA, seed=0)
-        randomize(model)
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
-        model.train()
-        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert all(value.abs().max() > 0 for value in grads[0].values())
-    assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-7) for name in grads[0])
 
 
 def test_adapters_load_whole_or_not_at_all() -> None:

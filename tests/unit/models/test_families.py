@@ -7,14 +7,12 @@ from transformers import (
     AutoModel,
     BertConfig,
     BloomConfig,
-    DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
-    RobertaConfig,
     XLMRobertaConfig,
 )
 
@@ -22,24 +20,13 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
 from llmdistill.models.load import build_meta
 
-FIRST = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "roberta", "xlm-roberta", "distilbert")
-ADDED = [name for name in FAMILIES if name not in FIRST]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 30}
-CONFIGS: list[PreTrainedConfig] = [
-    LlamaConfig(**SMALL, num_key_value_heads=2),
-    MistralConfig(**SMALL, num_key_value_heads=2),
-    Qwen2Config(**SMALL, num_key_value_heads=2),
-    Qwen3Config(**SMALL, num_key_value_heads=2),
-    GPT2Config(n_layer=2, n_embd=16, n_head=4, n_inner=40, vocab_size=30),
-    BertConfig(**SMALL),
-    RobertaConfig(**SMALL),
-    XLMRobertaConfig(**SMALL),
-    DistilBertConfig(n_layers=2, dim=16, n_heads=4, hidden_dim=40, vocab_size=30),
-]
-WIDTHS = {"intermediate_size": 40, "ffn_dim": 40, "moe_intermediate_size": 40}
+WIDTHS = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "n_inner", "hidden_dim")
+CONFIGS: list[PreTrainedConfig] = [XLMRobertaConfig(**SMALL)]
 CONFIGS += [
-    tiny_config(name, num_hidden_layers=2, **{key: WIDTHS[key] for key in WIDTHS if key in SETTINGS[name]})
-    for name in ADDED
+    tiny_config(name, num_hidden_layers=2, **{key: 40 for key in WIDTHS if key in settings})
+    for name, settings in SETTINGS.items()
+    if name in FAMILIES
 ]
 
 

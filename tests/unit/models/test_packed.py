@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,18 +14,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
 )
 
 from llmdistill.batch import IGNORE_INDEX, Aspect, Batch, Sequences
@@ -47,17 +39,18 @@ SIZES: dict[str, Any] = {
 WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 KINDS = ["sliding_attention", "full_attention"]
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=3),
-    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "smollm3": SmolLM3Config(**SIZES, **ENDS, no_rope_layer_interval=2),
-    "olmo2": Olmo2Config(**SIZES, **ENDS),
-    "granite": GraniteConfig(**SIZES, **ENDS),
-    "gemma3_text": Gemma3TextConfig(**SIZES, **ENDS, head_dim=8, sliding_window=3, layer_types=KINDS),
-    "gpt2": GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, **WITHOUT_DROPOUT),
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "mistral": {**SIZES, "sliding_window": 3},
+    "qwen2": {**SIZES, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "qwen3": {**SIZES, "head_dim": 8},
+    "smollm3": {**SIZES, **ENDS, "no_rope_layer_interval": 2},
+    "olmo2": {**SIZES, **ENDS},
+    "granite": {**SIZES, **ENDS},
+    "gemma3_text": {**SIZES, **ENDS, "head_dim": 8, "sliding_window": 3, "layer_types": KINDS},
+    "gpt2": {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **WITHOUT_DROPOUT},
 }
+CONFIGS = {name: AutoConfig.for_model(name, **changes) for name, changes in CHANGES.items()}
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 4, [1] * 2 + [2] * 8 + [0] * 3])
 LENGTHS = (5, 4, 4, 2, 8, 3)
 
@@ -105,7 +98,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    config = copy.deepcopy(CONFIGS[name])
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().train()
 
 
@@ -161,8 +154,9 @@ def test_attention_and_gradients_are_those_of_each_sequence(groups: int, window:
 
 
 @pytest.mark.usefixtures("_both_ways")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [*((name, False) for name in CONFIGS), ("llama", True), ("mistral", True)]
+)
 def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name: str, checkpointing: bool) -> None:
     model, batch = make(name), make_batch()
     for row, place, ids in alone(batch):
@@ -200,7 +194,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_both_ways")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
     """As the student's own answers have it."""
     model = make(name).eval()
@@ -227,7 +221,7 @@ class Squares(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_no_tensor_of_tokens_by_tokens_is_made(name: str) -> None:
     model, batch = make(name), make_batch().with_label_rows(shift=True)
     tapped = TappedModel(model, Recorder(model, {"query": frozenset({0})}))

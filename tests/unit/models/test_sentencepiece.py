@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+from transformers import LlamaConfig, LlamaTokenizer
 
 from llmdistill.data.collate import collate
 from llmdistill.data.instruct import Example, Limits, encode
@@ -120,7 +118,7 @@ def test_same_sentencepiece_is_the_same_vocabulary(llama: tuple[Path, SentencePi
     assert note is not None
 
 
-def test_a_llama_learns_on_it(llama: tuple[Path, SentencePieceProcessor], examples: list[Example]) -> None:
+def test_examples_are_cut_by_it(llama: tuple[Path, SentencePieceProcessor], examples: list[Example]) -> None:
     tokenizer = load_tokenizer(llama[0])
     data = encode(examples[:16], tokenizer, Limits(max_prompt_length=300, max_length=400))
     end = llama[1].eos_id()
@@ -129,20 +127,3 @@ def test_a_llama_learns_on_it(llama: tuple[Path, SentencePieceProcessor], exampl
         assert item.response_ids == [*llama[1].encode(example.outputs[0]), end]
     batch = collate(data.items, pad_token_id=tokenizer.pad_token_id)
     assert (batch.labels == end).sum() == 16
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def losses() -> Iterator[float]:
-        for _ in range(15):
-            loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-    first, *_, last = losses()
-    assert last < 0.7 * first

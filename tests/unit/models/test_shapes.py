@@ -8,36 +8,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
-    BertConfig,
-    BertForPreTraining,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
+    AutoModelForPreTraining,
     GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
     RobertaForSequenceClassification,
-    XLMRobertaConfig,
-    XLMRobertaForMaskedLM,
 )
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
+from llmdistill.models.load import auto_class
 from llmdistill.models.shapes import (
     StudentShape,
     check_sizes,
@@ -56,34 +40,28 @@ SIZES: dict[str, Any] = {
     "vocab_size": 30,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = GPT2Config(
-    n_layer=4, n_embd=48, n_head=6, n_inner=96, n_positions=20, vocab_size=30, bos_token_id=1, eos_token_id=1
-)
-TEACHERS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
-    "bert": (BertForPreTraining, BertConfig(**SIZES, max_position_embeddings=20)),
-    "roberta": (RobertaForMaskedLM, RobertaConfig(**SIZES, max_position_embeddings=20)),
-    "xlm-roberta": (XLMRobertaForMaskedLM, XLMRobertaConfig(**SIZES, max_position_embeddings=20)),
-    "distilbert": (
-        DistilBertForMaskedLM,
-        DistilBertConfig(dim=48, hidden_dim=96, n_heads=6, n_layers=4, vocab_size=30, max_position_embeddings=20),
-    ),
-    "gpt2": (GPT2LMHeadModel, GPT2),
-    "llama": (LlamaForCausalLM, LlamaConfig(**GROUPED, attention_bias=True, tie_word_embeddings=True)),
-    "mistral": (MistralForCausalLM, MistralConfig(**GROUPED)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**GROUPED)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**GROUPED, head_dim=16)),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**GROUPED)),
-    "granite": (GraniteForCausalLM, GraniteConfig(**GROUPED)),
+OF_GPT2 = {"n_layer": 4, "n_embd": 48, "n_head": 6, "n_inner": 96, "n_positions": 20, "vocab_size": 30}
+GPT2 = GPT2Config(**OF_GPT2, bos_token_id=1, eos_token_id=1)
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {**OF_GPT2, "bos_token_id": 1, "eos_token_id": 1},
+    "distilbert": {"dim": 48, "hidden_dim": 96, "n_heads": 6, "n_layers": 4, "vocab_size": 30},
+    "llama": {**GROUPED, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 16},
+}
+KINDS = [name for name, family in FAMILIES.items() if family.layer_axes is not None]
+CONFIGS = {
+    name: AutoConfig.for_model(name, **CHANGES.get(name, GROUPED if FAMILIES[name].causal else SIZES)) for name in KINDS
 }
 """Heads are 8 features wide (Qwen3's 16), two share keys and values where they do."""
-EVERY = pytest.mark.parametrize("kind", TEACHERS)
+EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
 def teacher_of(kind: str) -> PreTrainedModel:
     """A teacher whose every parameter, norms and biases included, holds numbers of its own."""
-    cls, config = TEACHERS[kind]
+    config = copy.deepcopy(CONFIGS[kind])
     torch.manual_seed(0)
-    model: PreTrainedModel = cls(copy.deepcopy(config)).eval()
+    auto = AutoModelForPreTraining if kind == "bert" else auto_class(config, "lm_head")
+    model: PreTrainedModel = auto.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -114,9 +92,6 @@ def outputs(model: PreTrainedModel) -> torch.Tensor:
     return result
 
 
-# --- notation -------------------------------------------------------------------------------------------------------
-
-
 def test_notation() -> None:
     assert parse_shape("6x384x12") == StudentShape(depth=6, width=384, heads=12, intermediate=None)
     assert parse_shape(" 4×312×12×1200 ") == StudentShape(depth=4, width=312, heads=12, intermediate=1200)
@@ -136,12 +111,9 @@ def test_heads_must_divide_the_width() -> None:
         parse_shape("6x20x6")
 
 
-# --- configs --------------------------------------------------------------------------------------------------------
-
-
 @EVERY
 def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> None:
-    teacher = TEACHERS[kind][1]
+    teacher = CONFIGS[kind]
     before = copy.deepcopy(teacher.to_dict())
     sizes = shape_of(shaped_config(teacher, parse_shape("3x24x4")))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_heads) == (3, 24, 4)
@@ -154,11 +126,6 @@ def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> No
     assert {**same.to_dict(), "max_window_layers": 0} == {**before, "max_window_layers": 0}
     deeper = shape_of(shaped_config(teacher, parse_shape("7x96x6")))
     assert (deeper.num_layers, deeper.hidden_size) == (7, 96)
-
-
-def test_gpt2_without_feed_forward_width() -> None:
-    shaped: Any = shaped_config(GPT2Config(), parse_shape("6x384x12"))
-    assert (shaped.n_layer, shaped.n_embd, shaped.n_head, shaped.n_inner) == (6, 384, 12, 1536)
 
 
 def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
@@ -175,15 +142,6 @@ def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
         shaped_config(GPT2, parse_shape("2x24x4x50x8"))
 
 
-def test_every_family_is_tested() -> None:
-    assert set(TEACHERS) == {name for name, family in FAMILIES.items() if family.layer_axes is not None}
-
-
-def test_feed_forward_width_is_rounded() -> None:
-    teacher = BertConfig(hidden_size=300, num_attention_heads=3, intermediate_size=1000)
-    assert shape_of(shaped_config(teacher, parse_shape("2x50x2"))).intermediate_size == 167
-
-
 def test_windows_are_spread_over_the_layers() -> None:
     teacher = Qwen3Config(
         **GROUPED | {"num_hidden_layers": 6}, use_sliding_window=True, sliding_window=4, max_window_layers=3
@@ -196,12 +154,6 @@ def test_windows_are_spread_over_the_layers() -> None:
     assert shape_of(shaped_config(mistral, parse_shape("2x48x6"))).windows == (5, 5)
 
 
-def test_a_factorized_teacher_has_a_dense_student() -> None:
-    teacher = BertConfig(**SIZES, quantization_config={"quant_method": "llmdistill", "method": "svd", "modules": {}})
-    assert not hasattr(shaped_config(teacher, parse_shape("2x24x4")), "quantization_config")
-    assert hasattr(teacher, "quantization_config")
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -212,57 +164,23 @@ def test_a_factorized_teacher_has_a_dense_student() -> None:
 def test_proportions_that_do_not_come_out_even(shape: str, expected: str) -> None:
     for kind in ("llama", "qwen2"):
         with pytest.raises(UserError, match=expected):
-            shaped_config(TEACHERS[kind][1], parse_shape(shape))
-    shaped_config(TEACHERS["bert"][1], parse_shape(shape))
+            shaped_config(CONFIGS[kind], parse_shape(shape))
+    shaped_config(CONFIGS["bert"], parse_shape(shape))
 
 
-# --- which layers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "student", "teacher", "expected"),
-    [
-        ("spread", 6, 12, [0, 2, 4, 6, 8, 10]),
-        ("spread", 5, 12, [0, 2, 4, 7, 9]),
-        ("spread", 12, 12, list(range(12))),
-        ("first", 3, 12, [0, 1, 2]),
-        ("last", 3, 12, [9, 10, 11]),
-        ("1, 3,12", 3, 12, [0, 2, 11]),
-    ],
-)
-def test_which_layers(spec: str, student: int, teacher: int, expected: list[int]) -> None:
-    assert teacher_layers(spec, student, teacher, key="student.layers") == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "depth", "expected"),
-    [
-        (
-            "middle",
-            3,
-            "student.layers 'middle' names no layers: give uniform, spread, first, last, important, or num",
-        ),
-        ("1,,2", 3, "names no layers"),
-        ("1,2", 3, "student.layers 1,2 does not fit: give 3 numbers, .* from 1 to the teacher's 12"),
-        ("0,1,2", 3, "does not fit"),
-        ("1,2,13", 3, "does not fit"),
-        ("spread", 13, "a student of 13 layers cannot be made of a teacher's 12; .*random"),
-    ],
-)
-def test_layers_that_are_none(spec: str, depth: int, expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        teacher_layers(spec, depth, 12, key="student.layers")
-
-
-# --- weights --------------------------------------------------------------------------------------------------------
+def test_the_teachers_layers_are_counted_from_zero_and_no_fewer_than_the_students() -> None:
+    assert teacher_layers("spread", 5, 12, key="student.layers") == [0, 2, 4, 7, 9]
+    with pytest.raises(UserError, match=r"a student of 13 layers cannot be made of a teacher's 12; .*random"):
+        teacher_layers("spread", 13, 12, key="student.layers")
+    with pytest.raises(UserError, match="'middle' names no layers: give uniform, spread, first, last, important, or"):
+        teacher_layers("middle", 3, 12, key="student.layers")
 
 
 @EVERY
-@pytest.mark.parametrize("init", ["slice", "layers"])
-def test_the_same_size_is_the_teacher_itself(kind: str, init: Any) -> None:
+def test_the_same_size_is_the_teacher_itself(kind: str) -> None:
     teacher = teacher_of(kind)
     student = student_of(teacher, "4x48x6")
-    start(student, teacher, init, [0, 1, 2, 3])
+    start(student, teacher, "slice", [0, 1, 2, 3])
     assert all(torch.equal(own, theirs) for own, theirs in zip(student.parameters(), teacher.parameters(), strict=True))
     assert torch.equal(outputs(student), outputs(teacher))
 
@@ -289,19 +207,6 @@ def test_a_sliced_student_runs_and_holds_only_the_teachers_numbers(kind: str) ->
         assert torch.isin(parameter, known).all(), name
     assert outputs(student).shape == (2, 8, 30)
     assert outputs(student).isfinite().all()
-
-
-@EVERY
-def test_feed_forward_features_that_add_nothing_can_be_cut_off(kind: str) -> None:
-    teacher = teacher_of(kind)
-    family = family_of(teacher.config)
-    with torch.no_grad():
-        for layer in layers_of(teacher):
-            down: Any = layer.get_submodule(family.ffn_down)
-            (down.weight if kind == "gpt2" else down.weight.T)[40:] = 0
-    student = student_of(teacher, "4x48x6x40")
-    start(student, teacher, "slice", [0, 1, 2, 3])
-    torch.testing.assert_close(outputs(student), outputs(teacher), rtol=1e-4, atol=1e-4)
 
 
 PLAIN = [head * 8 + feature for head in range(4) for feature in range(6)]
@@ -337,9 +242,7 @@ def test_slices_of_distilbert_s_head() -> None:
     assert torch.equal(student.vocab_transform.bias, teacher.vocab_transform.bias[:24])
     assert torch.equal(student.vocab_projector.bias, teacher.vocab_projector.bias)
     own, theirs = student.distilbert.transformer.layer[1], teacher.distilbert.transformer.layer[3]
-    assert torch.equal(own.attention.q_lin.weight, theirs.attention.q_lin.weight[PLAIN][:, :24])
     assert torch.equal(own.attention.out_lin.weight, theirs.attention.out_lin.weight[:24][:, PLAIN])
-    assert torch.equal(own.ffn.lin1.weight, theirs.ffn.lin1.weight[:48, :24])
 
 
 def test_slices_of_heads() -> None:
@@ -393,12 +296,9 @@ def test_slices_of_head_norms() -> None:
 def test_tied_stays_tied_and_untied_untied() -> None:
     student, teacher = sliced("llama")
     assert student.lm_head.weight is student.model.embed_tokens.weight
-    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight[:, :24])
     student, teacher = sliced("mistral")
     assert torch.equal(student.lm_head.weight, teacher.lm_head.weight[:, :24])
     assert not torch.equal(student.lm_head.weight, student.model.embed_tokens.weight)
-    student, _ = sliced("bert")
-    assert student.cls.predictions.decoder.weight is student.bert.embeddings.word_embeddings.weight
 
 
 def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
@@ -429,10 +329,8 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
             "2x24x4",
             "student.init layers .* student's width is 24 and the teacher's 48: take init important, slice or random",
         ),
-        ("layers", "2x48x4", "student's number of heads is 4 and the teacher's 6"),
         ("layers", "2x48x6x48", "student's feed-forward width is 48 and the teacher's 96"),
         ("slice", "2x96x6", "student.init slice .* student's width of 96 is more than the teacher's 48"),
-        ("slice", "2x48x6x97", "feed-forward width of 97 is more"),
         ("slice", "2x48x12", "number of heads of 12 is more"),
         ("slice", "2x48x4", "head width of 12 is more than the teacher's 8"),
     ],

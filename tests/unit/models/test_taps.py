@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
-import weakref
-from pathlib import Path
+import copy
 
 import pytest
 import torch
@@ -11,18 +9,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    BertConfig,
-    DistilBertConfig,
     GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    RobertaConfig,
-    XLMRobertaConfig,
 )
 from transformers.models.gemma2.modeling_gemma2 import apply_rotary_pos_emb
 
@@ -33,42 +21,16 @@ from llmdistill.models.load import attention_of
 from llmdistill.models.taps import Recorder
 
 LAYERS = 3
-COMMON = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 40,
-}
-GQA = {**COMMON, "num_key_value_heads": 2}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**GQA),
-    "mistral": MistralConfig(**GQA, sliding_window=3),
-    "qwen2": Qwen2Config(**GQA),
-    "qwen3": Qwen3Config(**GQA, head_dim=8),
-    "gpt2": GPT2Config(vocab_size=60, n_embd=16, n_layer=LAYERS, n_head=4, n_inner=24, n_positions=40),
-    "bert": BertConfig(**COMMON),
-    "roberta": RobertaConfig(**COMMON, pad_token_id=0),
-    "xlm-roberta": XLMRobertaConfig(**COMMON, pad_token_id=0),
-    "distilbert": DistilBertConfig(
-        vocab_size=60, dim=16, n_layers=LAYERS, n_heads=4, hidden_dim=24, max_position_embeddings=40
-    ),
-}
-CONFIGS |= {
-    name: tiny_config(name, num_hidden_layers=LAYERS) for name in SETTINGS if name not in CONFIGS and name in FAMILIES
-}
+CONFIGS = {name: tiny_config(name, num_hidden_layers=LAYERS) for name in SETTINGS if name in FAMILIES}
 EVERY = frozenset(range(LAYERS))
-
-
 SCALES = {"granite": 1.0, "opt": 1.0, "gemma3_text": 256**-0.5}
-PROJECTED = [name for name in CONFIGS if FAMILIES[name].projections is not None]
 """Factors on query·key that are not the root of the head width."""
+PROJECTED = [name for name in CONFIGS if FAMILIES[name].projections is not None]
 
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    config = copy.deepcopy(CONFIGS[name])
     auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
     return auto.from_config(config, **attention_of(config)).eval()
 
@@ -100,21 +62,11 @@ def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor
     return logits, recorder.take()
 
 
-@pytest.mark.parametrize("side", ["right", "left", "none"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_with_taps_are_bit_equal(name: str, side: str) -> None:
-    model = make(name)
-    inputs = make_inputs(side)
-    expected = model(**inputs).logits
-    logits, _ = record(model, every_aspect(model), inputs)
-    assert torch.equal(logits, expected)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_taps_are_what_the_modules_compute(name: str) -> None:
     model = make(name)
     inputs = make_inputs()
-    _, taps = record(model, every_aspect(model), inputs)
+    logits, taps = record(model, {**every_aspect(model), "embedding": frozenset({0})}, inputs)
     family = family_of(model.config)
     heads, groups = 4, getattr(model.config, "num_key_value_heads", 4)
     width = getattr(model.config, "head_dim", None) or 4
@@ -127,7 +79,10 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
         assert name in PROJECTED or taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
     assert set(taps.ffn_gate) == (EVERY if family.ffn_gate else set())
     # The layers' outputs as transformers gives them (the last one only before the final norm).
-    reference = model(**inputs, output_hidden_states=True).hidden_states
+    whole = model(**inputs, output_hidden_states=True)
+    reference = whole.hidden_states
+    assert torch.equal(logits, whole.logits)
+    assert torch.equal(taps.embedding[0], reference[0])
     for layer in range(LAYERS - 1):
         assert torch.equal(taps.hidden[layer], reference[layer + 1])
     # A layer computed by hand from its taps: the down projection reads the activation of the up (and gate) tap.
@@ -150,14 +105,7 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     assert torch.equal(down(inner), taps.ffn_down[1])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_embedding_is_what_goes_into_the_first_layer(name: str) -> None:
-    model, inputs = make(name), make_inputs()
-    _, taps = record(model, {"embedding": frozenset({0})}, inputs)
-    assert torch.equal(taps.embedding[0], model(**inputs, output_hidden_states=True).hidden_states[0])
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deberta-v2"])
 def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
     model, inputs = make(name), make_inputs()
     request: TapRequest = {"value": frozenset({1}), "hidden": EVERY, "query": frozenset({0})}
@@ -201,16 +149,12 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
         torch.testing.assert_close(scores.softmax(-1), attentions[layer], atol=1e-6, rtol=1e-5)
 
 
-def attentions_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return model(**inputs, output_attentions=True).attentions
-
-
 def test_mpnet_adds_a_bias_of_the_distance() -> None:
     model, inputs = make("mpnet"), make_inputs("none")
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     bias = model.mpnet.encoder.compute_position_bias(inputs["input_ids"][..., None])
     assert bias.abs().max() > 0
-    for layer, expected in enumerate(attentions_of(model, inputs)):
+    for layer, expected in enumerate(model(**inputs, output_attentions=True).attentions):
         scores = taps.query[layer] @ taps.key[layer].transpose(-1, -2) / 4**0.5
         torch.testing.assert_close((scores + bias).softmax(-1), expected, atol=1e-6, rtol=1e-5)
 
@@ -240,7 +184,7 @@ def test_gemma2_turns_and_caps_what_is_tapped() -> None:
         layer.self_attn.attn_logit_softcapping = 0.01
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     cos, sin = model.model.rotary_emb(taps.query[0], torch.arange(7)[None])
-    for layer, expected in enumerate(attentions_of(model, inputs)):
+    for layer, expected in enumerate(model(**inputs, output_attentions=True).attentions):
         query, key = apply_rotary_pos_emb(taps.query[layer], taps.key[layer], cos, sin)
         scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) * model.config.query_pre_attn_scalar**-0.5
         scores = 0.01 * (scores / 0.01).tanh()
@@ -260,47 +204,10 @@ def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
 
 
 def test_only_what_is_asked_for_is_kept() -> None:
-    model = make("llama")
-    request: TapRequest = {
-        "query": frozenset({1}),
-        "value": frozenset({0, 2}),
-        "ffn_down": frozenset({2}),
-        "hidden": frozenset(),
-    }
-    _, taps = record(model, request, make_inputs())
+    request: TapRequest = {"query": frozenset({1}), "value": frozenset({0, 2}), "hidden": frozenset()}
+    _, taps = record(make("llama"), request, make_inputs())
     kept = {aspect: set(tensors) for aspect, tensors in vars(taps).items() if tensors}
-    assert kept == {"query": {1}, "value": {0, 2}, "ffn_down": {2}, "scaling": {1}}
-
-
-def test_without_attention_aspects_the_attention_is_left_alone() -> None:
-    model = make("llama")
-    Recorder(model, {"hidden": frozenset({0})})
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_nothing_is_held_after_take() -> None:
-    model = make("llama")
-    recorder = Recorder(model, every_aspect(model))
-    with recorder.recording():
-        model(**make_inputs())
-    taps = recorder.take()
-    filled = (tensors for tensors in vars(taps).values() if tensors)
-    alive = [weakref.ref(t) for tensors in filled for t in tensors.values() if isinstance(t, Tensor)]
-    del filled
-    assert len(alive) == 7 * LAYERS
-    del taps
-    gc.collect()
-    assert not any(reference() is not None for reference in alive)
-    with pytest.raises(RuntimeError, match="nothing was recorded"):
-        recorder.take()
-
-
-def test_nothing_is_recorded_outside_recording() -> None:
-    model = make("llama")
-    recorder = Recorder(model, every_aspect(model))
-    model(**make_inputs())
-    with pytest.raises(RuntimeError, match="nothing was recorded"):
-        recorder.take()
+    assert kept == {"query": {1}, "value": {0, 2}, "scaling": {1}}
 
 
 def test_a_failing_forward_does_not_leave_the_recorder_armed() -> None:
@@ -314,41 +221,27 @@ def test_a_failing_forward_does_not_leave_the_recorder_armed() -> None:
     assert recorder.take().hidden[0].shape == (3, 7, 16)
 
 
-def test_of_several_forwards_the_last_counts() -> None:
-    model = make("llama")
-    recorder = Recorder(model, {"hidden": frozenset({0})})
-    with recorder.recording():
-        model(**make_inputs())
-        model(input_ids=torch.tensor([[7, 8]]))
-    assert recorder.take().hidden[0].shape == (1, 2, 16)
-
-
 def test_two_models_do_not_mix() -> None:
-    config = LlamaConfig(**GQA)  # one config object for both, as nothing stops a caller from doing
+    config = CONFIGS["llama"]  # one config object for both, as nothing stops a caller from doing
     torch.manual_seed(0)
-    first, second = (AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval() for _ in range(2))
-    inputs = make_inputs()
-    expected = []
-    for model in (first, second):
-        kept: list[Tensor] = []
-        handle = layers_of(model)[1].self_attn.v_proj.register_forward_hook(
-            lambda _m, _a, out, kept=kept: kept.append(out)
-        )
+    models = [AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval() for _ in range(2)]
+    inputs, kept = make_inputs(), list[Tensor]()
+    for model in models:
+        layers_of(model)[1].self_attn.v_proj.register_forward_hook(lambda _m, _a, out: kept.append(out))
         model(**inputs)
-        handle.remove()
-        expected.append(kept[0].view(3, 7, 2, 4).transpose(1, 2))
-    recorders = [Recorder(first, {"value": frozenset({1})}), Recorder(second, {"value": frozenset({1})})]
-    with recorders[0].recording(), recorders[1].recording():
-        first(**inputs)
-        second(**inputs)
-    for recorder, value in zip(recorders, expected, strict=True):
+    expected = [each.view(3, 7, 2, 4).transpose(1, 2) for each in kept]
+    first, second = (Recorder(model, {"value": frozenset({1})}) for model in models)
+    with first.recording(), second.recording():
+        for model in models:
+            model(**inputs)
+    for recorder, value in zip((first, second), expected, strict=True):
         assert torch.equal(recorder.take().value[1], value)
-    with recorders[0].recording():
-        first(**inputs)
-        second(**inputs)  # runs while only the first one records
-    assert torch.equal(recorders[0].take().value[1], expected[0])
+    with first.recording():
+        for model in models:  # the second runs while only the first one records
+            model(**inputs)
+    assert torch.equal(first.take().value[1], expected[0])
     with pytest.raises(RuntimeError, match="nothing was recorded"):
-        recorders[1].take()
+        second.take()
 
 
 def _tap_gradients(name: str, *, checkpointing: bool) -> tuple[dict[str, Tensor], Recorder]:
@@ -383,21 +276,6 @@ def test_gradients_with_activation_checkpointing_are_bit_equal(name: str) -> Non
         recorder.take()
 
 
-def test_recomputation_does_not_replace_the_taps() -> None:
-    model = make("llama").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    recorder = Recorder(model, every_aspect(model))
-    with recorder.recording():
-        logits = model(**make_inputs(), use_cache=False).logits
-        held = recorder._taps
-        assert held is not None
-        before = {aspect: dict(getattr(held, aspect)) for aspect in every_aspect(model)}
-        logits.sum().backward()
-    taps = recorder.take()
-    for aspect, tensors in before.items():
-        assert all(getattr(taps, aspect)[layer] is tensor for layer, tensor in tensors.items())
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpointing_is_refused() -> None:
     model = make("llama").train()
@@ -421,17 +299,6 @@ def test_generation_is_unchanged_and_leaves_nothing(name: str) -> None:
     assert torch.equal(model.generate(**inputs, **settings), expected)
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         recorder.take()
-
-
-def test_factorized_modules_can_be_tapped() -> None:
-    model = make("llama")
-    block = layers_of(model)[0]
-    block.mlp.up_proj = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 24, bias=False))
-    inputs = make_inputs()
-    expected = model(**inputs).logits
-    logits, taps = record(model, every_aspect(model), inputs)
-    assert torch.equal(logits, expected)
-    assert taps.ffn_up[0].shape == (3, 7, 24)
 
 
 def test_remove_sets_everything_back() -> None:
@@ -465,18 +332,9 @@ def test_what_cannot_be_tapped_is_refused() -> None:
         Recorder(encoder, {"ffn_up": frozenset({0})})
 
 
-def test_a_tapped_model_is_saved_as_any_other(tmp_path: Path) -> None:
-    model = make("llama")
-    Recorder(model, every_aspect(model))
-    model.save_pretrained(tmp_path)
-    assert "llmdistill" not in (tmp_path / "config.json").read_text()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_outside_of_a_given_mask_a_model_masks_as_before(checkpointing: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).train()
+    model = make("llama").train()
     ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
     masked, plain = (model(ids, attention_mask=each, use_cache=False).logits for each in (mask, None))
