@@ -9,8 +9,10 @@ is 1 if one SURVIVED, which means that no test saw it, or if a test fails withou
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
+import pkgutil
 import re
 import shutil
 import sys
@@ -19,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from breaks import Break, data, learning, results, running, studies
+import breaks
+from breaks import Break
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = {"llmdistill", "tests", "scripts", "ds_configs", "eval", "docs", "README.md", "pyproject.toml"}
@@ -27,7 +30,11 @@ LOADED_ONCE = ["scipy.stats", "sklearn.metrics", "torch", "transformers.modeling
 """What a process of tests is forked with, because importing it takes longer than most of the tests."""
 PATIENCE = 1200.0
 """Seconds after which tests are ended: a break may make a loop endless."""
-BREAKS = [*learning.BREAKS, *running.BREAKS, *results.BREAKS, *data.BREAKS, *studies.BREAKS]
+BREAKS: list[Break] = [
+    each
+    for module in pkgutil.iter_modules(breaks.__path__)
+    for each in importlib.import_module(f"breaks.{module.name}").BREAKS
+]
 PROCESSES = multiprocessing.get_context("forkserver")
 
 

@@ -19,8 +19,8 @@ KRONECKER = (
 )
 
 
-@pytest.mark.parametrize("ds_config", ["zero1", "zero2", "zero3"])
-def test_two_ranks_and_every_stage_equal_one_rank(trained, ds_config):
+@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
+def test_two_ranks_equal_one(trained, ds_config):
     assert largest_difference(trained(*KRONECKER), trained(*KRONECKER, ranks=2, ds_config=ds_config)) < 1e-6
 
 

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.dist
 PIVOTED = ("--student.factorize.form", "pivoted")
 
 
-@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
-@pytest.mark.parametrize("more", [(), ("--student.lora.rank", "4")], ids=["whole", "adapters"])
+@pytest.mark.parametrize(("ds_config", "more"), [("zero3", ()), ("zero2", ("--student.lora.rank", "4"))])
 def test_two_ranks_equal_one(trained, ds_config, more):
     one, two = trained(*PIVOTED, *more), trained(*PIVOTED, *more, ranks=2, ds_config=ds_config)
     assert largest_difference(one, two) < 1e-6
@@ -53,11 +52,3 @@ def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path
     launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), *PIVOTED, ranks=2)
     first, second = weights(whole), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_bf16_ends_at_the_same_loss(trained):
-    losses = [
-        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (trained(*PIVOTED, "--train.dtype", "bf16", ranks=2), trained(*PIVOTED))
-    ]
-    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02)

@@ -95,7 +95,7 @@ def bert(folder, kind=BertForMaskedLM, **more):
 
 
 CASES = {
-    **dict.fromkeys(("dense", "factorized", "pivoted", "pieces"), ("lm_head", 0)),
+    **dict.fromkeys(("pivoted", "pieces"), ("lm_head", 0)),
     "a new classifier": ("sequence", 3),
 }
 
@@ -106,21 +106,16 @@ def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
     program.write_text(PROGRAM, encoding="utf-8")
     if case == "a new classifier":
         bert(folder)
-    elif case in ("factorized", "pivoted"):
-        llama(tmp_path / "dense", 512)
-        form = "pivoted" if case == "pivoted" else "plain"
-        compress(tmp_path / "dense", folder, FactorizeConfig(rank=192, form=form))
     else:
-        llama(folder, 512)
-    if case == "pieces":
-        model = load_model(folder, dtype=torch.float32)
-        (folder / "model.safetensors").unlink()
-        model.save_pretrained(folder, max_shard_size="20MB")
+        llama(tmp_path / "dense", 512)
+    if case == "pivoted":
+        compress(tmp_path / "dense", folder, FactorizeConfig(rank=192, form="pivoted"))
+    elif case == "pieces":
+        load_model(tmp_path / "dense", dtype=torch.float32).save_pretrained(folder, max_shard_size="20MB")
         assert len(list(folder.glob("*.safetensors"))) > 3
     llama(folder / "tiny", 32)
     launch(str(folder), *map(str, CASES[case]), ranks=2, program=str(program))
     for rank in (0, 1):
-        print((folder / f"memory-{rank}.json").read_text())
         told = json.loads((folder / f"memory-{rank}.json").read_text())
         assert told["shards"] <= 0.51
         if told["size"] > 20e6:  # the rest of the process does not matter beside it

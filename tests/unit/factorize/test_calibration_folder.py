@@ -112,14 +112,6 @@ def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypa
     assert NAME not in KeptFactors(tmp_path, {}), "nothing would show that these factors are whole"
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    kept = KeptFactors(tmp_path, {})
-    kept[NAME] = factors()
-    (tmp_path / "gradients" / f"{NAME}.safetensors").write_bytes(b"damaged!")
-    with pytest.raises(UserError, match=r"up_proj\.safetensors has 8 bytes and had .* it is measured again"):
-        kept[NAME]
-
-
 def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
     KeptFactors(tmp_path, {"seed": 0})[NAME] = factors()
     files = [each for (each, *_) in kinds(tmp_path).values()]

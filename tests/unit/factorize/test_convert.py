@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -26,37 +22,19 @@ from llmdistill.factorize.convert import compress, factorize
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.factorize.kronecker import KroneckerShape, most_sums, nearest_kronecker
-from llmdistill.factorize.modules import FactorizedLinear, LowRankLinear
-from llmdistill.factorize.sizes import plan, summarize
+from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
+from llmdistill.factorize.modules import LowRankLinear
+from llmdistill.factorize.sizes import plan
 
 
 def tiny(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel
-    if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96))
-    elif kind == "bert":
-        model = BertForMaskedLM(
-            BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=96)
-        )
-    else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=48,
-                vocab_size=96,
-                attention_bias=True,
-                tie_word_embeddings=True,
-            )
-        )
+    more = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
+    more |= {"attention_bias": True, "tie_word_embeddings": True} if kind == "llama" else {}
+    model = tiny_model(kind, **({"n_embd": 32, "vocab_size": 96} if kind == "gpt2" else more))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return model
 
 
 @torch.no_grad()
@@ -72,19 +50,6 @@ def test_full_rank_changes_nothing(kind: str, sigma: Any) -> None:
     full = {name: min(matrix(module).shape) for name, module in student.named_modules() if name in plan_all(student)}
     factorize(student, Factorization(sizes=full, embedding=32), sigma=sigma)
     assert sum(isinstance(module, LowRankLinear) for module in student.modules()) == len(full) + 1  # the tied head
-    torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_all_kronecker_sums_change_nothing(kind: str) -> None:
-    teacher = tiny(kind)
-    student = copy.deepcopy(teacher)
-    full = {}
-    for name in plan_all(student):
-        m, n = matrix(student.get_submodule(name)).shape
-        full[name] = KroneckerShape(8, 4, most_sums(m, n, KroneckerShape(8, 4)))
-    factorize(student, Factorization(method="kronecker", sizes=full))
-    assert sum(isinstance(module, FactorizedLinear) for module in student.modules()) == len(full)
     torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
 
 
@@ -200,26 +165,6 @@ def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) ->
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["student"]
 
 
-def test_compress_to_kronecker_products(tmp_path: Path) -> None:
-    teacher = tiny("bert")
-    teacher.save_pretrained(tmp_path / "teacher")
-    settings = FactorizeConfig(shapes={"*": "8x4"}, embedding_columns=4)
-    summary = compress(tmp_path / "teacher", tmp_path / "student", settings, "kronecker")
-    student = AutoModelForMaskedLM.from_pretrained(tmp_path / "student")
-    factorize(teacher, plan(teacher, settings, "kronecker"))
-    assert torch.equal(outputs(student), outputs(teacher))
-    assert summary["student_params"] == summarize(tmp_path / "teacher", settings, "kronecker")["student_params"]
-
-
-def test_compress_refuses_a_full_folder_before_reading_weights(tmp_path: Path) -> None:
-    tiny("llama").config.save_pretrained(tmp_path / "teacher")  # no weights there at all
-    (tmp_path / "student").mkdir()
-    (tmp_path / "student/notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty"):
-        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))
-    assert (tmp_path / "student/notes.txt").read_text() == "mine"
-
-
 def test_compress_names_missing_weights_and_leaves_nothing(tmp_path: Path) -> None:
     config = tiny("llama").config
     config.architectures = ["LlamaForCausalLM"]
@@ -227,12 +172,3 @@ def test_compress_names_missing_weights_and_leaves_nothing(tmp_path: Path) -> No
     with pytest.raises(UserError, match="teacher"):
         compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
-
-
-def test_compress_refuses_unknown_architectures(tmp_path: Path) -> None:
-    teacher = tiny("llama")
-    teacher.save_pretrained(tmp_path / "teacher")
-    teacher.config.architectures = ["LlamaForNothing"]
-    teacher.config.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(UserError, match="LlamaForNothing"):
-        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))

@@ -113,31 +113,24 @@ def test_calibration_data_choose_layers_and_parts(bert: Path, tmp_path: Path) ->
         assert torch.equal(kept, source[layer].output.dense.weight[:, best])
 
 
-def test_low_rank_embedding(bert: Path, tmp_path: Path) -> None:
-    student = make(bert, tmp_path / "student", factorize=FactorizeConfig(embedding_rank=8), head="pretraining")
+@pytest.mark.parametrize(("method", "size", "kind", "inner", "wrong", "said"), [
+    ("svd", {"embedding_rank": 8}, LowRankEmbedding, 8, {"embedding_rank": 17},
+     "embedding_rank 17 does not fit the token embedding, a 40×16 matrix"),
+    ("kronecker", {"embedding_columns": 4}, KroneckerEmbedding, 4, {"embedding_columns": 5},
+     "embedding_columns: 5 columns do not divide the width 16"),
+])  # fmt: skip
+def test_the_embedding_is_factorized(
+    bert: Path, tmp_path: Path, method: Any, size: Any, kind: type, inner: int, wrong: Any, said: str
+) -> None:
+    given = {"method": method, "head": "pretraining"}
+    student = make(bert, tmp_path / "student", factorize=FactorizeConfig(**size), **given)
     embedding = student.get_input_embeddings()
-    assert isinstance(embedding, LowRankEmbedding)
-    assert embedding.A.weight.shape == (40, 8)
-    assert student(input_ids=torch.arange(3, 9).view(1, 6))[0].shape == (1, 6, 40)
-    with pytest.raises(UserError, match="embedding_rank 17 does not fit the token embedding, a 40×16 matrix"):
-        make(bert, tmp_path / "other", factorize=FactorizeConfig(embedding_rank=17))
-    assert not (tmp_path / "other").exists()
-
-
-def test_kronecker_embedding(bert: Path, tmp_path: Path) -> None:
-    student = make(
-        bert,
-        tmp_path / "student",
-        method="kronecker",
-        factorize=FactorizeConfig(embedding_columns=4),
-        head="pretraining",
-    )
-    embedding = student.get_input_embeddings()
-    assert isinstance(embedding, KroneckerEmbedding)
-    assert embedding.A.weight.shape == (40, 4)
+    assert isinstance(embedding, kind)
+    assert embedding.A.weight.shape == (40, inner)
     assert student.cls.predictions.decoder.B.weight is embedding.A.weight
-    with pytest.raises(UserError, match="embedding_columns: 5 columns do not divide the width 16"):
-        make(bert, tmp_path / "other", method="kronecker", factorize=FactorizeConfig(embedding_columns=5))
+    assert student(input_ids=torch.arange(3, 9).view(1, 6))[0].shape == (1, 6, 40)
+    with pytest.raises(UserError, match=said):
+        make(bert, tmp_path / "other", factorize=FactorizeConfig(**wrong), **given)
     assert not (tmp_path / "other").exists()
 
 

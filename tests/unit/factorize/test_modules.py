@@ -13,13 +13,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.kronecker import KroneckerShape, kronecker_flops
 from llmdistill.factorize.modules import (
     KroneckerEmbedding,
     KroneckerHead,
     KroneckerLinear,
-    kronecker_product,
 )
 
 # Outputs, inputs, A's rows and columns: either factor the smaller, either order the cheaper, sides of 1 on each.
@@ -72,14 +70,6 @@ def test_forward_and_backward_are_those_of_the_dense_product(
     torch.testing.assert_close(module.weight, kron_sum(*factors[:2]))
 
 
-@pytest.mark.parametrize(("a_is_small", "b_first"), itertools.product([True, False], repeat=2))
-def test_gradcheck(a_is_small: bool, b_first: bool) -> None:
-    first, second = ((2, 3, 2), (2, 4, 5)) if a_is_small else ((2, 4, 5), (2, 3, 2))
-    a, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (first, second))
-    x = torch.randn(3, first[2], second[2], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *inputs: kronecker_product(*inputs, b_first=b_first), (x, a, b))
-
-
 def test_without_bias_and_in_any_layout() -> None:
     module = make(12, 10, 6, 5, 2, bias=False)
     assert module.bias is None
@@ -122,22 +112,6 @@ def test_fresh_weights_are_as_large_as_a_linears() -> None:
     for sums in (1, 4):
         module = KroneckerLinear(256, 512, KroneckerShape(16, 16, sums), bias=True)
         assert module.weight.std().item() == pytest.approx(nn.Linear(256, 512).weight.std().item(), rel=0.2)
-
-
-def test_svd_is_the_case_of_a_column_and_a_row() -> None:
-    """A KroneckerLinear with n1 = m2 = 1 and the rank as its sums is svd's module."""
-    weight, x = torch.randn(24, 18), torch.randn(5, 18)
-    modules = []
-    for method, size in (("svd", 6), ("kronecker", KroneckerShape(24, 1, 6))):
-        module = KINDS[method].linear(18, 24, size, bias=False)
-        with torch.no_grad():
-            for name, value in KINDS[method].factors(weight, size, "balanced").items():
-                module.get_parameter(name).copy_(value)
-        modules.append(module)
-    low_rank, kronecker = modules
-    torch.testing.assert_close(kronecker(x), low_rank(x), rtol=0, atol=1e-5)
-    torch.testing.assert_close(kronecker.weight, low_rank.weight, rtol=0, atol=1e-5)
-    assert sum(p.numel() for p in kronecker.parameters()) == sum(p.numel() for p in low_rank.parameters())
 
 
 @pytest.mark.parametrize("columns", [1, 4, 12])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -207,48 +208,39 @@ def test_logits_in_chunks_give_the_same(monkeypatch):
         torch.testing.assert_close(found[name].gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_a_classifier_is_sampled_once_a_sequence():
-    model, batch = bert(BertForSequenceClassification, num_labels=3).eval(), make_batch()
+def of_class(batch, row, outputs):
+    log = outputs.logits[0].log_softmax(-1)
+    return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
 
-    def loss(row, outputs):
-        log = outputs.logits[0].log_softmax(-1)
-        return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
 
-    name = "bert.encoder.layer.1.output.dense"
+def of_span(batch, row, outputs):
+    total = 0.0
+    for place, logits in enumerate((outputs.start_logits[0], outputs.end_logits[0])):
+        real = len(logits) if batch.attention_mask[row].all() else int(batch.attention_mask[row].sum())
+        log = logits[:real].log_softmax(-1)
+        total = total - log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[place, 0]))]
+    return total
+
+
+def of_hidden_states(batch, row, outputs):
+    hidden = outputs.last_hidden_state[0]
+    return (hidden * chances(batch, row, 8, 0)[: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "loss"),
+    [
+        (BertForSequenceClassification, "bert.encoder.layer.1.output.dense", of_class),
+        (BertForQuestionAnswering, "bert.encoder.layer.1.output.dense", of_span),
+        (BertModel, "encoder.layer.0.attention.self.query", of_hidden_states),
+    ],
+)
+def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
+    """A class once a sequence, start and end of a span, signs on the last hidden states of a model without a head."""
+    model, batch = bert(kind, num_labels=2 if kind is BertForQuestionAnswering else 3).eval(), make_batch()
     found = measure_moments(model, [name], [batch])[name]
-    _, g = naive(model, name, batch, loss)
+    _, g = naive(model, name, batch, partial(loss, batch))
     torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
-
-
-def test_a_head_for_spans_is_sampled_at_start_and_end():
-    model, batch = bert(BertForQuestionAnswering).eval(), make_batch()
-
-    def loss(row, outputs):
-        total = 0.0
-        for place, logits in enumerate((outputs.start_logits[0], outputs.end_logits[0])):
-            real = len(logits) if batch.attention_mask[row].all() else int(batch.attention_mask[row].sum())
-            log = logits[:real].log_softmax(-1)
-            total = total - log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[place, 0]))]
-        return total
-
-    name = "bert.encoder.layer.1.output.dense"
-    found = measure_moments(model, [name], [batch])[name]
-    _, g = naive(model, name, batch, loss)
-    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
-
-
-def test_a_model_without_a_head_takes_signs_on_its_last_hidden_states():
-    model, batch = bert(BertModel, num_labels=3).eval(), make_batch()
-
-    def loss(row, outputs):
-        hidden = outputs.last_hidden_state[0]
-        signs = chances(batch, row, 8, 0)[: len(hidden)].lt(0.5).float().mul(-2).add(1)
-        return (hidden * signs).sum()
-
-    name = "encoder.layer.0.attention.self.query"
-    found = measure_moments(model, [name], [batch])[name]
-    _, g = naive(model, name, batch, loss)
-    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
 
 
 def test_samples_split_over_batches_and_ranks_give_the_same():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,10 @@ def missed(weight: torch.Tensor, shape: KroneckerShape | None) -> float:
     return float((weight.double() - product).square().sum())
 
 
-def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, int, float, tuple[Any, ...]]]:
-    """Parameters, FLOPs, squared error relative to each group's mean square, and the shapes of attention, feed-forward
-    and embedding."""
+@cache
+def every_combination(sums: int) -> list[tuple[int, int, float, tuple[Any, ...]]]:
+    """Of `bert`: parameters, FLOPs, error by mean squares, and the shapes of attention, feed-forward and embedding."""
+    model, tried = bert(), []
     reference = build_reference(model.config)
     sizes = layer_linears(reference)
     weights = {name: matrix(model.base_model.get_submodule(name)).detach() for name in sizes}
@@ -107,7 +108,8 @@ def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, 
     ]
     for picks in itertools.product(*groups):
         params, flops, error = (sum(costs[i] for costs, _ in picks) for i in range(3))
-        yield fixed + params, flops, error, tuple(choice for _, choice in picks)
+        tried.append((fixed + params, flops, error, tuple(choice for _, choice in picks)))
+    return tried
 
 
 @pytest.mark.parametrize("sums", [1, 2])
@@ -116,7 +118,7 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
     model = bert()
     dense = 2 * (4 * 15 * WIDTH + 15 * FFN + 23 * WIDTH)
     bound = 10**9 if max_flops is None else int(0.42 * dense)
-    tried = list(every_combination(model, sums))
+    tried = every_combination(sums)
     for target in ("70%", "85%"):
         settings = FactorizeConfig(target_params=target, max_flops=max_flops, sums=sums)
         found = search(model, settings)
@@ -133,12 +135,6 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
             assert summary["student_params"] == each.params <= most
             assert summary["flops_per_token"] == each.flops_per_token <= bound
             assert each.flops_share == each.flops_per_token / dense
-
-
-def test_given_embedding_columns_stay() -> None:
-    found = search(bert(), FactorizeConfig(target_params="60%", embedding_columns=2))
-    assert {each.embedding_columns for each in found} == {2}
-    assert {each.settings.embedding_columns for each in found} == {2}
 
 
 def test_groups_are_sizes_apart_by_part() -> None:
@@ -195,14 +191,6 @@ def test_combine_and_undominated_against_loops() -> None:
         best, totals = combine(kept, most_params, most_flops, count=1)
         assert len(best) == bool(inside)
         assert not inside or totals[0][2] == inside[0][0]
-    for option in options:
-        kept, costs = undominated(option, with_flops=False), option.costs[[0, 2]]
-        for i, choice in enumerate(option.choices):
-            others = [j for j in range(len(option.choices)) if j != i]
-            beaten = any(
-                (costs[:, j] <= costs[:, i]).all() and (costs[:, j] < costs[:, i]).any() for j in others
-            )  # fmt: skip
-            assert (choice in kept.choices) is not beaten or costs[0].tolist().count(costs[0, i]) > 1
 
 
 @pytest.mark.parametrize(("settings", "words"), [

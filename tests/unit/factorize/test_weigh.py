@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
@@ -17,6 +17,7 @@ from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.sizes import summarize
 from llmdistill.factorize.weigh import choose_ranks, measured, weigh
+from llmdistill.factorize.weighted import Weighted
 
 from support import in_memory
 
@@ -71,8 +72,19 @@ def settings(**given) -> FactorizeConfig:
     return FactorizeConfig(**given)
 
 
+WEIGHED: dict[str, Weighted] = {}
+"""By settings: several tests look at the same."""
+BY_LOSS = {"target_params": "60%", "weighting": "gradients", "allocation": "loss"}
+
+
+def weighed(model, chosen: FactorizeConfig) -> Weighted:
+    if repr(chosen) not in WEIGHED:
+        WEIGHED[repr(chosen)] = weigh(in_memory(model, batches(16, 1)), chosen)
+    return WEIGHED[repr(chosen)]
+
+
 def student_of(model, chosen: FactorizeConfig):
-    weighted = None if chosen.weighting == "none" else weigh(in_memory(model, batches(16, 1)), chosen)
+    weighted = None if chosen.weighting == "none" else weighed(model, chosen)
     return compress_model(model, chosen, weighted=weighted), weighted
 
 
@@ -95,33 +107,31 @@ def test_each_weighting_keeps_more_of_the_loss_than_the_one_before_it(llama):
 
 def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
     """It is a second-order estimate, so it holds where the cut is mild."""
-    for share in ("97%", "93%"):
-        chosen = settings(target_params=share, weighting="gradients", allocation="loss")
-        student, weighted = student_of(llama, chosen)
-        assert naive_divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
+    student, weighted = student_of(llama, settings(**{**BY_LOSS, "target_params": "93%"}))
+    assert naive_divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
 
 
 def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
-    chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
+    chosen = settings(**BY_LOSS)
     data = batches(16, 1)
     factors = measured(in_memory(llama, data), chosen)
     first = choose_ranks(llama.config, chosen, factors)
     measured_costs = cut_costs(llama, factors, data[:8], seed=2**31)  # on 64 examples
     costs = {name: float(measured_costs[name][rank]) for name, rank in first.ranks.items()}
-    found = weigh(in_memory(llama, data), chosen)
+    found = weighed(llama, chosen)
     assert found.ranks != first.ranks
     for name, cost in costs.items():
         assert found.factors[name].costs()[first.ranks[name]] == pytest.approx(cost)
 
 
 def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
-    chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
+    chosen = settings(**BY_LOSS)
     found = weigh(in_memory(llama, batches(16, 1), batches(4, 9)), chosen)
     one_rank = settings(target_params="60%", weighting="gradients")
     for name, given in (("loss", chosen), ("uniform", one_rank)):
         assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
     assert found.held_out["loss"] < found.held_out["uniform"]
-    assert found.ranks == weigh(in_memory(llama, batches(16, 1)), chosen).ranks
+    assert found.ranks == weighed(llama, chosen).ranks
     # Where the prediction misleads, the single rank is taken.
     monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
     found = weigh(in_memory(llama, batches(4, 1), batches(1, 9)), chosen)
@@ -157,7 +167,7 @@ def test_too_few_tokens_are_said(llama):
 
 def test_the_model_is_left_as_it_is_and_the_copy_loads_again(llama, tmp_path):
     before = copy.deepcopy(llama.state_dict())
-    student, _ = student_of(llama, settings(target_params="60%", weighting="gradients", allocation="loss"))
+    student, _ = student_of(llama, settings(**BY_LOSS))
     assert all(torch.equal(before[name], value) for name, value in llama.state_dict().items())
     student.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -165,24 +175,8 @@ def test_the_model_is_left_as_it_is_and_the_copy_loads_again(llama, tmp_path):
     assert torch.equal(again(input_ids=ids).logits, student.eval()(input_ids=ids).logits)
 
 
-def test_an_encoder_with_its_head(llama):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        initializer_range=0.3,
-    )
-    bert = BertForMaskedLM(config).eval()
-    plain = naive_divergence(student_of(bert, settings(rank=8))[0], bert)
-    weighted = naive_divergence(student_of(bert, settings(rank=8, weighting="gradients"))[0], bert)
-    assert weighted < 0.9 * plain
-
-
 def test_sizes_before_any_data(llama):
-    found = summarize(llama.config, settings(target_params="60%", weighting="gradients", allocation="loss"))
+    found = summarize(llama.config, settings(**BY_LOSS))
     assert found["student_params"] == int(0.6 * count_parameters(llama))
     assert found["rank"] is None
 
