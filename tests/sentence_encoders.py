@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel
+from word_models import save_tokenizer
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b", "c", "d", "e", "f"]
 
@@ -19,11 +19,7 @@ def encoder(folder: Path, *, seed: int = 0) -> BertModel:
     sizes |= {"initializer_range": 0.5}  # or else all cosines are nearly 1, and their ranks rounding
     model = BertModel(BertConfig(vocab_size=len(WORDS), **sizes)).eval()
     model.save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+    save_tokenizer(folder, WORDS)
     modules = [{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()

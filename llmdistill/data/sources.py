@@ -7,7 +7,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -167,11 +167,15 @@ def _csv_options(path: Path) -> dict[str, Any]:
     return {"features": Features({name: Value("string") for name in header}), "keep_default_na": False, "na_values": ""}
 
 
-def tsv_rows(path: Path) -> Rows:
-    """Yield the rows of a table with a header, tabs between its cells and no quoting; each place is file:line."""
+def tsv_rows(path: Path, *, header: Sequence[str] | None = None) -> Rows:
+    """Yield the rows of a table with tabs between its cells and no quoting; each place is file:line.
+
+    The first line is the header unless one is given.
+    """
     lines = text_lines(path, newline="\n")
-    header = next(lines, "").rstrip("\r\n").split("\t")
-    for number, line in enumerate(lines, start=2):
+    first = 1 if header else 2
+    header = header or next(lines, "").rstrip("\r\n").split("\t")
+    for number, line in enumerate(lines, start=first):
         if line.strip():
             cells = line.rstrip("\r\n").split("\t")
             yield dict(zip(header, cells, strict=False)), f"{path}:{number}"

@@ -129,9 +129,8 @@ def run_sampled(
     limit, layers = graph_tokens(model), list(layers_of(model))
 
     def step(batch: Batch) -> None:
-        dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
-        again = layers[:dropped] if gradients else []
-        with torch.set_grad_enabled(gradients), _dropping(again, sums), _trimming(layers[dropped:]):
+        dropped = math.ceil(len(layers) * (1 - limit / batch.input_ids.numel())) if gradients else 0
+        with torch.set_grad_enabled(gradients), _dropping(layers[: max(0, dropped)], sums):
             loss = _sampled_loss(tapped, batch, seed, sums.judged)
             if gradients:
                 loss.backward()
@@ -147,12 +146,12 @@ def run_sampled(
 
 
 def graph_tokens(model: PreTrainedModel) -> int:
-    """The number of tokens whose tensors for the backward pass take at most a quarter of the model's memory in fp32.
+    """The number of tokens whose tensors for the backward pass take a third of the memory of the model in fp32 at most.
 
     What a layer keeps is about twice what its linears return; a Llama keeps 1.6 times as much.
     """
     kept = 2 * sum(m for m, _ in layer_linears(model).values())
-    return max(1, count_parameters(model) // (kept * model.dtype.itemsize))
+    return max(1, 4 * count_parameters(model) // (3 * kept * model.dtype.itemsize))
 
 
 @contextmanager
@@ -180,17 +179,6 @@ def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
             del layer.forward
             if before is not None:
                 layer.forward = before
-
-
-@contextmanager
-def _trimming(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Block in which layers give back what they have freed, which lies between the tensors that they keep."""
-    handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -350,6 +338,7 @@ def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[
         chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
         if not torch.is_grad_enabled():
             return head.rows
+        give_back_memory()  # what the layers have freed lies between what they keep
         if classes:
             return (head.rows * _sampled_gradients(head, chances_NK[:, 0], seen)).sum()
         # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,21 +46,12 @@ class BeamSearch:
         return float(((5 + length) / 6) ** self.length_penalty)
 
 
-class Step(Protocol):
-    """Predicts the next token of each beam, and keeps what it knows of the beams from step to step."""
+Step = Callable[[Tensor | None, Tensor | None], Tensor]
+"""Predicts the next token of each beam, and keeps what it knows of the beams from step to step.
 
-    def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
-        """Return the log-probabilities of the next tokens, (N, V), at least fp32.
-
-        Args:
-            parents_N: the row of the last step that each row continues; None in the first step.
-            newest_N: the token that each row got since; None in the first step.
-        """
-
-
-def itself(done: bool) -> bool:
-    """The default of `search`: the search may stop when it is done."""
-    return done
+It takes the row of the last step that each row continues, (N,), and the token that each row got since, (N,), both None
+in the first step; and returns the log-probabilities of the next tokens, (N, V), at least fp32.
+"""
 
 
 @torch.no_grad()
@@ -71,7 +62,7 @@ def search(
     batch_size: int,
     end: int,
     forbidden: Tensor,
-    all_done: Callable[[bool], bool] = itself,
+    all_done: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
     """Search the text with the largest penalized log-probability for each of `batch_size` sources.
 
@@ -97,8 +88,16 @@ def search(
     parents_N: Tensor | None = None
     for length in range(1, settings.max_length + 1):
         log_probs_NV = step(parents_N, None if parents_N is None else tokens_NT[:, -1])
-        log_probs_NV = _allowed(log_probs_NV, tokens_NT, settings, end, forbidden)
-        scores_BC, parent_BC, token_BC = _candidates(live_BK, log_probs_NV)
+        if settings.no_repeat_ngram_size > 0:
+            log_probs_NV = NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size)(tokens_NT, log_probs_NV)
+        log_probs_NV = log_probs_NV.masked_fill(forbidden, -torch.inf)
+        if length <= settings.min_length:
+            log_probs_NV[:, end] = -torch.inf
+        # Of the best 2 K continuations of each source's beams, best first, at most K are end tokens.
+        words = log_probs_NV.shape[1]
+        every_BC = (live_BK[:, :, None] + log_probs_NV.view(batch_size, beams, words)).flatten(1)
+        scores_BC, flat_BC = every_BC.topk(2 * beams)
+        parent_BC, token_BC = flat_BC // words, flat_BC % words
         is_end_BC = token_BC == end
         # A text ends only with one of the K best candidates, so that one beam is greedy decoding.
         ending_BC = scores_BC.masked_fill(~is_end_BC, -torch.inf)[:, :beams] / settings.penalty(length)
@@ -116,27 +115,6 @@ def search(
     for b in (live_BK[:, 0] / settings.penalty(settings.max_length) > best_B).nonzero()[:, 0].tolist():
         texts[b] = tokens_NT[b * beams].tolist()
     return texts
-
-
-def _allowed(log_probs_NV: Tensor, tokens_NT: Tensor, settings: BeamSearch, end: int, forbidden: Tensor) -> Tensor:
-    """The log-probabilities, -inf for tokens that must not come next."""
-    if settings.no_repeat_ngram_size > 0:
-        log_probs_NV = NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size)(tokens_NT, log_probs_NV)
-    log_probs_NV = log_probs_NV.masked_fill(forbidden, -torch.inf)
-    if tokens_NT.shape[1] < settings.min_length:
-        log_probs_NV[:, end] = -torch.inf
-    return log_probs_NV
-
-
-def _candidates(live_BK: Tensor, log_probs_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best 2 K continuations of each source's beams, best first: scores, beams and tokens, each (B, 2 K).
-
-    At most K of them are end tokens, so K others are among them.
-    """
-    (batch, beams), words = live_BK.shape, log_probs_NV.shape[1]
-    every_BC = (live_BK[:, :, None] + log_probs_NV.view(batch, beams, words)).flatten(1)
-    scores_BC, flat_BC = every_BC.topk(2 * beams)
-    return scores_BC, flat_BC // words, flat_BC % words
 
 
 def goes_on(model: PreTrainedModel) -> bool:
@@ -168,7 +146,7 @@ class MaskedSteps:
         self._written = 0
 
     def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
-        """See Step."""
+        """Predict the next tokens; see Step."""
         rows = len(self._real_NS)
         mask_N = torch.full((rows,), self._marks.mask, device=self._real_NS.device)
         if parents_N is None or newest_N is None:
@@ -244,7 +222,7 @@ def write_targets(
             batch_size=len(batch),
             end=marks.end,
             forbidden=never,
-            all_done=everyone if sharded else itself,
+            all_done=everyone if sharded else bool,
         )
         if not is_extra:
             answers.update(zip(batch, texts, strict=True))

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.data.chat import answer_ends
@@ -92,32 +91,10 @@ class HuggingFaceEngine:
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine. The global random state, the model's mode and its generation settings are restored."""
         device = self._model.device
-        with inference(self._model, self._arguments), _own_random_state(device, seeds[0]):
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with inference(self._model, self._arguments), forked:
+            torch.manual_seed(seeds[0])
             return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced)
-
-
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: list[list[int]],
-    settings: Decoding,
-    *,
-    max_prompt_length: int,
-    max_length: int,
-    seed: int,
-) -> GenerationResult:
-    """Generate one answer to each prompt in this process: one pass of `generate_passes`."""
-    (result,) = generate_passes(
-        model,
-        tokenizer,
-        prompt_ids,
-        settings,
-        max_prompt_length=max_prompt_length,
-        max_length=max_length,
-        seeds=[seed],
-        world=World.alone(),
-    )
-    return result
 
 
 def generate_passes(
@@ -142,7 +119,11 @@ def generate_passes(
     mode and its generation settings are restored.
     """
     check_lengths(max_prompt_length, max_length)
-    _check_model(model, tokenizer, max_length)
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    if not model.can_generate():
+        raise UserError(f"{model.config.model_type} models do not generate text; give a causal language model")
+    check_context(model.config, max_length)
     assert all(0 < len(ids) <= max_prompt_length for ids in prompt_ids)
     batches = plan_batches(prompt_ids, settings.batch_size)
     max_new_tokens = max_length - max_prompt_length
@@ -186,18 +167,13 @@ def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[l
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def batch_seeds(seed: int, batch: int, count: int) -> list[int]:
-    """Return a random state (63 bits) for each prompt of a batch; it depends only on (seed, batch)."""
-    states = np.random.SeedSequence((seed, batch)).generate_state(count, np.uint64)
-    return [int(state >> np.uint64(1)) for state in states]
-
-
 def answer_batch(
     engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], number: int, seed: int
 ) -> dict[int, list[int]]:
-    """Generate one batch as {index of the prompt: token ids}."""
+    """Generate one batch as {index of the prompt: token ids}; its random states depend only on (seed, number)."""
     batch = batches[number]
-    rows = engine.answer([prompt_ids[index] for index in batch], batch_seeds(seed, number, len(batch)))
+    states = np.random.SeedSequence((seed, number)).generate_state(len(batch), np.uint64)
+    rows = engine.answer([prompt_ids[index] for index in batch], [int(state >> np.uint64(1)) for state in states])
     return dict(zip(batch, rows, strict=True))
 
 
@@ -214,14 +190,6 @@ def check_context(config: PreTrainedConfig, max_length: int) -> None:
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and max_length > context:
         raise UserError(f"data.max_length={max_length} is beyond the model's context of {context} tokens; lower it")
-
-
-def _check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    if not model.can_generate():
-        raise UserError(f"{model.config.model_type} models do not generate text; give a causal language model")
-    check_context(model.config, max_length)
 
 
 def _arguments(
@@ -258,17 +226,6 @@ def inference(model: PreTrainedModel, arguments: transformers.GenerationConfig) 
             module.training = True
 
 
-@contextmanager
-def _own_random_state(device: torch.device, state: int) -> Iterator[None]:
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        torch.random.default_generator.manual_seed(state)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(state)
-        yield
-
-
 def new_tokens(
     model: PreTrainedModel,
     prompt_ids: Sequence[list[int]],
@@ -282,7 +239,9 @@ def new_tokens(
     arguments: with the tokens that end an answer as the list `eos_token_id`.
     noise: is added to the logits of each next token before the largest is taken.
     """
-    input_ids, attention_mask = _left_pad(prompt_ids, arguments.pad_token_id)
+    width = max(map(len, prompt_ids))
+    input_ids = torch.tensor([[arguments.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
+    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
     sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
         input_ids=input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
@@ -291,17 +250,10 @@ def new_tokens(
         logits_processor=transformers.LogitsProcessorList([] if noise is None else [noise]),
     )
     answers = []
-    for row in sequences[:, input_ids.shape[1] :].tolist():
+    for row in sequences[:, width:].tolist():
         end = next((place for place, token in enumerate(row, start=1) if token in arguments.eos_token_id), len(row))
         answers.append(row[:end])
     return answers
-
-
-def _left_pad(prompt_ids: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompt_ids))
-    input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
-    return input_ids, attention_mask
 
 
 def gather_answers(answers: dict[Key, list[int]], seconds: float, world: World) -> tuple[dict[Key, list[int]], float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,17 +12,10 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
+from llmdistill.data.sampler import StepLoader
 from llmdistill.generation.decode import inference, new_tokens
 
 _STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes apart
-
-
-class ItemLoader(Protocol):
-    """A loader that also returns the examples of its micro batches."""
-
-    def micro_batches(self, step: int) -> list[Batch]: ...
-
-    def micro_batch_items(self, step: int) -> list[list[Encoded]]: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class OnPolicyLoader:
     example's index in the global batch, so they are the same on any number of ranks and in a resumed run.
     """
 
-    loader: ItemLoader
+    loader: StepLoader[Encoded]
     model: PreTrainedModel
     """The student that is trained."""
     share: float

@@ -54,17 +54,14 @@ def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key
         return f"vLLM has no no_repeat_ngram_size (it is {no_repeat_ngram_size}); set it to 0, or take {key} hf"
     if is_adapter(model):
         return f"{model} is an adapter, which vLLM does not merge into its base; take {key} hf"
-    if _quantization(load_config(model)) == "llmdistill":
+    quantization: Any = getattr(load_config(model), "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if method == "llmdistill":
         return (
             f"{model} is factorized, which is not tried with vLLM here; make it dense with "
             f"`llmdistill export --to dense`, or take {key} hf"
         )
     return None
-
-
-def _quantization(config: PreTrainedConfig) -> str | None:
-    entry: Any = getattr(config, "quantization_config", None)
-    return entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
 
 
 class VllmEngine:

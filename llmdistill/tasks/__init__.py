@@ -64,7 +64,7 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
     Raises:
         UserError: the task does not exist.
     """
-    plain = _plain(name)
+    plain = plain_name(name)
     if not is_task(name):
         known = [each for each in TASKS if each not in _KINDS]
         raise UserError(f"{key}: there is no task {name!r}{did_you_mean(plain, known)} (there are {', '.join(known)})")
@@ -73,14 +73,15 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
 
 def is_task(name: str) -> bool:
     """Return whether a name, in any spelling, is that of a task with a file of its own, such as rte or SST-2."""
-    return _plain(name) in TASKS.keys() - _KINDS
+    return plain_name(name) in TASKS.keys() - _KINDS
 
 
 def task_folder(folder: str, name: str) -> str:
     """Return the folder of a task in data.task.dir, in any spelling; return data.task.dir itself if there is none."""
     inside = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
-    return str(next((each for each in inside if each.is_dir() and _plain(each.name) == _plain(name)), folder))
+    return str(next((each for each in inside if each.is_dir() and plain_name(each.name) == plain_name(name)), folder))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a name with only letters and digits, in lower case."""
     return "".join(letter for letter in name.lower() if letter.isalnum())

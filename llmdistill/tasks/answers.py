@@ -82,23 +82,27 @@ def score_sets(
         UserError: as in `encode_sets`, before any answer is generated.
     """
     world = world or World.alone()
-    scores = {}
+    seeds, scores = _passes(settings), {}
+    decoding = Decoding(
+        sample=settings.decoding == "sample",
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        batch_size=settings.batch_size,
+    )
     for name, prompts in encode_sets(sets, tokenizer, settings, limits).items():
         examples = [sets[name][index] for index in prompts.kept]
         references = [example.outputs for example in examples]
         passes: dict[str, GenerationResult] = {}
         rouges = []
         # Several ranks share all passes, so that few batches keep many ranks busy; one rank can report each in turn.
-        labels = list(_passes(settings))
-        for together in [labels] if world.size > 1 else [[label] for label in labels]:
+        for together in [list(seeds)] if world.size > 1 else [[label] for label in seeds]:
             results = generate_passes(
                 model,
                 tokenizer,
                 prompts.ids,
-                _decoding(settings),
+                decoding,
                 max_prompt_length=limits.max_prompt_length,
                 max_length=limits.max_length,
-                seeds=[_passes(settings)[label] for label in together],
+                seeds=[seeds[label] for label in together],
                 world=world,
                 synced=synced,
             )
@@ -106,29 +110,24 @@ def score_sets(
                 passes[label] = result
                 rouges.append(rouge_l(result.texts, references))
                 if log is not None:
-                    speed = result.tokens / result.seconds
-                    log(
-                        f"{name}, {label}: ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples, {speed:.0f} tokens/s"
-                    )
+                    found = f"ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples"
+                    log(f"{name}, {label}: {found}, {result.tokens / result.seconds:.0f} tokens/s")
         if predictions_dir is not None and world.is_main:
             _write_predictions(predictions_dir / f"{name}.jsonl", examples, passes)
-        references_scored = score_references(
-            model, tokenizer, examples, limits, batch_size=settings.batch_size, world=world
-        )
+        tokens = sum(result.tokens for result in passes.values())
         scores[name] = {
-            **_score(list(passes.values()), rouges, prompts),
+            "rougeL": statistics.fmean(rouges),
+            "per_seed": rouges,
+            "std": statistics.stdev(rouges) if len(rouges) > 1 else None,
+            "tokens_per_second": tokens / sum(result.seconds for result in passes.values()),
+            "tokens": tokens,
+            "examples": len(prompts.ids),
+            "dropped": prompts.dropped,
+            "truncated": prompts.truncated,
             "total": len(sets[name]),
-            **references_scored,
+            **score_references(model, tokenizer, examples, limits, batch_size=settings.batch_size, world=world),
         }
     return scores
-
-
-def _decoding(settings: GenerationConfig) -> Decoding:
-    return Decoding(
-        sample=settings.decoding == "sample",
-        no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        batch_size=settings.batch_size,
-    )
 
 
 def _passes(settings: GenerationConfig) -> dict[str, int]:
@@ -136,20 +135,6 @@ def _passes(settings: GenerationConfig) -> dict[str, int]:
     if settings.decoding == "greedy":
         return {"greedy": 0}
     return {f"seed {seed}": seed for seed in settings.seeds}
-
-
-def _score(passes: Sequence[GenerationResult], rouges: list[float], prompts: EncodedPrompts) -> dict[str, Any]:
-    tokens = sum(result.tokens for result in passes)
-    return {
-        "rougeL": statistics.fmean(rouges),
-        "per_seed": rouges,
-        "std": statistics.stdev(rouges) if len(rouges) > 1 else None,
-        "tokens_per_second": tokens / sum(result.seconds for result in passes),
-        "tokens": tokens,
-        "examples": len(prompts.ids),
-        "dropped": prompts.dropped,
-        "truncated": prompts.truncated,
-    }
 
 
 def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[str, GenerationResult]) -> None:

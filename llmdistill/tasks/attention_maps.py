@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.data.pairs import EncodedPair, collate_pairs
 from llmdistill.losses.attention import repeat_heads
 from llmdistill.models.families import is_causal, shape_of
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
+from llmdistill.tasks.forward import scoring_forward
 
 
 @torch.no_grad()
@@ -28,10 +27,8 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
         items: the tokens of each text.
         layer: the layer, counted from 0.
     """
-    request = {aspect: frozenset({layer}) for aspect in ("query", "key")}
-    forward = TappedModel(model, Recorder(model, request))  # type: ignore[arg-type]
     maps = []
-    try:
+    with scoring_forward(model, {"query": frozenset({layer}), "key": frozenset({layer})}) as forward:
         for item in items:
             taps = forward(collate_pairs([item], pad_token_id=0).to(model.device)).taps
             query_HTD = taps.query[layer][0].double()
@@ -39,8 +36,6 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
             scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]
             hidden_TT = ~_seen(model, len(item), layer).to(scores_HTT.device)
             maps.append(scores_HTT.masked_fill(hidden_TT, -math.inf).log_softmax(-1).cpu())
-    finally:
-        forward.remove()
     return maps
 
 

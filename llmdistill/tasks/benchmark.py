@@ -6,45 +6,60 @@ Such a task is a class of `Benchmark`. One class may serve several tasks, which 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch
+from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
-from llmdistill.data.columns import SplitWriter, StoredSplits
-from llmdistill.data.sampler import Share
+from llmdistill.data.columns import MappedItems, StoredSplits
+from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
-from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
-from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World, on_every
-from llmdistill.runtime.turns import made_once
 from llmdistill.tasks import task_class, task_key
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
-from llmdistill.tasks.stored import store_task
+from llmdistill.tasks.base import ScoredModel, ScoreTable, TaskData
+from llmdistill.tasks.stored import StoredTask
 
+HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
+    "sequence": ("classifier", ("ForSequenceClassification",)),
+    "span": ("head for spans", ("ForQuestionAnswering",)),
+    "lm_head": ("language-model head", ("ForMaskedLM", "ForPreTraining")),
+}
+"""What the heads of tasks are called, and how the names of the classes end that have them."""
 _NAMED = 3
 """The number of skipped questions that a warning names."""
 
 
-class TaskExamples(Protocol):
-    """The examples of a task with text."""
-
-    def parts(self) -> Iterable[object]:
-        """Yield all that identifies them, whose `repr` shows their content."""
-        ...
-
-
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkData(TaskData):
     """The examples of a benchmark."""
 
     table_title: ClassVar[str] = "Dev sets x 100"
     decimals: ClassVar[int] = 1
     """The decimals of the scores in `table`."""
+
+    config: RunConfig
+    """The settings of the run."""
+    key: str
+    """The key of the task in `tasks.TASKS`."""
+    tokenizer: PreTrainedTokenizerBase
+    encoded: Mapping[str, MappedItems[Any]]
+    """The tokens of the training set (if it is read), and of the other sets."""
+    meta: Mapping[str, Any]
+    """What `Benchmark.write` has returned."""
+    text: Callable[[str], Any]
+    """Reads what `Benchmark.write` has written of a split beside its tokens."""
+    digest: str
+    """Identifies the examples and their tokens."""
+    report: str
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences per rank in a forward pass of scoring."""
+        return self.config.train.micro_batch_size or self.config.train.global_batch_size
 
     @property
     @abstractmethod
@@ -61,15 +76,24 @@ class BenchmarkData(TaskData):
     def main_column(self) -> str:
         """The column that stands for the task in an average over tasks."""
 
+    @abstractmethod
+    def column(self, name: str) -> str:
+        """Return the column of one of `sets` in tables."""
+
     @property
     @abstractmethod
     def chance(self) -> float:
         """The first metric of the best constant answer to the dev split, from 0 to 100."""
 
     @property
-    @abstractmethod
+    def train(self) -> Any:
+        """The tokens of the training set; none if it is not read."""
+        return self.encoded.get("train", ())
+
+    @property
     def sizes(self) -> Mapping[str, int]:
         """The number of examples of each split, `train` first."""
+        return {"train": len(self.train), **{name: len(self.encoded[name]) for name in self.sets}}
 
     @property
     def submissions(self) -> Mapping[str, str]:
@@ -83,6 +107,32 @@ class BenchmarkData(TaskData):
     def validation(self, share: Share) -> list[Batch]:
         """See TaskData: no batches, because dev is scored by the metrics of the task."""
         return []
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData. The steps of each epoch are rounded up, as in the papers."""
+        return epochs * -(-len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> Loader:
+        """See TaskData."""
+        return TrainLoader(self.train, share, self.collate)
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        """Collate encoded examples."""
+        raise AssertionError(f"{type(self).__name__} has a loader of its own")
+
+    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics that `summary` shows of the score of a set."""
+        return dict(score["metrics"])
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": that of the
+            best constant answer}``.
+        """
+        columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
+        return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
     def metric_name(self, metric: str) -> str:
         """Return the name of a metric in sentences and tables."""
@@ -116,13 +166,15 @@ class BenchmarkData(TaskData):
         )
 
 
-class Benchmark(Task):
+class Benchmark(StoredTask):
     """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
 
     scored = ("teacher", "student")
     head: ClassVar[Head]
     usual_length: ClassVar[int]
     """The usual maximum number of tokens of an example."""
+    data_class: ClassVar[type[BenchmarkData]]
+    """The class of its examples."""
     has_classes: ClassVar[bool] = True
     """Whether the targets are classes or scores of whole examples, which a figure may color."""
 
@@ -158,74 +210,51 @@ class Benchmark(Task):
         """
 
     @classmethod
-    @abstractmethod
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
         """Check by its config that a model is fine-tuned on a task.
 
         Raises:
             UserError: it has another head; the message contains `named`.
         """
+        (head, endings), name = HEADS[cls.head], (config.architectures or [""])[0]
+        if not name.endswith(endings):
+            raise UserError(
+                f"{named}: it is a {name or config.model_type} without {head}; give a model that is fine-tuned on "
+                f"{cls.title(key)}"
+            )
 
     @classmethod
     @abstractmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """Return the config that a model will have once it is fine-tuned on a task."""
 
-    def read(self, models: Models) -> BenchmarkData:
-        """See Task. The examples are kept on disk, where the next run finds them."""
-        return self.opened(StoredSplits(self._stored(models)), models)
-
-    def read_on_all(self, models: Models, world: World) -> BenchmarkData:
-        """See Task. Rank 0 reads and tokenizes the examples, and all ranks map their tokens."""
-        folder = made_once(lambda: self._stored(models), world)
-        return on_every(lambda: self.opened(StoredSplits(folder), models), world)
-
-    def _stored(self, models: Models) -> Path:
-        return store_task(self, load_tokenizer(models.tokenizer_path))
-
-    @abstractmethod
-    def read_files(self) -> TaskExamples:
-        """Read every file of the task, or its data set on the hub, without a model.
-
-        Raises:
-            UserError: a file is missing or malformed.
-        """
-
-    @abstractmethod
-    def paths(self) -> Sequence[Path] | None:
-        """Return the files that `read_files` reads; None if it reads a data set of the hub.
-
-        Raises:
-            UserError: a file is missing.
-        """
+    def data(
+        self,
+        stored: StoredSplits,
+        encoded: Mapping[str, MappedItems[Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        digest: str,
+    ) -> BenchmarkData:
+        """See StoredTask."""
+        return self.data_class(
+            config=self.config,
+            key=self.key,
+            tokenizer=tokenizer,
+            encoded=encoded,
+            meta=stored.meta,
+            text=stored.text,
+            digest=digest,
+            report=self.report(stored.meta, len(encoded.get("train", ()))),
+        )
 
     @abstractmethod
-    def decides(self) -> Mapping[str, Any]:
-        """Return the settings on which the examples and their tokens depend, beside the task and its files."""
+    def report(self, meta: Mapping[str, Any], num_sequences: int) -> str:
+        """Return one sentence about the training set, of what `write` has returned and its number of sequences."""
 
-    @abstractmethod
-    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenize what `read_files` has read, and write it; return what `opened` needs beside it as plain JSON values.
-
-        Raises:
-            UserError: the examples cannot be tokenized.
-        """
-
-    @abstractmethod
-    def opened(self, stored: StoredSplits, models: Models) -> BenchmarkData:
-        """Return the examples that `write` has written, for a run.
-
-        Raises:
-            UserError: an example has more tokens than a model has positions.
-        """
-
-    @abstractmethod
-    def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> BenchmarkData:
-        """Read the dev split for scoring a model in memory.
-
-        Raises:
-            UserError: a file is missing or malformed, or an example does not fit the model.
-        """
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. The teacher is fine-tuned on the task."""
+        if key == "teacher.model":
+            self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
 
 
 def benchmark_class(key: str) -> type[Benchmark]:
@@ -263,23 +292,6 @@ def check_data(config: RunConfig, settings: TaskConfig, key: str) -> None:
     """
     data = DataConfig(kind="task", task=replace(settings, name=key))
     cast(Benchmark, benchmark_class(key)(replace(config, data=data), trains=False)).read_files()
-
-
-def check_positions(config: PreTrainedConfig, task: str, lengths: Iterable[int], max_length: int) -> None:
-    """Check that a model has a position for each token of the examples; the lengths are read only if it may lack one.
-
-    Raises:
-        UserError: an example has more tokens than the model has positions.
-    """
-    positions = max_positions(config, max_length)
-    if positions == max_length:
-        return
-    longest = max(lengths)
-    if longest > positions:
-        raise UserError(
-            f"data.max_length is {max_length}: an example of {task} has {longest} tokens, but a model has "
-            f"positions for {positions}; give {positions} or less"
-        )
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

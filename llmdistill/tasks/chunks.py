@@ -19,10 +19,9 @@ from llmdistill.data.pairs import EncodedPair, collate_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.models.families import shape_of
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
 from llmdistill.progress import progress
 from llmdistill.tasks.chunk_files import Located, Sentence
+from llmdistill.tasks.forward import scoring_forward
 
 NOT_READ = -1
 """The token of a word that the model does not read."""
@@ -101,11 +100,10 @@ def end_vectors(
     spans_of: dict[int, list[int]] = {index: [] for index in needed}
     for number, each in enumerate(drawn):
         spans_of[each.sentence].append(number)
-    forward = TappedModel(model, Recorder(model, {"hidden": frozenset(layers)}))
     vectors = np.empty((len(layers), len(drawn), 2, model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=pad_token_id)
-    try:
-        batches = scoring_batches([items[index] for index in needed], collate, batch_size=batch_size)
+    batches = scoring_batches([items[index] for index in needed], collate, batch_size=batch_size)
+    with scoring_forward(model, {"hidden": frozenset(layers)}) as forward:
         for rows, batch in progress(batches, "Scoring", "batches"):
             hidden = forward(batch.to(model.device)).taps.hidden
             spans = [(row, number) for row, place in enumerate(rows) for number in spans_of[needed[place]]]
@@ -114,8 +112,6 @@ def end_vectors(
             ends_N2 = torch.tensor([_ends(drawn[number], tokens) for number in numbers], device=model.device)
             for layer in layers:
                 vectors[layer, numbers] = hidden[layer][row_N[:, None], ends_N2].float().cpu().numpy()
-    finally:
-        forward.remove()
     return vectors
 
 

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from llmdistill.batch import Batch, Outputs
+from llmdistill.batch import Batch
 from llmdistill.data.pairs import EncodedPair, PairExample
-from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World, gather_objects
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.forward import Forward, values_of
 from llmdistill.tasks.glue_files import BEST_SCORE, GLUE_TASKS, TABLES, GlueTask, Metric
 
 
 def predict(
-    forward: Callable[[Batch], Outputs],
+    forward: Forward,
     items: Sequence[EncodedPair],
     collate: Callable[[Sequence[EncodedPair]], Batch],
     task: GlueTask,
@@ -35,19 +33,11 @@ def predict(
 
     Every rank must call this function, and the model must be in evaluation mode.
     """
-    batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
-    mine: list[tuple[int, float]] = []
-    with torch.no_grad():
-        for indices, batch in progress(batches, "Scoring", "batches"):
-            logits = forward(batch.to(world.device)).sequence_logits
-            assert logits is not None, "the model has no classifier"
-            values = logits.argmax(-1) if task.classes else logits[:, 0].float()
-            # A batch that only keeps the ranks in step has no indices.
-            mine += zip(indices, values.tolist(), strict=False)
-    predictions = np.full(len(items), -1, dtype=np.int64 if task.classes else np.float64)
-    for index, value in chain.from_iterable(gather_objects(mine, world)):
-        predictions[index] = value
-    return predictions
+
+    def take(logits: Tensor, _: Sequence[int]) -> list[float]:
+        return (logits.argmax(-1) if task.classes else logits[:, 0].float()).tolist()
+
+    return np.array(values_of(forward, items, collate, take, batch_size=batch_size, world=world))
 
 
 def write_answers(path: Path, examples: Sequence[PairExample | EncodedPair], predictions: np.ndarray) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import benchmark_rows
+from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
-from llmdistill.tasks.out_of_domain import FurtherSet
+from llmdistill.tasks.stored import TaskFiles
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -63,52 +61,28 @@ TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("glue.yaml").re
 """The published tasks, and the columns of the papers' tables."""
 
 
-def _task(fields: dict[str, Any]) -> GlueTask:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return GlueTask(**values)
-
-
 GLUE: tuple[str, ...] = tuple(TABLES["tasks"])
 """The names of the tasks of GLUE."""
 
 GLUE_TASKS: dict[str, GlueTask] = {
-    name: _task(fields) for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()
+    name: GlueTask(
+        **cast("Any", {key: tuple(each) if isinstance(each, list) else each for key, each in fields.items()})
+    )
+    for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()
 }
 """The tasks on sentences and pairs of sentences by name: those of GLUE, and others."""
-
-_MOST_DIGITS = 18
-"""Digits of the number of an example, which fits into 64 bits."""
 
 BEST_SCORE = 5.0
 """The maximum score of STS-B; the minimum is 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskFiles:
-    """A task with its examples. Two instances are equal if their training and dev examples are equal."""
+@dataclass(frozen=True)
+class PairSet:
+    """A split of a task, or a set of other data on which models are scored."""
 
-    name: str
-    """The name of the task in GLUE_TASKS."""
-    train: list[PairExample] = field(compare=False)
-    dev: dict[Split, list[PairExample]] = field(compare=False)
-    """The split dev, and dev_mismatched if the task has it."""
-    test: dict[Split, list[PairExample]] = field(compare=False)
-    """The split test, and test_mismatched if the task has it; empty without test files."""
-    further: dict[str, FurtherSet] = field(default_factory=dict, compare=False)
-    """Sets on which models are scored, and by which no settings are chosen, by the names of their columns."""
-    digest: str
-    """A digest of the examples of training, dev and further sets."""
-
-    @property
-    def task(self) -> GlueTask:
-        """The properties of the task in GLUE."""
-        return GLUE_TASKS[self.name]
-
-    def parts(self) -> Iterator[object]:
-        """See `benchmark.TaskExamples`."""
-        yield from chain(self.train, *self.dev.values(), *self.test.values())
-        for name, each in self.further.items():
-            yield from (name, each.labels, *each.examples)
+    examples: list[PairExample]
+    labels: tuple[int, ...] = ()
+    """The label that each class of the task stands for, if the targets are numbers of the set's own labels."""
 
 
 def glue_name(task: str) -> str:
@@ -138,43 +112,25 @@ def column_of(name: str, split: Split) -> str:
     return f"{name}-mm" if split.endswith("_mismatched") else f"{name}-m"
 
 
-def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
-    """Read the examples of a task, with only the first `limit` examples of the training set.
+def read_task(
+    name: str, data_dir: str | None, limit: int | None, *, only_scores: bool = False
+) -> TaskFiles[PairExample, PairSet]:
+    """Read the examples of a task, with only the first `limit` examples of the training set, or only those of dev.
 
     Raises:
         UserError: a file is missing or malformed.
     """
-    splits = 2 if GLUE_TASKS[name].has_mismatched else 1
-    train = read_split(name, "train", data_dir)[:limit]
-    dev = {split: read_split(name, split, data_dir) for split in DEV[:splits]}
-    has_test = data_dir is None or _has_test(Path(data_dir) / name)
-    test = {split: read_split(name, split, data_dir) for split in TEST[:splits]} if has_test else {}
-    return TaskFiles(name=name, train=train, dev=dev, test=test, digest=examples_digest([train, *dev.values()]))
-
-
-def with_further(files: TaskFiles, further: Mapping[str, FurtherSet]) -> TaskFiles:
-    """Return the files with further sets."""
-    if not further:
-        return files
-    parts = [[name, files.digest, each.labels, examples_digest([each.examples])] for name, each in further.items()]
-    return replace(files, further=dict(further), digest=hashlib.sha256(repr(parts).encode()).hexdigest()[:16])
-
-
-def examples_digest(sets: Iterable[Sequence[PairExample]]) -> str:
-    """Return a digest of the examples of several sets."""
-    digest = hashlib.sha256()
-    for example in chain.from_iterable(sets):
-        digest.update(repr((example.sentence1, example.sentence2, example.target)).encode())
-    return digest.hexdigest()[:16]
+    number = 2 if GLUE_TASKS[name].has_mismatched else 1
+    folder = None if data_dir is None else Path(data_dir) / name
+    has_test = folder is None or any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
+    splits = [*DEV[:number], *(TEST[:number] if has_test and not only_scores else ())]
+    train = [] if only_scores else read_split(name, "train", data_dir)[:limit]
+    return TaskFiles(train, {split: PairSet(read_split(name, split, data_dir)) for split in splits})
 
 
 def task_paths(name: str, data_dir: str) -> list[Path]:
     """Return the files of a task's folder, of which `read_task` reads some."""
     return sorted(path for path in (Path(data_dir) / name).iterdir() if path.suffix in (".tsv", ".txt"))
-
-
-def _has_test(folder: Path) -> bool:
-    return any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
 
 
 def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:
@@ -202,9 +158,8 @@ def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, pla
     if not split.startswith("test"):
         return PairExample(first, second, _target(task, row[task.label], place), number)
     text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
-    if not text.isdecimal() or len(text) > _MOST_DIGITS:
-        shown = repr(text if len(text) <= 40 else f"{text[:37]}...")
-        raise UserError(f"{place}: {task.index} {shown}, expected a whole number; take GLUE's own test file")
+    if not text.isdecimal() or len(text) > 18:  # what fits into 64 bits
+        raise UserError(f"{place}: {task.index} {text[:40]!r}, expected a whole number; take GLUE's own test file")
     return PairExample(first, second, None, int(text))
 
 
@@ -222,11 +177,7 @@ def _target(task: GlueTask, text: str, place: str) -> int | float:
     return score
 
 
-_Rows = Iterator[tuple[dict[str, str], str]]
-"""Each row by column, with its place in the file."""
-
-
-def _file_rows(task: GlueTask, split: Split, folder: Path) -> _Rows:
+def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:
     names = {"dev": "dev_matched", "test": "test_matched"} if task.has_mismatched else {}
     path = folder / f"{names.get(split, split)}.tsv"
     original = folder / f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt"
@@ -235,58 +186,39 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> _Rows:
     return _tsv_rows(task, split, original) if split == "test" else _original_mrpc(task, split, original)
 
 
-def _original_mrpc(task: GlueTask, split: Split, path: Path) -> _Rows:
+def _original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
     """Read MRPC from its original files; GLUE's dev split is a part of the training set, given by a list of pairs."""
-    listed = path.with_name("dev_ids.tsv")
-    dev = {tuple(line.split("\t")[:2]) for _, line in _lines(listed)}
+    ids = ("#1 ID", "#2 ID")
+    # Whether the list has a header does not matter: that is no pair.
+    dev = {tuple(row.values()) for row, _ in tsv_rows(_there(path.with_name("dev_ids.tsv")), header=ids)}
     for row, place in _tsv_rows(task, split, path):
-        if ((row.get("#1 ID"), row.get("#2 ID")) in dev) == (split == "dev"):
+        if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"):
             yield row, place
 
 
-def _tsv_rows(task: GlueTask, split: Split, path: Path) -> _Rows:
+def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:
     is_test = split.startswith("test")
-    may_tear = task.has_torn_lines and not is_test
-    lines = _lines(path)
-    if task.headerless and not is_test:
-        columns = list(task.headerless)
-    else:
-        columns = next((line.split("\t") for _, line in lines), [])
     needed = [*task.sentences, *([] if is_test else [task.label])]
-    missing = [name for name in needed if name not in columns]
-    if missing:
-        raise UserError(
-            f"{path}: has no column {', '.join(missing)}, only {', '.join(columns) or 'an empty first line'}; "
-            f"expected {', '.join(needed)}, as in GLUE's own download"
-        )
-    least = 1 + max(columns.index(name) for name in needed)
-    for number, line in lines:
-        cells = line.split("\t")
-        if len(cells) >= least:
-            yield dict(zip(columns, cells, strict=False)), f"{path}:{number}"
-        elif not may_tear:
+    for row, place in tsv_rows(_there(path), header=None if is_test else task.headerless or None):
+        missing = [name for name in needed if name not in row]
+        if not missing:
+            yield row, place
+        elif is_test or not task.has_torn_lines:
             raise UserError(
-                f"{path}:{number}: {len(cells)} columns, expected at least {least}, separated by tabs; fix the line"
+                f"{place}: has no column {', '.join(missing)}, only {', '.join(row)}; expected {', '.join(needed)}, "
+                "with tabs between them, as in GLUE's own download"
             )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, with their numbers. There is no quoting, and only a newline ends a line."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.rstrip("\r\n")
-                if text:
-                    yield number, text
-    except FileNotFoundError as error:
+def _there(path: Path) -> Path:
+    if not path.is_file():
         raise UserError(
             f"{path}: no such file; give the folder of GLUE's own download as the data folder, or none for the hub's"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({type(error).__name__}); fix or replace it") from error
+        )
+    return path
 
 
-def _hub_rows(task: GlueTask, split: Split) -> _Rows:
+def _hub_rows(task: GlueTask, split: Split) -> Rows:
     """Read rows from the Hub and convert them to the column names and labels of the files."""
     name = split.replace("dev", "validation")
     if task.has_mismatched and name in ("validation", "test"):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig, TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, benchmark_class
+from llmdistill.tasks.benchmark import HEADS, Benchmark, benchmark_class
 
 
 def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
@@ -50,20 +50,26 @@ def score_task(
     key = task_key(task, key="data")
     found = benchmark_class(key)
     found.check_folder(data_dir, key, setting="data_dir")
-    ending = {"sequence": "ForSequenceClassification", "span": "ForQuestionAnswering", "lm_head": "ForMaskedLM"}[
-        found.head
-    ]
+    head, (ending, *_) = HEADS[found.head]
     if not type(model).__name__.endswith(ending):
-        head = {"sequence": "classifier", "span": "head for spans", "lm_head": "language-model head"}[found.head]
         raise UserError(
             f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
         )
     found.check_fine_tuned(model.config, key, named="model")
-    settings = DataConfig(kind="task", max_length=max_length, task=TaskConfig(name=key, dir=data_dir))
-    benchmark = cast(Benchmark, found(RunConfig(ds_config="", data=settings), trains=False))
-    data = benchmark.dev_data(tokenizer, model.config, batch_size)
-    world = World(rank=0, size=1, device=model.device)
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch) if predictions is None else predictions
-        scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
-        return data.summary({name: data.score_set(name, scored) for name in data.sets})
+        task_config = TaskConfig(name=key, dir=data_dir)
+        settings = DataConfig(kind="task", max_length=max_length, task=task_config, cache_dir=scratch)
+        train, scoring = TrainConfig(micro_batch_size=batch_size), GenerationConfig(batch_size=batch_size)
+        benchmark = found(RunConfig(ds_config="", data=settings, train=train, scoring=scoring), trains=False)
+        benchmark.only_scores = True
+        if found.head == "lm_head":  # the name of a class does not tell whether a model can write
+            benchmark.check_model("model", "in memory", model.config)
+        data = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
+        scored = ScoredModel(
+            model=model,
+            tokenizer=tokenizer,
+            predictions=Path(scratch) / "predictions" if predictions is None else predictions,
+            world=World(rank=0, size=1, device=model.device),
+            sharded=False,
+        )
+        return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))

@@ -258,9 +258,9 @@ class InstructionData(TaskData):
 
         Returns:
             ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
-            ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set. Scores of this version also
-            have ``"perplexity": {SET: of the references}`` and ``"examples": {SET: {"scored", "total"}}``. Texts are
-            added by `TextTests.summary`.
+            ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set. With test sets also
+            ``"perplexity": {SET: of the references}``, if it was measured on all of them, and ``"examples": {SET:
+            {"scored", "total"}}``. Texts are added by `TextTests.summary`.
         """
         texts = self.texts.summary(scores)
         scores = {name: score for name, score in scores.items() if name not in self.texts.texts}
@@ -274,10 +274,9 @@ class InstructionData(TaskData):
         measured = {name: score["perplexity"] for name, score in scores.items() if "perplexity" in score}
         if self.tests and measured.keys() >= set(self.tests):
             summary["perplexity"] = {name: measured[name] for name in self.tests}
-        counts = {name: scores[name] for name in self.tests if "total" in scores[name]}
-        if counts:
+        if self.tests:
             summary["examples"] = {
-                name: {"scored": score["examples"], "total": score["total"]} for name, score in counts.items()
+                name: {"scored": scores[name]["examples"], "total": scores[name]["total"]} for name in self.tests
             }
         if VALID in scores:
             summary["valid"] = {key: scores[VALID][key] for key in ("rougeL", "chance", "above_chance")}

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
-from llmdistill.data.sampler import scoring_batches
+from llmdistill.data.pairs import PairExample, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.models.sentences import SentenceSettings
-from llmdistill.tasks.sentences import embed_batches, in_order
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.sentences import embeddings_of
 
 _DOCUMENTS = ("document", "passage", "corpus")
 """The names that models of sentence-transformers give the prompt of a document."""
@@ -70,9 +70,8 @@ class SentenceEncoder:
         texts = chain.from_iterable(batch["text"] for batch in inputs)
         rows = [PairExample(settings.text(text), None, 0, number) for number, text in enumerate(texts)]
         items = encode_pairs(rows, self._tokenizer, int(settings.max_length or 0))
-        padding: Any = self._tokenizer.pad_token_id
-        batches = scoring_batches(items, lambda part: collate_pairs(part, padding), batch_size=batch_size)
-        return in_order(embed_batches(self._model, batches, settings.pooling, self._model.device))
+        alone = World(rank=0, size=1, device=self._model.device)
+        return embeddings_of(self._model, items, self._tokenizer, settings.pooling, batch_size=batch_size, world=alone)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Return the cosine of each embedding of (N, W) with each of (M, W), as (N, M)."""

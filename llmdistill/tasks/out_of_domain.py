@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,11 @@ import yaml
 from llmdistill.data.pairs import PairExample
 from llmdistill.data.sources import Rows, stream_rows, tsv_rows
 from llmdistill.errors import UserError
+from llmdistill.tasks import plain_name
+from llmdistill.tasks.glue_files import PairSet
 
 _KEY = "data.task.out_of_domain"
 _FIELDS = ("task", "data", "sentences", "label", "labels")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FurtherSet:
-    """A set on which models are scored, and by which no settings are chosen."""
-
-    examples: list[PairExample]
-    """The targets are numbers of the set's own labels."""
-    labels: tuple[int, ...]
-    """The label that each class of the task stands for."""
 
 
 @cache
@@ -39,7 +30,7 @@ def known_sets() -> Mapping[str, Mapping[str, Any]]:
 
 def read_further(
     asked: Mapping[str, Mapping[str, Any]], task: str, classes: Sequence[str], num_sentences: int
-) -> dict[str, FurtherSet]:
+) -> dict[str, PairSet]:
     """Read the sets that belong to a task.
 
     Args:
@@ -71,11 +62,7 @@ def check_further(
 
 def sets_of(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
     """Return the settings of the sets that belong to a task, with what is known of them."""
-    return {name: given for name, given in _whole(asked).items() if _plain(given["task"]) == _plain(task)}
-
-
-def _plain(name: object) -> str:
-    return "".join(letter for letter in str(name).lower() if letter.isalnum())
+    return {name: given for name, given in _whole(asked).items() if plain_name(str(given["task"])) == plain_name(task)}
 
 
 def _whole(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -119,7 +106,7 @@ def _labels(
     return spellings, tuple(of_classes)
 
 
-def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> FurtherSet:
+def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> PairSet:
     spellings, of_classes = _labels(name, given, classes, num_sentences)
     columns = list(given["sentences"])
     examples = []
@@ -141,7 +128,7 @@ def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sente
         examples.append(PairExample(texts[0], texts[1] if len(texts) > 1 else None, spellings[label], number))
     if not examples:
         raise UserError(f"{given['data']}: holds no example; give at least one for {_KEY}.{name}")
-    return FurtherSet(examples=examples, labels=of_classes)
+    return PairSet(examples, of_classes)
 
 
 def table_rows(reference: str) -> Rows:

@@ -70,16 +70,13 @@ class ScoreBook:
         return {"params": params, **summary}
 
     def _kept(self, file: Path, predictions: Path) -> dict[str, Any]:
-        """Return what is kept of each set, without what was changed after it was written; a warning names that."""
-        record, damage = find_record(file)
-        found: dict[str, Any] = {}
-        for set_name, kept in (record or {}).items():
-            if isinstance(kept, dict) and {"asked", "score", "files"} <= kept.keys():
-                found[set_name] = kept
-                damage = damage or entries_damage(predictions, kept["files"])
+        """Return what is kept of each set, or nothing if a file of it was changed; a warning names that."""
+        kept, damage = find_record(file)
+        for each in (kept or {}).values():
+            damage = damage or entries_damage(predictions, each["files"])
         if damage is not None:
             warn_main(f"{damage}: the model is scored again", self.world)
-        return found if damage is None else {}
+        return {} if damage is not None or kept is None else dict(kept)
 
 
 def _files(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,31 +30,25 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
-from llmdistill.models.taps import Recorder
-from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
-from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World, gather_objects, on_every
-from llmdistill.runtime.turns import made_once
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
-from llmdistill.tasks.benchmark import check_positions
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.base import ScoredModel, ScoreTable, TaskData
 from llmdistill.tasks.classification import rank_correlation
-from llmdistill.tasks.stored import store_task
+from llmdistill.tasks.forward import scoring_forward, values_of
+from llmdistill.tasks.stored import StoredTask, TaskFiles
 
 VALID = "valid"
 """The name of the validation set in the scores and predictions of a run."""
-_SCORES = "scores of "
-"""Begins the name of the part of the stored examples that has the similarities of a set."""
 
 
-class Sentences(Task):
+class Sentences(StoredTask):
     """The task of giving sentences the teacher's embeddings."""
 
     head = "none"
     validation_metric = "Spearman"
     key = "sentences"
+    layout = PAIRS
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Raise UserError if a test set has the name of the validation set, or the settings need another teacher."""
@@ -97,7 +91,7 @@ class Sentences(Task):
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
-        """Return the files that `read_files` reads; None if one is a data set of the hub."""
+        """See StoredTask."""
         paths = [locate(reference) for reference in self._references().values()]
         return paths if all(path.is_file() for path in paths) else None
 
@@ -115,31 +109,31 @@ class Sentences(Task):
             elif not locate(reference).is_file():
                 stream_rows(locate(reference))
 
-    def read_files(self) -> SentenceFiles:
-        """Read every set; raise UserError for a file that is missing or malformed."""
+    def read_files(self) -> TaskFiles[str, list[SentencePair]]:
+        """See StoredTask."""
         references = {name: locate(reference) for name, reference in self._references().items()}
         read = read_triples if self.config.data.sentences.triples else read_sentences
         train = read(references.pop("train")) if self.trains else []
-        return SentenceFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
+        return TaskFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
 
     def decides(self) -> dict[str, Any]:
-        """Return the settings on which the tokens depend."""
+        """See StoredTask."""
         settings = self.settings
-        sets = list(self._references())
         return {
             "max_length": settings.max_length,
             "prompt": settings.prompt,
             "lower_case": settings.lower_case,
             "triples": self.config.data.sentences.triples,
-            "sets": sets,
+            "sets": list(self._references()),
         }
 
-    def write(self, files: SentenceFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenize the sentences and write them; the sentences of a pair follow each other."""
-        length = int(self.settings.max_length or 0)
+    def write(
+        self, files: TaskFiles[str, list[SentencePair]], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
+    ) -> dict[str, Any]:
+        """See StoredTask. The sentences of a pair follow each other; the similarities are kept too."""
         sets = {
             name: [text for pair in pairs for text in (pair.sentence1, pair.sentence2)]
-            for name, pairs in files.scored.items()
+            for name, pairs in files.sets.items()
         }
         for name, texts in {"train": files.train, **sets}.items():
             if texts:
@@ -149,35 +143,27 @@ class Sentences(Task):
                     PairExample(self.settings.text(text), None, number % size, number)
                     for number, text in enumerate(texts)
                 ]
+                length = int(self.settings.max_length or 0)
                 writer.add(name, (encode_pairs(piece, tokenizer, length) for piece in in_pieces(rows)), PAIRS)
-        for name, pairs in files.scored.items():
-            writer.add_text(_SCORES + name, [pair.score for pair in pairs])
-        return {"sets": list(files.scored)}
+        for name, pairs in files.sets.items():
+            writer.add_text(name, [pair.score for pair in pairs])
+        return {"sets": list(files.sets)}
 
-    def read(self, models: Models) -> SentenceData:
-        """See Task. The tokens are kept on disk, where the next run finds them."""
-        return self._opened(store_task(self, load_tokenizer(models.tokenizer_path)), models)
-
-    def read_on_all(self, models: Models, world: World) -> SentenceData:
-        """See Task. Rank 0 reads and tokenizes the sentences, and all ranks map their tokens."""
-        folder = made_once(lambda: store_task(self, load_tokenizer(models.tokenizer_path)), world)
-        return on_every(lambda: self._opened(folder, models), world)
-
-    def _opened(self, folder: Path, models: Models) -> SentenceData:
-        stored = StoredSplits(folder)
-        encoded = {
-            name: stored.items(name, PAIRS) for name in (*(["train"] if self.trains else []), *stored.meta["sets"])
-        }
-        length = int(self.settings.max_length or 0)
-        for config in (models.student, models.teacher):
-            check_positions(config, "the sentences", (items.longest for items in encoded.values()), length)
+    def data(
+        self,
+        stored: StoredSplits,
+        encoded: Mapping[str, MappedItems[EncodedPair]],
+        tokenizer: PreTrainedTokenizerBase,
+        digest: str,
+    ) -> SentenceData:
+        """See StoredTask."""
         train = self.config.train
         return SentenceData(
-            tokenizer=load_tokenizer(models.tokenizer_path),
+            tokenizer=tokenizer,
             encoded=encoded,
-            scores={name: stored.text(_SCORES + name) for name in stored.meta["sets"]},
+            scores={name: stored.text(name) for name in stored.meta["sets"]},
             settings=self.settings,
-            digest=folder.name,
+            digest=digest,
             batch_size=train.micro_batch_size or train.global_batch_size,
             bucket_steps=self.config.data.bucket_steps,
             size=self.rows_per_example,
@@ -185,41 +171,24 @@ class Sentences(Task):
         )
 
 
-def embed_batches(
-    model: PreTrainedModel, batches: Sequence[tuple[Sequence[int], Batch]], pooling: Pooling, device: torch.device
-) -> list[tuple[int, Tensor]]:
-    """Return the index and the embedding, (W,) in fp32 on the CPU, of each sentence of `sampler.scoring_batches`."""
-    tapped = TappedModel(model, Recorder(model, {}), pooling=pooling)
-    found: list[tuple[int, Tensor]] = []
-    try:
-        with torch.no_grad():
-            for indices, batch in progress(batches, "Scoring", "batches"):
-                embeddings = tapped(batch.to(device)).sequence_logits
-                assert embeddings is not None
-                # A batch that a rank repeats has no indices.
-                found += zip(indices, embeddings.float().cpu(), strict=False)
-    finally:
-        tapped.remove()
-    return found
+def embeddings_of(
+    model: PreTrainedModel,
+    items: Sequence[EncodedPair],
+    tokenizer: PreTrainedTokenizerBase,
+    pooling: Pooling,
+    *,
+    batch_size: int,
+    world: World,
+) -> Tensor:
+    """Return the embedding of each sentence, (sentences, W), in fp32 on the CPU; every rank must call this function."""
+    padding: Any = tokenizer.pad_token_id
+    collate = partial(collate_pairs, pad_token_id=padding)
 
+    def take(embeddings_BW: Tensor, _: Sequence[int]) -> Iterable[Tensor]:
+        return embeddings_BW.float().cpu()
 
-def in_order(found: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """Return the embeddings of `embed_batches`, (sentences, W), by their indices."""
-    return torch.stack([each for _, each in sorted(found, key=lambda pair: pair[0])])
-
-
-@dataclass(frozen=True)
-class SentenceFiles:
-    """The content of the files of a run."""
-
-    train: list[str]
-    """The sentences to learn; empty if the run does not train."""
-    scored: Mapping[str, list[SentencePair]]
-    """The validation set and the test sets."""
-
-    def parts(self) -> chain[object]:
-        """Yield all that identifies them."""
-        return chain(self.train, *([name, *pairs] for name, pairs in self.scored.items()))
+    with scoring_forward(model, pooling=pooling) as forward:
+        return torch.stack(values_of(forward, items, collate, take, batch_size=batch_size, world=world))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,16 +225,17 @@ class SentenceData(TaskData):
     def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
         """See TaskData; a batch of triples has three times as many sentences."""
         rows = Grouped(self.encoded["train"], self.size)
-        return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps)
+
+        def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
+            return self._collate(list(chain.from_iterable(rows)))
+
+        return TrainLoader(rows, share, collate, bucket_steps=self.bucket_steps)
 
     def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
         """See TaskData: the sentences one by one, and those of the validation set, on which the loss is measured."""
         sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
         examples: Any = ConcatDataset(sets)
         return examples, self._collate
-
-    def _collate_rows(self, rows: Sequence[Sequence[EncodedPair]]) -> Batch:
-        return self._collate(list(chain.from_iterable(rows)))
 
     def _collate(self, items: Sequence[EncodedPair]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
@@ -285,21 +255,20 @@ class SentenceData(TaskData):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: Spearman's correlation of the cosines with the similarities, times 100."""
-        embeddings = self._embeddings(self.encoded[name], scored)
+        embeddings = embeddings_of(
+            scored.model,
+            self.encoded[name],
+            self.tokenizer,
+            self.settings.pooling,
+            batch_size=self.batch_size,
+            world=scored.world,
+        )
         cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
         scores = np.array(self.scores[name], dtype=np.float64)
         if scored.world.is_main:
             rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
             write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
         return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
-
-    def _embeddings(self, items: Sequence[EncodedPair], scored: ScoredModel) -> torch.Tensor:
-        """Return the embedding of each sentence, (sentences, W), on the CPU; every rank must call this method."""
-        world = scored.world
-        ranks = {"rank": world.rank, "world_size": world.size}
-        batches = scoring_batches(items, self._collate, batch_size=self.batch_size, **ranks)
-        mine = embed_batches(scored.model, batches, self.settings.pooling, world.device)
-        return in_order(chain.from_iterable(gather_objects(mine, world)))
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData: ``{"spearman": {SET: -100 to 100}}``."""

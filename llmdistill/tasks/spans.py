@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, Outputs
+from llmdistill.batch import Batch
 from llmdistill.data.collate import padded
-from llmdistill.data.sampler import scoring_batches
 from llmdistill.data.windows import NO_ANSWER, EncodedWindow, QuestionExample
-from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World, gather_objects
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.forward import Forward, values_of
 
 _NO_SPAN = 1e4
 """The null odds of a question of whose context the tokenizer made no token."""
@@ -31,7 +29,7 @@ class Spans:
 
 
 def predict_spans(
-    forward: Callable[[Batch], Outputs],
+    forward: Forward,
     windows: Sequence[EncodedWindow],
     collate: Callable[[Sequence[EncodedWindow]], Batch],
     questions: Sequence[QuestionExample],
@@ -45,19 +43,14 @@ def predict_spans(
     Every rank must call this function, and the model must be in evaluation mode. A question is unanswered as a whole
     only as far as each window says so: its score of no answer is the lowest of its windows.
     """
-    batches = scoring_batches(windows, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
-    mine: list[tuple[int, tuple[float, float, int, int]]] = []
-    with torch.no_grad():
-        for indices, batch in progress(batches, "Scoring", "batches"):
-            logits_B2T = forward(batch.to(world.device)).sequence_logits
-            assert logits_B2T is not None, "the model has no head for spans"
-            if indices:  # a batch that only keeps the ranks in step has none
-                found = best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
-                mine += zip(indices, found, strict=True)
+
+    def take(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
+        return best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
+
+    found = values_of(forward, windows, collate, take, batch_size=batch_size, world=world)
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
-    for index, (no_answer, score, first, last) in sorted(chain.from_iterable(gather_objects(mine, world))):
-        window = windows[index]
+    for window, (no_answer, score, first, last) in zip(windows, found, strict=True):
         question = window.question
         null[question] = min(no_answer, null.get(question, float("inf")))
         if score > best.get(question, (float("-inf"), ""))[0]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmdistill.config.data import TaskConfig
-from llmdistill.data.sources import benchmark_rows
+from llmdistill.data.sources import Rows, benchmark_rows
 from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.files import parse_json
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.squad_metrics import LANGUAGES
+from llmdistill.tasks.stored import TaskFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,31 +74,6 @@ class QuestionSet:
     questions: list[QuestionExample]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SquadFiles:
-    """A task with its questions. Two instances are equal if their questions are equal."""
-
-    key: str
-    train: list[QuestionExample] = field(compare=False)
-    """Without the skipped ones."""
-    skipped: list[str] = field(compare=False)
-    """The ids of training questions whose answer is not in the context."""
-    sets: dict[str, QuestionSet] = field(compare=False)
-    """The sets by name: dev, by which settings are chosen, and the test sets of MLQA by pair of languages."""
-    digest: str
-
-    @property
-    def task(self) -> SquadTask:
-        """The properties of the task."""
-        return SQUAD_TASKS[self.key]
-
-    def parts(self) -> Iterator[object]:
-        """See `benchmark.TaskExamples`."""
-        yield from chain(self.train, self.skipped)
-        for name, each in self.sets.items():
-            yield from (name, *each.questions)
-
-
 def to_json(questions: Sequence[QuestionExample]) -> dict[str, Any]:
     """Return questions as plain JSON values, each context once."""
     contexts = {context: number for number, context in enumerate(dict.fromkeys(each.context for each in questions))}
@@ -135,25 +109,25 @@ def check_files(folder: str | None, key: str, *, setting: str) -> None:
     _dev_file(folder, key)
 
 
-def read_files(key: str, settings: TaskConfig) -> SquadFiles:
-    """Read the questions of a task; `settings.limit` counts training questions.
+def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[QuestionExample, QuestionSet]:
+    """Read the questions of a task, or only the sets that score; `settings.limit` counts training questions.
+
+    The sets are dev, by which settings are chosen, and the test sets of MLQA by pair of languages.
 
     Raises:
         UserError: a file is missing or malformed, holds no question, or a language has no data.
     """
-    sets = read_sets(key, settings)
+    sets = _read_sets(key, settings)
+    if only_scores:
+        return TaskFiles([], sets)
     source = "squad1" if SQUAD_TASKS[key].is_multilingual else key
     place = SQUAD_TASKS[source].hub + ", train" if settings.dir is None else str(_train_file(settings.dir, key))
     rows = _hub_rows(source, "train", None) if settings.dir is None else _file_rows(Path(place))
-    train = _checked(rows, place, key)[: settings.limit]
-    skipped = [question.id for question in train if not question.is_located]
-    train = [question for question in train if question.is_located]
+    found = _checked(rows, place, key)[: settings.limit]
+    train = [question for question in found if question.is_located]
     if not train:
         raise UserError(f"{place}: no training question has its answer in its context; take the official file")
-    digest = hashlib.sha256()
-    for question in (question for part in (train, *(each.questions for each in sets.values())) for question in part):
-        digest.update(repr(question).encode())
-    return SquadFiles(key=key, train=train, skipped=skipped, sets=sets, digest=digest.hexdigest()[:16])
+    return TaskFiles(train, sets, [question.id for question in found if not question.is_located])
 
 
 def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
@@ -170,12 +144,8 @@ def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
     return [_train_file(folder, key), _dev_file(folder, key), *tests]
 
 
-def read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
-    """Read the sets that models are scored on.
-
-    Raises:
-        UserError: a file is missing or malformed, holds no question, or a language has no data.
-    """
+def _read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
+    """Read the sets that models are scored on."""
     task = SQUAD_TASKS[key]
     if not task.is_multilingual:
         if settings.languages is not None:
@@ -216,11 +186,7 @@ def _pairs(settings: TaskConfig) -> list[Pair]:
     return [*(Pair(each, each) for each in languages), *(crossed if settings.crossed else [])]
 
 
-_Rows = Iterator[tuple[Mapping[str, Any], str]]
-"""Each question as a row of the Hub, with its place."""
-
-
-def _split_rows(key: str, folder: str | None, split: str, pair: Pair | None) -> tuple[_Rows, str]:
+def _split_rows(key: str, folder: str | None, split: str, pair: Pair | None) -> tuple[Rows, str]:
     if folder is None:
         name = "" if pair is None else f" {pair.column}"
         return _hub_rows(key, split, pair), f"{SQUAD_TASKS[key].hub}{name}, {split}"
@@ -228,7 +194,7 @@ def _split_rows(key: str, folder: str | None, split: str, pair: Pair | None) -> 
     return _file_rows(path), str(path)
 
 
-def _checked(rows: _Rows, place: str, key: str) -> list[QuestionExample]:
+def _checked(rows: Rows, place: str, key: str) -> list[QuestionExample]:
     questions = [_question(row, where) for row, where in rows]
     if not questions:
         raise UserError(f"{place}: holds no question; take the official file, whole")
@@ -266,7 +232,7 @@ def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
     return QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), found)
 
 
-def _file_rows(path: Path) -> _Rows:
+def _file_rows(path: Path) -> Rows:
     """Yield the questions of a file in the official format.
 
     Raises:
@@ -280,28 +246,20 @@ def _file_rows(path: Path) -> _Rows:
         raise UserError(f"{path}: cannot be read as JSON ({error}); fix or replace it") from error
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: has no list under 'data', which the official format has; take such a file") from error
-    for number, article in enumerate(_list(articles, str(path)), start=1):
-        place = f"{path}: article {number}"
-        for paragraph in _list(_under(article, "paragraphs", place), place):
-            context = _under(paragraph, "context", place)
-            for question in _list(_under(paragraph, "qas", place), place):
-                listed = _list(_under(question, "answers", place), place)
-                answers = {key: [_under(each, key, place) for each in listed] for key in ("text", "answer_start")}
-                where = f"{place}, question {question.get('id')}"
-                yield {**question, "context": context, "answers": answers}, where
-
-
-def _under(value: Any, key: str, place: str) -> Any:
-    if not isinstance(value, Mapping) or key not in value:
-        found = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__
-        raise UserError(f"{place}: has no {key}, only {found}; take a file in the official format")
-    return value[key]
-
-
-def _list(value: Any, place: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UserError(f"{place}: a {type(value).__name__} where the official format has a list; fix the file")
-    return value
+    place = str(path)
+    try:
+        for number, article in enumerate(articles, start=1):
+            place = f"{path}: article {number}"
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    listed = question["answers"]
+                    answers = {key: [each[key] for each in listed] for key in ("text", "answer_start")}
+                    row = {**question, "context": paragraph["context"], "answers": answers}
+                    yield row, f"{place}, question {question.get('id')}"
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
+        ) from error
 
 
 def _train_file(folder: str, key: str) -> Path:
@@ -338,7 +296,7 @@ def _only_file(folder: str, pattern: str) -> Path:
     return found[0]
 
 
-def _hub_rows(key: str, split: str, pair: Pair | None) -> _Rows:
+def _hub_rows(key: str, split: str, pair: Pair | None) -> Rows:
     config = None if pair is None else f"mlqa.{pair.context}.{pair.question}"
     name = split.replace("dev", "validation")
     return benchmark_rows(SQUAD_TASKS[key].hub, config, name, files="the folder of the official download")

@@ -7,7 +7,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 Normalize = Callable[[str], str]
@@ -131,10 +131,6 @@ class Squad2Scores:
     """Of the questions that have no answer, which is the share that is left unanswered; None if there are none."""
     total: int
     """The number of questions."""
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the scores as plain JSON values."""
-        return asdict(self)
 
 
 def squad2_scores(

@@ -1,80 +1,164 @@
-"""The examples of a benchmark, read and tokenized once, kept on disk and mapped into memory by every rank."""
+"""Tasks whose examples are read and tokenized once, kept on disk and mapped into memory by every rank."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llmdistill.data.columns import SplitWriter
+from llmdistill.data.columns import Layout, MappedItems, SplitWriter, StoredSplits
 from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
-
-if TYPE_CHECKING:
-    from llmdistill.config import RunConfig
+from llmdistill.models.families import max_positions
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.turns import made_once
+from llmdistill.tasks.base import Models, Task, TaskData
 
 _FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
+Example = TypeVar("Example")
+Scored = TypeVar("Scored")
 
-class StoredTask(Protocol):
-    """What `store_task` asks of a task; `tasks.benchmark.Benchmark` describes the methods."""
 
-    config: RunConfig
+@dataclass(frozen=True)
+class TaskFiles(Generic[Example, Scored]):
+    """The examples of a task as text, whose `repr` shows all that identifies them."""
+
+    train: Sequence[Example]
+    """The examples to learn, without the skipped ones; none if only the sets that score are read."""
+    sets: Mapping[str, Scored]
+    """The other sets by name: those that models are scored on, and test splits without targets."""
+    skipped: Sequence[str] = field(default=())
+    """The ids or places of training examples that cannot be learned."""
 
     @property
-    def key(self) -> str: ...
-    def paths(self) -> Sequence[Path] | None: ...
-    def read_files(self) -> Any: ...
-    def decides(self) -> Mapping[str, Any]: ...
-    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]: ...
+    def digest(self) -> str:
+        """A digest of the examples."""
+        hashed = hashlib.sha256()
+        for part in chain(self.train, self.sets.items(), [self.skipped]):
+            hashed.update(repr(part).encode() + b"\n")
+        return hashed.hexdigest()
 
 
-def store_task(task: StoredTask, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Read and tokenize the examples of a task into a folder; reuse that of the same data, tokenizer and settings.
+class StoredTask(Task):
+    """A task whose tokens are stored in the folder ``tasks`` of data.cache_dir, where the next run finds them."""
 
-    The tokens are stored in the folder ``tasks`` of data.cache_dir. Local files are identified by their paths and
-    content and read only if their tokens are missing, data sets of the hub by their examples.
+    key: str
+    """The key of the task in `tasks.TASKS`."""
+    layout: ClassVar[Layout[Any]]
+    """How its encoded examples are kept."""
+    only_scores: bool = False
+    """Whether neither a training set nor a test split without targets is read, because a model is scored in memory."""
 
-    Returns:
-        The folder, for `data.columns.StoredSplits`.
+    @abstractmethod
+    def read_files(self) -> TaskFiles[Any, Any]:
+        """Read every file of the task, or its data set on the hub, without a model.
 
-    Raises:
-        UserError: as in `Benchmark.read_files` and `Benchmark.write`, or the cache has no room.
-    """
-    hashes = _hashes(task.paths())
-    files = task.read_files() if hashes is None else None
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
-    request = {
-        "format": _FORMAT,
-        "task": task.key,
-        "examples": hashes if files is None else _digest(files.parts()),
-        "tokenizer": splits_by,
-        **task.decides(),
-    }
+        Raises:
+            UserError: a file is missing or malformed.
+        """
 
-    def write(folder: Path) -> dict[str, Any]:
-        writer = SplitWriter(folder, token_dtype(tokenizer))
-        found = task.write(task.read_files() if files is None else files, tokenizer, writer)
-        return {**found, **writer.record()}
+    @abstractmethod
+    def paths(self) -> Sequence[Path] | None:
+        """Return the files that `read_files` reads; None if it reads a data set of the hub.
 
-    return store(store_folder(task.config.data.cache_dir, "tasks", request), request, write)
+        Raises:
+            UserError: a file is missing.
+        """
+
+    @abstractmethod
+    def decides(self) -> Mapping[str, Any]:
+        """Return the settings on which the examples and their tokens depend, beside the task and its files."""
+
+    @abstractmethod
+    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """Tokenize what `read_files` has read, and write it; return what `data` needs beside it as plain JSON values.
+
+        Raises:
+            UserError: the examples cannot be tokenized.
+        """
+
+    @abstractmethod
+    def data(
+        self,
+        stored: StoredSplits,
+        encoded: Mapping[str, MappedItems[Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        digest: str,
+    ) -> TaskData:
+        """Return the examples that `write` has written, with the tokens of each split.
+
+        The digest identifies the examples and their tokens.
+        """
+
+    def read(self, models: Models) -> Any:
+        """See Task. The examples are read and tokenized only if their tokens are not stored yet."""
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
+
+    def read_on_all(self, models: Models, world: World) -> Any:
+        """See Task. Rank 0 reads and tokenizes the examples, and all ranks map their tokens."""
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        folder = made_once(lambda: self.stored(tokenizer), world)
+        return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher), world)
+
+    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Read and tokenize the examples into a folder; reuse that of the same data, tokenizer and settings.
+
+        Local files are identified by their paths and content, data sets of the hub by their examples.
+
+        Raises:
+            UserError: as in `read_files` and `write`, or the cache has no room.
+        """
+        hashes = None if self.only_scores else _hashes(self.paths())
+        files = self.read_files() if hashes is None else None
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
+        request = {
+            "format": _FORMAT,
+            "task": self.key,
+            "examples": hashes if files is None else files.digest,
+            "tokenizer": splits_by,
+            **self.decides(),
+        }
+
+        def write(folder: Path) -> dict[str, Any]:
+            writer = SplitWriter(folder, token_dtype(tokenizer))
+            found = self.write(self.read_files() if files is None else files, tokenizer, writer)
+            return {**found, **writer.record()}
+
+        return store(store_folder(self.config.data.cache_dir, "tasks", request), request, write)
+
+    def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Any:
+        """Return the examples of a folder of `stored` for models of these configs.
+
+        Raises:
+            UserError: an example has more tokens than a model has positions.
+        """
+        stored, limit = StoredSplits(folder), self.config.data.max_length
+        encoded = {split: stored.items(split, self.layout) for split in stored.meta["splits"]}
+        positions = min(max_positions(config, limit) for config in configs)
+        # The lengths are read only if a model may lack a position.
+        if positions < limit and (longest := max(each.longest for each in encoded.values())) > positions:
+            raise UserError(
+                f"data.max_length is {limit}: an example of {self.key} has {longest} tokens, but a model has "
+                f"positions for {positions}; give {positions} or less"
+            )
+        return self.data(stored, encoded, tokenizer, folder.name)
 
 
-def _hashes(paths: Sequence[Path] | None) -> list[list[str]] | None:
+def _hashes(paths: Iterable[Path] | None) -> list[list[str]] | None:
     """The paths of local files with their hashes; None if some data are not local, or a file cannot be read."""
     try:
         return None if paths is None else [[str(path), file_sha256(path)] for path in paths]
-    except OSError:  # `Benchmark.read_files` says which and why
+    except OSError:  # `StoredTask.read_files` says which and why
         return None
-
-
-def _digest(parts: Iterable[object]) -> str:
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(repr(part).encode() + b"\n")
-    return hashed.hexdigest()

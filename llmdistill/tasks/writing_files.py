@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +13,7 @@ from llmdistill.data.targets import TargetExample
 from llmdistill.data.windows import QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.tasks import squad_files, task_folder
+from llmdistill.tasks.stored import TaskFiles
 from llmdistill.tasks.text_metrics import TextMetric
 
 Split = Literal["train", "dev", "test"]
@@ -96,26 +95,6 @@ class TextSet:
         return cls(examples=[TargetExample(*each) for each in value["examples"]], references=value["references"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class WritingFiles:
-    """A task with its examples. Two instances are equal if their examples are equal."""
-
-    key: str
-    train: list[TargetExample] = field(compare=False)
-    """Without the skipped ones."""
-    skipped: list[str] = field(compare=False)
-    """The places or ids of training questions whose answer is missing, or is not in the source."""
-    sets: dict[str, TextSet] = field(compare=False)
-    """The sets by the name of the split: dev, by which settings are chosen, and test if there is one."""
-    digest: str
-
-    def parts(self) -> Iterator[object]:
-        """See `benchmark.TaskExamples`."""
-        yield from chain(self.train, self.skipped)
-        for name, each in self.sets.items():
-            yield from (name, *each.examples, *each.references)
-
-
 def check_folder(folder: str | None, key: str, *, setting: str) -> None:
     """Check that a folder has the files of a task; None is the data set on the hub.
 
@@ -141,41 +120,28 @@ def check_folder(folder: str | None, key: str, *, setting: str) -> None:
             )
 
 
-def read_files(key: str, settings: TaskConfig) -> WritingFiles:
-    """Read the examples of a task; `settings.limit` counts training examples.
+def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[TargetExample, TextSet]:
+    """Read the examples of a task, or only the sets that score; `settings.limit` counts training examples.
+
+    The sets are dev, by which settings are chosen, and test if there is one.
 
     Raises:
         UserError: a file is missing or malformed, or a split holds no example.
     """
-    sets = read_sets(key, settings)
+    train: list[TargetExample]
     if _is_squad(settings.dir, key):
-        found = squad_files.read_files(_SQUAD, settings)
+        found = squad_files.read_files(_SQUAD, settings, only_scores=only_scores)
         train, skipped = [_of_question(question) for question in found.train], found.skipped
+        sets = {"dev": TextSet.of(_of_question(question) for question in found.sets["dev"].questions)}
     else:
-        rows = _read(key, settings.dir, "train")[: settings.limit]
+        has_test = settings.dir is None or _file(settings.dir, key, "test") is not None
+        splits: list[Split] = ["dev", "test"] if has_test else ["dev"]
+        sets = {split: TextSet.of(row.example for row in _read(key, settings.dir, split)) for split in splits}
+        rows = [] if only_scores else _read(key, settings.dir, "train")[: settings.limit]
         train, skipped = [row.example for row in rows if row.fits], [row.place for row in rows if not row.fits]
-    if not train:
+    if not (train or only_scores):
         raise UserError(f"{_reference(key, settings.dir, 'train')}: no answer is in its context; fix the file")
-    digest = hashlib.sha256()
-    for each in (
-        *train,
-        *((example, refs) for s in sets.values() for example, refs in zip(s.examples, s.references, strict=True)),
-    ):
-        digest.update(repr(each).encode())
-    return WritingFiles(key=key, train=train, skipped=skipped, sets=sets, digest=digest.hexdigest()[:16])
-
-
-def read_sets(key: str, settings: TaskConfig) -> dict[str, TextSet]:
-    """Read the sets that models are scored on.
-
-    Raises:
-        UserError: a file is missing or malformed, or a split holds no example.
-    """
-    if _is_squad(settings.dir, key):
-        found = squad_files.read_sets(_SQUAD, settings)
-        return {"dev": TextSet.of(_of_question(question) for question in found["dev"].questions)}
-    splits: list[Split] = ["dev", "test"] if settings.dir is None or _file(settings.dir, key, "test") else ["dev"]
-    return {split: TextSet.of(row.example for row in _read(key, settings.dir, split)) for split in splits}
+    return TaskFiles(train, sets, skipped)
 
 
 def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,8 +14,8 @@ from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.glue import Glue, GlueData
-from llmdistill.tasks.glue_files import GLUE_TASKS, TaskFiles, examples_digest
-from llmdistill.tasks.out_of_domain import FurtherSet
+from llmdistill.tasks.glue_files import GLUE_TASKS, PairSet
+from llmdistill.tasks.stored import TaskFiles
 
 NAME = "XNLI"
 LANGUAGES = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
@@ -26,43 +26,6 @@ _TRAIN = (("xnli", "multinli.train.en.tsv"), ("xnli", "train.tsv"), ("mnli", "tr
 _SYNONYMS = {"contradictory": "contradiction"}
 _COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label"))
 """The columns of XNLI and MNLI, and of XNLI's own copy of the training set."""
-
-
-class Xnli(Glue):
-    """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
-
-    @classmethod
-    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        """See Benchmark."""
-        if folder is None:
-            return
-        if not Path(folder).is_dir():
-            raise UserError(f"{setting} {folder}: no such folder; give that of XNLI's files, or none for the hub")
-        _train_file(folder)
-        for split in _SPLITS:
-            _split_file(folder, split)
-
-    def read_files(self) -> TaskFiles:
-        """See Glue."""
-        return read_xnli(self.config.data.task)
-
-    def _own_paths(self, folder: str) -> list[Path]:
-        """See Glue."""
-        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
-
-    def decides(self) -> dict[str, Any]:
-        """See Benchmark."""
-        return {**super().decides(), "languages": self.config.data.task.languages}
-
-    @property
-    def hub(self) -> str:
-        """See Task."""
-        return _HUB
-
-    @property
-    def data_class(self) -> type[GlueData]:
-        """See Glue."""
-        return XnliData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,31 +56,63 @@ class XnliData(GlueData):
         )
 
 
-def read_xnli(settings: TaskConfig) -> TaskFiles:
-    """Read the English training set, the joint dev set, and the test set of each language.
+class Xnli(Glue):
+    """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
+
+    data_class = XnliData
+
+    @classmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """See Benchmark."""
+        if folder is None:
+            return
+        if not Path(folder).is_dir():
+            raise UserError(f"{setting} {folder}: no such folder; give that of XNLI's files, or none for the hub")
+        _train_file(folder)
+        for split in _SPLITS:
+            _split_file(folder, split)
+
+    def read_files(self) -> TaskFiles[PairExample, PairSet]:
+        """See Glue."""
+        return read_xnli(self.config.data.task, only_scores=self.only_scores)
+
+    def _own_paths(self, folder: str) -> list[Path]:
+        """See Glue."""
+        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
+
+    def decides(self) -> dict[str, Any]:
+        """See Benchmark."""
+        return {**super().decides(), "languages": self.config.data.task.languages}
+
+    @property
+    def hub(self) -> str:
+        """See Task."""
+        return _HUB
+
+
+def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[PairExample, PairSet]:
+    """Read the English training set, the joint dev set, and the test set of each language; or only the latter two.
 
     Raises:
         UserError: a file is missing or malformed, or a language has no data.
     """
-    folder = settings.dir
-    train_rows = _hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder))
-    train = [_example(row, place, number) for number, (row, place) in enumerate(train_rows)]
-    sets = {split: _by_language(split, settings) for split in _SPLITS}
-    languages = _languages(settings, sets)
-    for where, rows in ((folder or _HUB, train), *((folder or _HUB, sets["dev"][each]) for each in languages)):
-        if not rows:
-            raise UserError(f"{where}: holds no example of XNLI; take the official files, whole")
-    dev = [example for language in languages for example in sets["dev"][language]]
+    folder, train = settings.dir, list[PairExample]()
+    if not only_scores:
+        rows = _hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder))
+        train = [_example(row, place, number) for number, (row, place) in enumerate(rows)]
+        if not train:
+            raise UserError(f"{folder or _HUB}: holds no example of XNLI; take the official files, whole")
+    dev, test = (_by_language(split, settings) for split in _SPLITS)
+    languages = _languages(settings, dev.keys() & test.keys())
     classes = tuple(range(len(GLUE_TASKS[NAME].classes)))
-    further = {f"{NAME}-{each}": FurtherSet(examples=sets["test"][each], labels=classes) for each in languages}
-    train = train[: settings.limit]
-    digest = examples_digest([train, dev, *(each.examples for each in further.values())])
-    return TaskFiles(name=NAME, train=train, dev={"dev": dev}, test={}, further=further, digest=digest)
+    sets = {"dev": PairSet([example for language in languages for example in dev[language]])}
+    sets |= {f"{NAME}-{each}": PairSet(test[each], classes) for each in languages}
+    return TaskFiles(train[: settings.limit], sets)
 
 
-def _languages(settings: TaskConfig, sets: Mapping[str, Mapping[str, list[PairExample]]]) -> list[str]:
+def _languages(settings: TaskConfig, found: Collection[str]) -> list[str]:
     """Return the languages that are scored: those asked for, or all that both splits have."""
-    there = [each for each in LANGUAGES if all(each in found for found in sets.values())]
+    there = [each for each in LANGUAGES if each in found]
     asked = there if settings.languages is None else settings.languages
     missing = next((each for each in asked if each not in there), None)
     if missing is not None or not asked:
@@ -178,13 +173,7 @@ def _split_file(folder: str, split: str) -> Path:
 
 def _hub_rows(language: str, split: str) -> Rows:
     rows = benchmark_rows(_HUB, language, split.replace("dev", "validation"), files="the folder of XNLI's own files")
-    classes = GLUE_TASKS[NAME].classes
+    classes = dict(enumerate(GLUE_TASKS[NAME].classes))
     for row, place in rows:
         label: Any = row.get("label")
-        known = isinstance(label, int) and 0 <= label < len(classes)
-        named = {
-            "premise": row.get("premise"),
-            "hypo": row.get("hypothesis"),
-            "label": classes[label] if known else label,
-        }
-        yield named, place
+        yield {"premise": row.get("premise"), "hypo": row.get("hypothesis"), "label": classes.get(label, label)}, place

@@ -27,7 +27,8 @@ from llmdistill.data.instruct import Limits, encode, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
-from llmdistill.generation.decode import Decoding, generate
+from llmdistill.generation.decode import Decoding, generate_passes
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.rouge import rouge_l
 
 VOCAB_SIZE = 1024
@@ -149,14 +150,15 @@ def score(folder: Path) -> dict[str, float]:
         prompts = encode_prompts(
             examples, tokenizer, Limits(max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH)
         )
-        result = generate(
+        (result,) = generate_passes(
             model,
             tokenizer,
             prompts.ids,
             Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80),
             max_prompt_length=MAX_PROMPT_LENGTH,
             max_length=MAX_LENGTH,
-            seed=0,
+            seeds=[0],
+            world=World.alone(),
         )
         scores[split] = round(rouge_l(result.texts, [list(example.outputs) for example in examples]), 2)
     return scores

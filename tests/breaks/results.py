@@ -261,7 +261,7 @@ BREAKS = [
     Break(
         "batches-draw-alike",
         f"{GENERATION}/decode.py",
-        "np.random.SeedSequence((seed, batch))",
+        "np.random.SeedSequence((seed, number))",
         "np.random.SeedSequence(seed)",
         f"{GENERATION_TESTS}/test_decode.py::test_equal_prompts_in_different_batches_get_different_samples",
     ),

@@ -277,6 +277,7 @@ class TaskStudy:
             lambda: draw(
                 models,
                 benchmark.read_files(),
+                benchmark.task.classes,
                 folder=folder,
                 name=name,
                 layer=self.config.tsne_layer,

@@ -16,7 +16,7 @@ from sklearn.metrics import silhouette_score
 
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.batch import Aspect
-from llmdistill.data.pairs import collate_pairs, encode_pairs
+from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
@@ -28,7 +28,8 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import targets_of
-from llmdistill.tasks.glue_files import TaskFiles
+from llmdistill.tasks.glue_files import PairSet
+from llmdistill.tasks.stored import TaskFiles
 
 EXAMPLES = 1000
 """Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
@@ -53,7 +54,8 @@ class Cloud(NamedTuple):
 
 def draw(
     models: Mapping[str, str],
-    data: TaskFiles,
+    data: TaskFiles[PairExample, PairSet],
+    classes: Sequence[str],
     *,
     folder: Path,
     name: str,
@@ -69,7 +71,8 @@ def draw(
 
     Args:
         models: models that are fine-tuned on the task: folders or hub names by the titles of their panels.
-        data: the task.
+        data: the examples of the task.
+        classes: the classes of the task; none if it has a score.
         folder: the folder of NAME.png, NAME.svg and NAME.json, which contains every point.
         name: name of the files.
         layer: the layer, counted from 1; None: the middle layer of each model.
@@ -94,20 +97,22 @@ def draw(
     kept = read_result(file, asked)
     if kept is not None and (folder / f"{name}.png").is_file():
         return _summary(kept)
-    rows = _chosen(len(data.dev["dev"]))
-    targets = targets_of([data.dev["dev"][row] for row in rows])
+    dev = data.sets["dev"].examples
+    rows = _chosen(len(dev))
+    examples = [dev[row] for row in rows]
+    targets = targets_of(examples)
     found, clouds = {}, []
     for title, path in models.items():
         number = middle_layer(path) if layer is None else layer
         features = layer_features(
-            path, data, rows, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
+            path, examples, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
         )
         points = embed(features)
-        apart = _silhouette(features, targets) if data.task.classes else None
+        apart = _silhouette(features, targets) if classes else None
         found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
         clouds.append(Cloud(title, f"layer {number}{note}", points))
-    save_plot(plot_clusters(clouds, targets, data.task.classes), folder, name)
+    save_plot(plot_clusters(clouds, targets, classes), folder, name)
     return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
 
 
@@ -131,8 +136,7 @@ def middle_layer(path: str) -> int:
 @torch.no_grad()
 def layer_features(
     path: str,
-    data: TaskFiles,
-    rows: list[int],
+    examples: Sequence[PairExample],
     *,
     layer: int,
     aspect: Aspect,
@@ -149,7 +153,7 @@ def layer_features(
     """
     model = load_model(path, dtype=dtype, device=device, head="sequence")
     tokenizer: Any = load_tokenizer(path)
-    items = encode_pairs([data.dev["dev"][row] for row in rows], tokenizer, max_length)
+    items = encode_pairs(examples, tokenizer, max_length)
     forward = TappedModel(model, Recorder(model, {aspect: frozenset({layer - 1})}))
     features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)

@@ -12,7 +12,8 @@ from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, SPLITS, corpus, locate
-from llmdistill.generation.decode import Decoding, generate
+from llmdistill.generation.decode import Decoding, generate_passes
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.rouge import rouge_l
 
 
@@ -78,5 +79,8 @@ def test_teacher_reaches_its_score(teacher: PreTrainedModel, tokenizer: PreTrain
         examples = read_examples(locate(f"embedded:{split}"))
         settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
         prompts = encode_prompts(examples, tokenizer, Limits()).ids
-        texts = generate(teacher, tokenizer, prompts, settings, max_prompt_length=256, max_length=512, seed=0).texts
-        assert rouge_l(texts, [list(example.outputs) for example in examples]) == pytest.approx(claimed[split], abs=1.0)
+        limits = {"max_prompt_length": 256, "max_length": 512, "seeds": [0], "world": World.alone()}
+        (found,) = generate_passes(teacher, tokenizer, prompts, settings, **limits)
+        assert rouge_l(found.texts, [list(example.outputs) for example in examples]) == pytest.approx(
+            claimed[split], abs=1.0
+        )

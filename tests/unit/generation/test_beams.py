@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
-from llmdistill.batch import Batch
 from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
 from llmdistill.generation.beams import BeamSearch, MaskedSteps, search, write_targets
 from llmdistill.models.forward import TappedModel
@@ -120,7 +119,7 @@ class Table:
 def test_with_a_beam_for_every_prefix_the_search_is_exhaustive(penalty: float, least: int) -> None:
     settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4, min_length=least)
     lengths = set()
-    for seed in range(8):
+    for seed in range(4):
         table = Table(seed, settings.beams, settings.max_length)
         expected = [table.best(source, settings) for source in range(len(SOURCES))]
         found = search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER)
@@ -148,7 +147,7 @@ def test_as_many_beams_go_on_beside_those_that_end(beams: int) -> None:
             live = [(total, text) for total, text in found if text[-1] != END][:beams]
         return max(best, (live[0][0] / settings.penalty(settings.max_length), live[0][1]))[1][1:]
 
-    for seed in range(20):
+    for seed in range(8):
         table = Table(seed, beams, settings.max_length)
         expected = [naive(table, source) for source in range(len(SOURCES))]
         assert search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) == expected
@@ -158,16 +157,6 @@ def test_the_search_of_a_model_is_exhaustive() -> None:
     model = bert()
     settings = BeamSearch(beams=5**2, length_penalty=0.6, max_length=3)
     assert written(model, settings) == [every_text(model, source, settings)[0][1] for source in SOURCES]
-
-
-def test_the_penalty_decides_among_texts() -> None:
-    lengths = []
-    for penalty in (0.0, 3.0):
-        settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4)
-        tables = [Table(seed, settings.beams, settings.max_length) for seed in range(8)]
-        texts = [search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) for table in tables]
-        lengths.append(sum(len(text) for several in texts for text in several))
-    assert lengths[0] < lengths[1]
 
 
 def test_one_beam_is_greedy() -> None:
@@ -249,9 +238,3 @@ def test_the_penalty_is_that_of_gnmt() -> None:
     assert settings.penalty(7) == pytest.approx(2**0.7)
     assert settings.penalty(1) == 1
     assert math.isclose(BeamSearch(beams=1, length_penalty=0.0, max_length=1).penalty(50), 1)
-
-
-def test_the_row_of_training_is_source_and_target() -> None:
-    batch: Batch = collate_targets([EncodedTarget([START, 5, END], [6, END])], marks())
-    assert batch.horizon is not None
-    assert batch.horizon.tolist() == [[3, 3, 3, 4, 5]]

@@ -28,7 +28,6 @@ from llmdistill.generation.decode import (
     HuggingFaceEngine,
     answer_batch,
     decode_answers,
-    generate,
     generate_passes,
     plan_batches,
     shared_jobs,
@@ -84,6 +83,12 @@ def tiny_model(kind: str, *, scale: float = 6.0) -> PreTrainedModel:
     return model.eval()
 
 
+def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ids: Any, settings: Decoding, **limits: Any):
+    """One pass in this process."""
+    seed = limits.pop("seed")
+    return generate_passes(model, tokenizer, ids, settings, seeds=[seed], world=World.alone(), **limits)[0]
+
+
 def answers_to(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, **limits: Any
 ) -> GenerationResult:
@@ -111,8 +116,7 @@ def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngra
     return ids[len(prompt_ids) :]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("ngram", [0, 3, 6])
+@pytest.mark.parametrize(("kind", "ngram"), [("llama", 0), ("llama", 3), ("gpt2", 3)])
 def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
     model, tokenizer = tiny_model(kind), character_tokenizer()
     settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
@@ -155,26 +159,6 @@ def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
     assert model.generation_config is shipped
 
 
-def test_sampling_follows_the_models_own_distribution() -> None:
-    # Distance (total variation) of 6,000 first tokens from the softmax: chance alone gives about 0.04; temperature
-    # 0.8 would give 0.10 and a top-k of 50 (the library's default) 0.09.
-    model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
-    count = 6000
-    ids = tokenizer("Hello")["input_ids"]
-    settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=1000)
-    limits = {"max_prompt_length": 10, "max_length": 11}
-    texts = generate(model, tokenizer, [ids] * count, settings, seed=4, **limits).texts
-    assert len({text for text in texts if text}) > 75
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-    drawn = torch.zeros(VOCABULARY)
-    for text in texts:
-        if len(text) == 1:
-            drawn[tokenizer.convert_tokens_to_ids(text)] += 1 / count
-    visible = slice(4, None)  # end, padding, newline and space are stripped from the texts
-    assert (drawn[visible] - expected[visible]).abs().sum() / 2 < 0.06
-
-
 def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
     # What a resumed run rests on: a batch depends on its number and on nothing that was generated before.
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
@@ -195,6 +179,7 @@ def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"temperature": 0.4},
         {"temperature": 2.5},
         {"top_k": 3},
@@ -203,7 +188,8 @@ def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
     ids=str,
 )
 def test_temperature_top_k_and_top_p_cut_the_distribution(settings: dict[str, float]) -> None:
-    # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05.
+    # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05, and
+    # a top-k of 50, the library's default, 0.09.
     model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
     count = 4000
     ids = tokenizer("Hello")["input_ids"]
@@ -253,7 +239,6 @@ def test_samples_depend_on_the_seed_alone() -> None:
     torch.manual_seed(5)
     assert sample(0) == first
     assert sample(1) != first
-    assert sample(10) != sample(11)
 
 
 def test_equal_prompts_in_different_batches_get_different_samples() -> None:
@@ -327,15 +312,11 @@ def run_rank(folder: str) -> None:
     world = World(rank=torch.distributed.get_rank(), size=2, device=torch.device("cpu"))
     model = tiny_model("llama")
     results = {
-        (decoding, synced, size): several_passes(
-            model,
-            Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size),
-            world,
-            synced=synced,
+        (decoding, synced): several_passes(
+            model, Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2), world, synced=synced
         )
         for decoding in ("greedy", "sample")
         for synced in (False, True)
-        for size in (2, 8)
     }
     texts = {key: [(each.texts, each.tokens) for each in passes] for key, passes in results.items()}
     torch.save(texts, Path(folder) / f"{world.rank}.pt")
@@ -349,12 +330,11 @@ def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
-    for (decoding, _, size), passes in by_rank[0].items():
-        settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size)
-        for seed, (texts, tokens) in zip(SEEDS, passes, strict=True):
-            alone: GenerationResult = answers_to(model, tokenizer, PROMPTS, settings, **{**LIMITS, "seed": seed})
-            assert texts == alone.texts
-            assert tokens == alone.tokens
+    for decoding in ("greedy", "sample"):
+        settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2)
+        alone = [answers_to(model, tokenizer, PROMPTS, settings, **{**LIMITS, "seed": seed}) for seed in SEEDS]
+        for synced in (False, True):
+            assert by_rank[0][decoding, synced] == [(each.texts, each.tokens) for each in alone]
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(1, 1), (5, 2), (6, 3), (2, 4)])

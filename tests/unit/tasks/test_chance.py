@@ -14,32 +14,21 @@ def sentences(seed: int, count: int = 60) -> list[str]:
     return [" ".join(dice.choices(TOKENS, k=6)) for _ in range(count)]
 
 
-def test_right_answers_are_above_chance() -> None:
+def test_only_answers_to_the_own_question_are_above_chance() -> None:
     references = sentences(0)
-    chance = measure_chance(references, [[text] for text in references])
-    assert chance.own == 100
-    assert chance.other < 40
-    assert chance.is_beaten
-
-
-def test_fluent_answers_to_other_questions_are_at_chance() -> None:
-    chance = measure_chance(sentences(1), [[text] for text in sentences(0)])
-    assert 5 < chance.own < 40
-    assert abs(chance.own - chance.other) < 4
-    assert not chance.is_beaten
-
-
-def test_a_weak_model_that_is_right_now_and_then_is_above_chance() -> None:
-    references = sentences(0)
-    answers = [
-        right if n % 6 == 0 else wrong for n, (right, wrong) in enumerate(zip(references, sentences(1), strict=True))
+    right = measure_chance(references, [[text] for text in references])
+    assert (right.own, right.is_beaten) == (100, True)
+    assert right.other < 40
+    fluent = measure_chance(sentences(1), [[text] for text in references])
+    assert 5 < fluent.own < 40
+    assert abs(fluent.own - fluent.other) < 4
+    assert not fluent.is_beaten
+    now_and_then = [
+        own if n % 6 == 0 else text for n, (own, text) in enumerate(zip(references, sentences(1), strict=True))
     ]
-    assert measure_chance(answers, [[text] for text in references]).is_beaten
-
-
-def test_always_the_same_answer_is_at_chance() -> None:
-    chance = measure_chance(["yes it is"] * 40, [["yes it is"] if n % 2 else ["no it is not"] for n in range(40)])
-    assert not chance.is_beaten
+    assert measure_chance(now_and_then, [[text] for text in references]).is_beaten
+    always = measure_chance(["yes it is"] * 40, [["yes it is"] if n % 2 else ["no it is not"] for n in range(40)])
+    assert not always.is_beaten
 
 
 def test_the_other_score_is_that_of_other_questions() -> None:

@@ -91,7 +91,7 @@ def test_ranks_put_their_answers_together(monkeypatch) -> None:
         lambda into, mine, group: shares.append(mine) or into.__setitem__(slice(None), [mine for _ in into]),
     )
     for rank in (0, 1):
-        with suppress(KeyError):  # a rank alone may not know all questions
+        with suppress(KeyError):  # a rank alone does not know all windows
             predict(batch_size=1, rank=rank, size=2)
     assert sorted(index for part in shares for index, _ in part) == list(range(len(WINDOWS)))
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine, group: into.__setitem__(slice(None), shares))

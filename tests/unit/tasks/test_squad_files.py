@@ -12,7 +12,7 @@ from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.data.windows import Answer
 from llmdistill.errors import UserError
 from llmdistill.tasks import make_task
-from llmdistill.tasks.squad_files import read_files, read_sets
+from llmdistill.tasks.squad_files import read_files
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_official_files_are_read(folder, key, own) -> None:
     right = [tuple(Answer(each["text"], each["answer_start"]) for each in row["answers"]) for row in raw]
     assert [question.answers for question in files.train] == right
     assert len(files.sets["dev"].questions) == 6
-    assert files.skipped == []
+    assert not files.skipped
     assert read_files(key, settings(folder / own)) == files, "the folder of the task itself"
     limited = read_files(key, settings(folder, limit=3))
     assert [question.id for question in limited.train] == ["q0", "q1", "q2"]
@@ -58,7 +58,11 @@ def test_mlqa_learns_english_and_is_scored_by_language(folder) -> None:
     assert [each.language for each in files.sets.values()] == ["en", "en", "de", "zh"]
     assert [each.is_averaged for each in files.sets.values()] == [False, True, True, True]
     assert files.train == read_files("squad1", settings(folder)).train
-    assert list(read_sets("mlqa", settings(folder, languages=["zh", "en"]))) == ["dev", "MLQA-zh", "MLQA-en"]
+    assert list(read_files("mlqa", settings(folder, languages=["zh", "en"]), only_scores=True).sets) == [
+        "dev",
+        "MLQA-zh",
+        "MLQA-en",
+    ]
 
 
 def official(*questions: dict[str, Any], context: Any = "w1 w2") -> dict[str, Any]:
@@ -74,10 +78,10 @@ UNANSWERED = {"id": "b", "question": "w0", "answers": []}
     [
         ({"rows": []}, "has no list under 'data'"),
         ([RIGHT], "has no list under 'data'"),
-        ({"data": {"a": 1}}, "a dict where the official format has a list"),
-        ({"data": [{"title": "x"}]}, "article 1: has no paragraphs, only title"),
-        (official({"id": "a", "question": "w0"}), "article 1: has no answers, only id, question"),
-        (official({**RIGHT, "answers": [{"text": "w1"}]}), "has no answer_start, only text"),
+        ({"data": {"a": 1}}, "article 1: not in the official format"),
+        ({"data": [{"title": "x"}]}, "article 1: not in the official format (KeyError: 'paragraphs')"),
+        (official({"id": "a", "question": "w0"}), "not in the official format (KeyError: 'answers')"),
+        (official({**RIGHT, "answers": [{"text": "w1"}]}), "answer_start"),
         (official({**RIGHT, "question": 7}), "article 1, question a: expected id, question and context as text"),
         (official({**RIGHT, "answers": [{"text": "w1", "answer_start": "0"}]}), "question a: expected id, question"),
         (official(RIGHT, context="  "), "question a: expected id, question and context as text"),

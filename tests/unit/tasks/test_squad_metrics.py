@@ -131,7 +131,7 @@ def scored2(answer: str, references: list[str], words: Callable[[str], list[str]
     return max(naive_f1(mine, each) for each in right)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_squad2_with_every_threshold_tried(seed: int) -> None:
     answers, references = cases("en", answerable=False, seed=seed)
     draw = random.Random(seed)

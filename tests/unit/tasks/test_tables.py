@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.config import DataConfig, GenerationConfig
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.data.instruct import Limits
 from llmdistill.data.pairs import EncodedPair
 from llmdistill.tasks.glue import GlueData
@@ -77,15 +77,13 @@ def test_without_a_validation_text_there_is_no_loss_to_show(text):
 def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
     rows = [EncodedPair([1], None, 0, number) for number in range(size)]
     data = GlueData(
-        name="RTE",
-        digest="",
-        labels={},
+        config=RunConfig(ds_config=""),
+        key="rte",
         tokenizer=None,
-        metric="accuracy",
-        max_length=8,
         encoded={"train": rows},
-        batch_size=1,
-        teacher_name="",
+        meta={"labels": {}},
+        text=str,
+        digest="",
         report="",
     )
     assert data.num_steps(1, batch) == steps

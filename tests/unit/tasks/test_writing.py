@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast, RobertaConfig
+from transformers import BertConfig, BertModel, LlamaConfig, RobertaConfig
+from word_models import save_tokenizer
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
@@ -33,11 +33,8 @@ def folder(tmp_path: Path) -> Path:
     BertConfig(
         vocab_size=len(WORDS), max_position_embeddings=32, **SIZES, architectures=["BertForMaskedLM"]
     ).save_pretrained(tmp_path / "teacher")
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
     for model in ("student", "teacher"):
-        PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / model)
+        save_tokenizer(tmp_path / model, WORDS, marked=False)
     rows = [{"source": "a b c d e f", "target": "a b c"}, {"source": "a", "target": "a"}]
     for split in ("train", "dev", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from question_files import write_file
 
 from llmdistill.config import TaskConfig
 from llmdistill.data.targets import TargetExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.writing_files import check_folder, read_files, read_sets
+from llmdistill.tasks.writing_files import check_folder, read_files
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -19,20 +20,16 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
 
 def squad(path: Path, *questions: tuple[str, str, str]) -> None:
     """A file in SQuAD's official format, of (context, question, answer)."""
-    paragraphs = [
+    rows = [
         {
+            "id": f"{number}",
+            "question": question,
             "context": context,
-            "qas": [
-                {
-                    "id": f"{number}",
-                    "question": question,
-                    "answers": [{"text": answer, "answer_start": max(context.find(answer), 0)}],
-                }
-            ],
+            "answers": [{"text": answer, "answer_start": max(context.find(answer), 0)}],
         }
         for number, (context, question, answer) in enumerate(questions)
     ]
-    path.write_text(json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}), encoding="utf-8")
+    write_file(path, rows)
 
 
 @pytest.mark.parametrize("pair", ["source target", "src tgt", "document summary", "article highlights", "text summary"])
@@ -52,7 +49,7 @@ def test_examples_of_one_source_are_one_with_several_references(tmp_path: Path) 
     rows = [{"context": "x y", "answer": answer, "question": question} for answer, question in ("xa", "yb", "xc")]
     write(tmp_path / "dev.jsonl", *rows)
     write(tmp_path / "train.jsonl", *rows)
-    found = read_sets("questiongeneration", TaskConfig(dir=str(tmp_path)))["dev"]
+    found = read_files("questiongeneration", TaskConfig(dir=str(tmp_path)), only_scores=True).sets["dev"]
     assert found.references == [["a", "c"], ["b"]]
     assert [(each.source, each.hint) for each in found.examples] == [("x y", "x"), ("x y", "y")]
 

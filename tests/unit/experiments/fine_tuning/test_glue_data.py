@@ -41,14 +41,14 @@ def test_folders_that_are_not_there(data) -> None:
 
 def test_a_task_s_splits(data) -> None:
     found = read_task("MNLI", str(data), 10)
-    assert {split: len(rows) for split, rows in (found.dev | found.test).items()} == {
+    assert {split: len(each.examples) for split, each in found.sets.items()} == {
         "dev": 30,
         "dev_mismatched": 20,
         "test": 5,
         "test_mismatched": 6,
     }
     assert found.train == read_task("MNLI", str(data), None).train[:10]
-    assert read_task("CoLA", str(data), None).test == {}
+    assert list(read_task("CoLA", str(data), None).sets) == ["dev"]
 
 
 def test_other_examples_have_another_digest(data, tmp_path) -> None:

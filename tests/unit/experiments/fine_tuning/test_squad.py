@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_fine_tuned_model_is_scored_by_name(encoder, questions, tmp_path) -> N
     right = references(questions / "squad2/dev-v2.0.json")
     files = tmp_path / "data/dev"
     expected = squad2_scores(read(files, "spans"), read(files, "null_odds"), right)
-    assert scores["official"] == expected.to_dict()
+    assert scores["official"] == asdict(expected)
     assert scores["score"] == expected.best_f1
     assert model.training
     small = {**given, "max_length": 28}

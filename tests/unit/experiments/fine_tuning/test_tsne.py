@@ -15,7 +15,7 @@ from llmdistill.experiments.fine_tuning import tsne
 from llmdistill.experiments.fine_tuning.protocols import short_names
 from llmdistill.experiments.fine_tuning.tsne import Cloud, plot_clusters
 from llmdistill.report.plots import COLORS, save_plot
-from llmdistill.tasks.glue_files import read_task
+from llmdistill.tasks.glue_files import read_split
 
 FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -45,9 +45,9 @@ def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder
     AutoModelForSequenceClassification.from_pretrained(encoder).save_pretrained(tmp_path)
     for file in encoder.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    task = read_task("RTE", str(data), None)
+    examples = read_split("RTE", "dev", data)
     for layer in (1, 2):
-        found = tsne.layer_features(str(tmp_path), task, list(range(41)), layer=layer, **FP32)
+        found = tsne.layer_features(str(tmp_path), examples, layer=layer, **FP32)
         np.testing.assert_allclose(found, naive(tmp_path, data, layer, 0), atol=1e-5)
     assert tsne.middle_layer(str(tmp_path)) == 1
 
@@ -61,7 +61,7 @@ def test_features_before_the_residual(encoder, data, tmp_path) -> None:
     model.eval().bert.encoder.layer[0].output.dense.register_forward_hook(lambda _m, _i, output: seen.append(output))
     naive_of(model, AutoTokenizer.from_pretrained(encoder), data)
     settings = {**FP32, "aspect": "ffn_down"}
-    found = tsne.layer_features(str(tmp_path), read_task("RTE", str(data), None), list(range(41)), layer=1, **settings)
+    found = tsne.layer_features(str(tmp_path), read_split("RTE", "dev", data), layer=1, **settings)
     np.testing.assert_allclose(found, np.stack([output[0, 0].detach().numpy() for output in seen]), atol=1e-5)
 
 
@@ -71,8 +71,8 @@ def test_a_decoder_s_are_those_at_its_last_token(encoder, data, tmp_path) -> Non
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
     for file in encoder.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    task = read_task("RTE", str(data), None)
-    found = tsne.layer_features(str(tmp_path), task, list(range(41)), layer=2, **FP32)
+    examples = read_split("RTE", "dev", data)
+    found = tsne.layer_features(str(tmp_path), examples, layer=2, **FP32)
     np.testing.assert_allclose(found, naive(tmp_path, data, 2, -1), atol=1e-5)
 
 

@@ -1,0 +1,69 @@
+"""What a model says of each of some items, which the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch, Outputs, TapRequest
+from llmdistill.data.sampler import scoring_batches
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.objective import Pooling
+from llmdistill.progress import progress
+from llmdistill.runtime.distributed import World, gather_objects
+
+Forward = Callable[[Batch], Outputs]
+Item = TypeVar("Item", bound=Sized)
+Value = TypeVar("Value")
+
+
+@contextmanager
+def scoring_forward(
+    model: PreTrainedModel, taps: TapRequest | None = None, *, pooling: Pooling | None = None
+) -> Iterator[Forward]:
+    """Block with the forward pass of a model in evaluation mode; `pooling` makes embeddings of its hidden states."""
+    tapped = TappedModel(model, Recorder(model, taps or {}), pooling=pooling)
+    try:
+        yield tapped
+    finally:
+        tapped.remove()
+
+
+@torch.no_grad()
+def values_of(
+    forward: Forward,
+    items: Sequence[Item],
+    collate: Callable[[Sequence[Item]], Batch],
+    take: Callable[[Tensor, Sequence[int]], Iterable[Value]],
+    *,
+    batch_size: int,
+    world: World,
+) -> list[Value]:
+    """Return a value for each item, in order and on every rank, for any number of items.
+
+    Every rank must call this function, and the model must be in evaluation mode.
+
+    Args:
+        forward: the forward pass.
+        items: the items.
+        collate: makes a batch of some items.
+        take: makes the values of a batch of its `sequence_logits` and of the indices of its items.
+        batch_size: the number of items in a forward pass.
+        world: the ranks.
+    """
+    batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
+    mine: list[tuple[int, Value]] = []
+    for indices, batch in progress(batches, "Scoring", "batches"):
+        logits = forward(batch.to(world.device)).sequence_logits
+        assert logits is not None, "the model has no head for sequences"
+        if indices:  # a batch that only keeps the ranks in step has none
+            mine += zip(indices, take(logits, indices), strict=True)
+    found = dict(chain.from_iterable(gather_objects(mine, world)))
+    return [found[index] for index in range(len(items))]
