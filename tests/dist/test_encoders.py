@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,10 @@ METHODS = {
         # The others read pairs. Rounding in the sums of these differs by a hair over the bound after Adam's steps.
         *("--data.text.pairs", "false"),
     ),
-    "projectors": ("--method", "tinybert", "--also", '["distilbert"]', "--distilbert.cosine", "0"),
+    "projectors": (
+        *("--method", "tinybert", "--also", '["distilbert"]', "--distilbert.cosine", "0"),
+        *("--student.shape", "2x16x4"),
+    ),
     "kroneckerbert": (
         *("--method", "kroneckerbert", "--data.text.next_sentence", "true", "--student.method", "kronecker"),
         *(
@@ -132,33 +136,41 @@ METHODS = {
 }
 
 
+@pytest.fixture(scope="module")
+def one(bert, settings, tmp_path_factory):
+    """The run of a method on one rank without dropout, and its arguments; each method runs once."""
+    folder = tmp_path_factory.mktemp("one")
+    teacher = without_dropout(bert, folder / "teacher")
+
+    @cache
+    def run(name: str) -> tuple[Path, list[str]]:
+        arguments = settings(teacher, *METHODS[name])
+        return here(folder / name, *arguments), arguments
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("name", "ds_config"),
-    [
-        *(("makd", "zero2"), ("relations", "zero2"), ("kroneckerbert", "zero2")),
-        *(("projectors", "zero3"), ("relations", "zero3"), ("kroneckerbert", "zero3")),
-    ],
+    [("makd", "zero2"), ("relations", "zero3"), ("projectors", "zero3"), ("kroneckerbert", "zero3")],
 )
-def test_two_ranks_equal_one(bert, settings, launch, tmp_path, name, ds_config):
-    teacher = without_dropout(bert, tmp_path / "teacher")
-    more = (*METHODS[name], "--student.shape", "2x16x4") if name == "projectors" else METHODS[name]
-    arguments = settings(teacher, *more)
-    one = here(tmp_path / "one", *arguments)
+def test_two_ranks_equal_one(one, launch, tmp_path, name, ds_config):
+    alone, arguments = one(name)
     launch(*arguments, "--ds_config", f"ds_configs/{ds_config}.json", "--output_dir", str(tmp_path / "two"), ranks=2)
-    first, second = weights(one), weights(tmp_path / "two")
+    first, second = weights(alone), weights(tmp_path / "two")
     # The softmax over keys does not see what is added to all of them: where only attention is compared, the gradient of
     # the keys' bias is rounding alone, and Adam makes whole steps of it.
     seen = [name for name in first if ".key." not in name or not name.endswith("bias")]
     assert max(float((first[name] - second[name]).abs().max()) for name in seen) < 1e-6
-    first, second = rows(one), rows(tmp_path / "two")
+    first, second = rows(alone), rows(tmp_path / "two")
     assert [row["valid_loss"] for row in (first[0], first[-1])] == pytest.approx(
         [row["valid_loss"] for row in (second[0], second[-1])], rel=1e-5
     )
     assert first[-1]["valid_loss"] < first[0]["valid_loss"]
 
 
-def test_makd_learns_words_and_sentences_with_both_heads(bert, settings, tmp_path):
-    folder = here(tmp_path / "run", *settings(bert, *METHODS["makd"]))
+def test_makd_learns_words_and_sentences_with_both_heads(one):
+    folder, _ = one("makd")
     assert {"query", "ffn_up", "attention", "hidden", "logits", "sequence_logits"} <= rows(folder)[1].keys()
     student = weights(folder)
     assert "cls.seq_relationship.weight" in student
@@ -185,8 +197,8 @@ def test_makd_learns_masked_words_where_there_are_no_sentence_pairs(bert, settin
     assert type(AutoModelForMaskedLM.from_pretrained(folder / "student")) is model
 
 
-def test_a_student_of_relations_is_a_stock_model_without_head(bert, settings, tmp_path):
-    folder = here(tmp_path / "run", *settings(bert, *METHODS["relations"]))
+def test_a_student_of_relations_is_a_stock_model_without_head(one):
+    folder, _ = one("relations")
     model, info = AutoModel.from_pretrained(folder / "student", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -195,9 +207,8 @@ def test_a_student_of_relations_is_a_stock_model_without_head(bert, settings, tm
     assert (folder / "student" / "tokenizer.json").is_file()
 
 
-def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(bert, settings, tmp_path):
-    arguments = settings(bert, *METHODS["projectors"], "--student.shape", "2x16x4")
-    whole = here(tmp_path / "whole", *arguments)
+def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(one, tmp_path):
+    whole, arguments = one("projectors")
     assert not any("projector" in name for name in weights(whole))
     AutoModelForMaskedLM.from_pretrained(whole / "student")
     files = (whole / "checkpoints").glob("step-*/rank-00000.safetensors")

@@ -43,13 +43,12 @@ def test_two_ranks_write_the_file_of_one(tiny_teacher, whole, launch, tmp_path):
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed_on_another_number_of_ranks_the_file_is_byte_equal(
-    tiny_teacher, whole, rank_server, launch, tmp_path, ranks
+    tiny_teacher, whole, rank_server, launch, tmp_path
 ):
     output = tmp_path / "killed.jsonl"
     job, patience = (
-        rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=ranks),
+        rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=2),
         time.monotonic() + 200,
     )
     while finished_batches(output) < 3 and not job.is_over() and time.monotonic() < patience:
@@ -58,6 +57,6 @@ def test_killed_and_resumed_on_another_number_of_ranks_the_file_is_byte_equal(
     kept = finished_batches(output)
     assert 3 <= kept < BATCHES, "the run was over before it could be killed"
     assert not output.exists()
-    said = launch(*asked(tiny_teacher, output), program="llmdistill.cli", ranks=3 - ranks)
+    said = launch(*asked(tiny_teacher, output), program="llmdistill.cli")
     assert f"{kept} of {BATCHES} batches are there already" in said.stdout + said.stderr
     assert output.read_bytes() == whole.read_bytes()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from word_models import save_bert, save_tokenizer
 
 pytestmark = pytest.mark.dist
 
@@ -19,29 +18,9 @@ TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in ra
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory) -> Path:
-    """A random BERT without dropout: its masks differ between ranks."""
     folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        initializer_range=0.4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(TOKENS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    marks = [("[CLS]", 1), ("[SEP]", 2)]
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
-    )
-    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    save_bert(folder, TOKENS, initializer_range=0.4)
+    save_tokenizer(folder, TOKENS)
     return folder
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import AutoModel, BertModel
+from word_models import save_bert, save_tokenizer
 
 pytestmark = pytest.mark.dist
 
@@ -26,15 +26,9 @@ def folder(tmp_path_factory) -> Path:
     """A random encoder whose files are those of sentence-transformers, and its data."""
     folder, generator = tmp_path_factory.mktemp("sentences"), torch.Generator().manual_seed(0)
     teacher = folder / "teacher"
-    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
-    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # which differs between ranks
-    BertModel(BertConfig(vocab_size=len(WORDS), initializer_range=0.3, **sizes, **without)).save_pretrained(teacher)
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(teacher)
+    save_bert(teacher, WORDS, BertModel, initializer_range=0.3, max_position_embeddings=512, **sizes)
+    save_tokenizer(teacher, WORDS)
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}

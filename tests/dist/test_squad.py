@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -17,30 +18,11 @@ from support import interrupted_copy, largest_difference, weights
 
 pytestmark = pytest.mark.dist
 
-SETTINGS = (
-    *(
-        "--recipe",
-        "finetune",
-        "--ds_config",
-        "ds_configs/zero2.json",
-        "--train.dtype",
-        "fp32",
-        "--data.max_length",
-        "30",
-    ),
-    *("--data.task.name", "squad2", "--data.task.stride", "8", "--data.task.max_question_length", "8"),
-    *(
-        "--train.global_batch_size",
-        "8",
-        "--train.epochs",
-        "1",
-        "--train.learning_rate",
-        "3e-3",
-        "--train.save_every",
-        "3",
-    ),
+SETTINGS = shlex.split(
+    "--recipe finetune --ds_config ds_configs/zero2.json --train.dtype fp32 --data.max_length 30 "
+    "--data.task.name squad2 --data.task.stride 8 --data.task.max_question_length 8 "
+    "--train.global_batch_size 8 --train.epochs 1 --train.learning_rate 3e-3 --train.save_every 3"
 )
-
 
 SHIFTS = ("key.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 """Parameters that shift all tokens alike, which changes no distribution over tokens: their gradient is rounding alone,

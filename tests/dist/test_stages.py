@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
+from transformers import BertForPreTraining
+from word_models import save_bert, save_tokenizer
 
 pytestmark = pytest.mark.dist
 
@@ -18,29 +18,10 @@ TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", *(f"w{n}" f
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """A random BERT with both its heads, without dropout: its masks differ between ranks."""
+    """A random BERT with both its heads."""
     folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        initializer_range=0.4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertForPreTraining(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(TOKENS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **marks).save_pretrained(folder)
+    save_bert(folder, TOKENS, BertForPreTraining, initializer_range=0.4)
+    save_tokenizer(folder, TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     return folder
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from question_files import write_file
+from word_models import save_bert, save_tokenizer
 
 from llmdistill.tasks.text_metrics import text_metrics
 
@@ -19,43 +20,18 @@ pytestmark = pytest.mark.dist
 NAMES = ["anna", "boris", "carla", "dmitri", "elena"]
 PLACES = ["rome", "oslo", "lima", "cairo"]
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "lives", "in", "who", "where", "does", "live", *NAMES, *PLACES]
-SETTINGS = (
-    *(
-        "--recipe",
-        "finetune",
-        "--ds_config",
-        "ds_configs/zero2.json",
-        "--train.dtype",
-        "fp32",
-        "--data.max_length",
-        "24",
-    ),
-    *("--data.task.name", "question_generation", "--data.task.writing.max_length", "8", "--scoring.batch_size", "3"),
-    *("--train.global_batch_size", "8", "--train.learning_rate", "1e-2", "--train.save_every", "5"),
+SETTINGS = shlex.split(
+    "--recipe finetune --ds_config ds_configs/zero2.json --train.dtype fp32 --data.max_length 24 "
+    "--data.task.name question_generation --data.task.writing.max_length 8 --scoring.batch_size 3 "
+    "--train.global_batch_size 8 --train.learning_rate 1e-2 --train.save_every 5"
 )
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory) -> Path:
-    """A random BERT without dropout: its masks differ between ranks."""
     folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(TOKENS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    save_bert(folder, TOKENS, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+    save_tokenizer(folder, TOKENS, marked=False)
     return folder
 
 
@@ -65,23 +41,23 @@ def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("squad")
     pairs = [(name, place) for name in NAMES for place in PLACES]
     for split, some in (("train", pairs), ("dev", pairs[::3])):
-        paragraphs = []
-        for name, place in some:
-            context = f"{name} lives in {place}"
-            asked = [(f"who lives in {place}", name), (f"where does {name} live", place)]
-            qas = [
-                {
-                    "id": f"{split} {name} {place} {answer}",
-                    "question": question,
-                    "answers": [{"text": answer, "answer_start": context.index(answer)}],
-                }
-                for question, answer in asked
-            ]
-            paragraphs.append({"context": context, "qas": qas})
+        asked = [
+            (f"{name} lives in {place}", question, answer)
+            for name, place in some
+            for question, answer in ((f"who lives in {place}", name), (f"where does {name} live", place))
+        ]
+        rows = [
+            {
+                "id": f"{split} {context} {answer}",
+                "question": question,
+                "context": context,
+                "answers": [{"text": answer, "answer_start": context.index(answer)}],
+            }
+            for context, question, answer in asked
+        ]
         if split == "train":
-            paragraphs[0]["qas"][0]["answers"] = [{"text": "nobody", "answer_start": 0}]
-        file = {"version": "1.1", "data": [{"title": "people", "paragraphs": paragraphs}]}
-        (folder / f"{split}-v1.1.json").write_text(json.dumps(file), encoding="utf-8")
+            rows[0]["answers"] = [{"text": "nobody", "answer_start": 0}]
+        write_file(folder / f"{split}-v1.1.json", rows)
     return folder
 
 
@@ -126,23 +102,14 @@ def test_questions_are_learned_and_scored(teacher) -> None:
     assert metrics["score"] == pytest.approx(expected["bleu4"])
     said, report = (teacher / "said.txt").read_text(), (teacher / "report.md").read_text()
     assert "1 training questions are skipped" in report
-    assert "train anna rome anna" in report, "the question whose answer is not in its context"
+    assert "train anna lives in rome anna" in report, "the question whose answer is not in its context"
     assert "QuestionGeneration BLEU-4" in said
     assert "| QuestionGeneration BLEU-4 | QuestionGeneration METEOR | QuestionGeneration ROUGE-L |" in report
 
 
 def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path) -> None:
     """The masked tokens' logits, and the attention of the last layer, which sees the source and the text so far."""
-    learns = (
-        "--method",
-        "kd",
-        "--also",
-        "[minilm]",
-        "--teacher.model",
-        str(teacher / "student"),
-        "--train.epochs",
-        "2",
-    )
+    learns = shlex.split(f"--method kd --also [minilm] --train.epochs 2 --teacher.model {teacher}/student")
     one = finetune(tmp_path / "one", *learns)
     two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
     assert largest_difference(one, two) < 1e-4
@@ -151,11 +118,9 @@ def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path) -> 
     assert written(one, "teacher") == written(teacher, "student")
 
 
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, tmp_path) -> None:
-    epochs = ("--train.epochs", "2")
-    whole = finetune(tmp_path / "whole", *epochs)
-    stopped = interrupted_copy(whole, tmp_path / "stopped")
-    finetune(stopped, *epochs)
-    first, second = weights(whole), weights(stopped)
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path) -> None:
+    stopped = interrupted_copy(teacher, tmp_path / "stopped")
+    finetune(stopped, "--train.epochs", "40")
+    first, second = weights(teacher), weights(stopped)
     assert all(torch.equal(first[key], second[key]) for key in first)
-    assert written(whole, "student") == written(stopped, "student")
+    assert written(teacher, "student") == written(stopped, "student")
