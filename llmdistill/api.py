@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -240,8 +241,7 @@ def distill(
     Raises:
         UserError: a setting, a model or a row is invalid; this is raised before training starts.
     """
-    # Imported here, because the other functions do not need the libraries of training and reports.
-    from llmdistill.experiments.distillation import distill_plans
+    from llmdistill.experiments.distillation import distill_plans  # the other functions need no libraries of training
 
     check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
@@ -297,31 +297,33 @@ def evaluate(
         the main metric, "chance": that of the best constant answer}``; for several sets one such dict per name.
 
     Raises:
-        UserError: a setting does not exist, the data are empty, a row is malformed, a prompt is too long, or the model
-            has no classifier for a task.
+        UserError: a setting does not exist, data are empty or malformed, or the model has no classifier for a task.
     """
     check_models(model=model)
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
-    for name in sets:
+    kinds: dict[str, str] = {}
+    for name, each in sets.items():
         check_name(name, "data")  # its predictions are kept under it
-    kinds = {name: kind or _kind_of(each) for name, each in sets.items()}
+        is_named = isinstance(each, str) and is_task(each) and not Path(each).exists()
+        kinds[name] = kind or ("task" if is_named else kind_of(each))
     folder = None if output is None else Path(output)
     if "task" in kinds.values():
         if set(kinds.values()) != {"task"}:
             raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
         scored = scored_benchmark(str(task) for task in sets.values())
         usual = DataConfig(kind="task", task=TaskConfig(name="rte"), max_length=scored.usual_length)
-        limited = changed(usual, limits, key="")
-        of_tasks: dict[str, Any] = {"max_length": limited.max_length, "batch_size": generation.batch_size}
-        of_tasks["data_dir"] = None if data_dir is None else str(data_dir)
+        score = partial(
+            score_task,
+            max_length=changed(usual, limits, key="").max_length,
+            batch_size=generation.batch_size,
+            data_dir=None if data_dir is None else str(data_dir),
+        )
         with evaluating(model, head=scored.head) as loaded:
             scores: dict[str, Any] = {
-                name: score_task(
-                    loaded, own, str(task), predictions=None if folder is None else folder / name, **of_tasks
-                )
+                name: score(loaded, own, str(task), predictions=None if folder is None else folder / name)
                 for name, task in sets.items()
             }
         return scores if isinstance(data, Mapping) else dict(scores["data"])
@@ -331,39 +333,17 @@ def evaluate(
     if examples:
         answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
+    size, length, window = generation.batch_size, limits.get("max_length", limited.max_length), generation.window
+    cut: dict[str, Any] = {"stride": generation.stride, "limit": generation.limit, "shorten": window is None}
+    scores = {}
     with evaluating(model, head="lm_head") as loaded:
-        scores = {
-            name: _score_text(loaded, own, name, text, generation, limits.get("max_length", limited.max_length))
-            for name, text in texts.items()
-        }
+        for name, text in texts.items():
+            if is_causal(loaded.config):
+                read = TextSet(text).read()
+                windows = cut_windows(read, own, loaded.config, name=name, window=window or length, **cut)
+                scores[name] = score_windows(loaded, windows, batch_size=size, world=World.alone(), name=name)
+            else:
+                scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)
         if examples:
             scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
     return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])
-
-
-def _score_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    text: Data,
-    settings: GenerationConfig,
-    max_length: int,
-) -> dict[str, Any]:
-    if not is_causal(model.config):
-        return score_masked(model, tokenizer, text, max_length=max_length, batch_size=settings.batch_size)
-    windows = cut_windows(
-        TextSet(text).read(),
-        tokenizer,
-        model.config,
-        name=name,
-        window=max_length if settings.window is None else settings.window,
-        stride=settings.stride,
-        limit=settings.limit,
-        shorten=settings.window is None,
-    )
-    return score_windows(model, windows, batch_size=settings.batch_size, world=World.alone(), name=name)
-
-
-def _kind_of(data: Data) -> str:
-    named = isinstance(data, str) and is_task(data) and not Path(data).exists()
-    return "task" if named else kind_of(data)

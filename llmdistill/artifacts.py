@@ -73,17 +73,10 @@ def compare_records(
     subject: str,
     remedy: str,
 ) -> State:
-    """Return whether the requested result is new, unfinished or finished.
+    """Return whether the requested result is new, unfinished or finished, by the saved record and the requested one.
 
-    Args:
-        old: the saved record; None if there is none.
-        new: the record that is requested now.
-        finished: whether the result of the old record is complete.
-        subject: the owner of the record; the error message begins with it.
-        remedy: what the user can do; the error message ends with it.
-
-    Raises:
-        UserError: the records differ; the message names the first setting, its old and new value, and how many more.
+    Raises a UserError if they differ, which begins with `subject`, names the first setting, its old and new value, and
+    how many more, and ends with `remedy`.
     """
     if old is None:
         return State.NEW

@@ -79,12 +79,7 @@ def content_fingerprint(value: Any) -> str:
 
 
 def memory_fingerprint(config: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]) -> str:
-    """Return "sha256:…" of a model in memory, from all bytes of its tensors.
-
-    Args:
-        config: its config, as plain JSON values.
-        tensors: name and numpy array of each tensor.
-    """
+    """Return "sha256:…" of a model in memory, from its config as plain JSON values and the arrays of all tensors."""
     of_tensors = [[name, list(array.shape), hashlib.sha256(array).hexdigest()] for name, array in tensors]
     return content_fingerprint([_stable(config), of_tensors])
 
@@ -104,18 +99,13 @@ def _model_fingerprint(folder: Path) -> str:
         raise UserError(f"{folder}: no safetensors there; save the model's weights as safetensors")
     tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
     files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
-    try:
-        return content_fingerprint([base, _stable(config), files])
-    except RecursionError as error:
-        raise UserError(f"{folder}: its config file is nested too deeply: fix or replace it") from error
+    return content_fingerprint([base, _stable(config), files])
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise UserError(f"{file}: nested too deeply: fix or replace it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON: fix or replace it") from error
     if not isinstance(config, dict):
         raise UserError(f"{file}: not a JSON object: fix or replace it")
@@ -133,7 +123,11 @@ def _file_fingerprint(path: Path) -> str:
     size = path.stat().st_size
     hashed = hashlib.sha256(f"{size}:".encode())
     with path.open("rb") as file:
-        for start, count in _tensor_places(file, size, path) if path.suffix == ".safetensors" else _places(size):
+        if path.suffix == ".safetensors":
+            places = _tensor_places(file, size, path)
+        else:
+            places = [(0, size)] if size <= _WHOLE_BYTES else _spread(0, size)
+        for start, count in places:
             file.seek(start)
             _add(hashed, file, count)
     return f"sha256:{hashed.hexdigest()}"
@@ -143,11 +137,6 @@ def _add(hashed: hashlib._Hash, file: BinaryIO, count: int) -> None:
     while count > 0 and (block := file.read(min(count, 1 << 20))):
         hashed.update(block)
         count -= len(block)
-
-
-def _places(size: int) -> list[tuple[int, int]]:
-    """Return the parts of a data file that are read, as (start, number of bytes)."""
-    return [(0, size)] if size <= _WHOLE_BYTES else _spread(0, size)
 
 
 def _spread(start: int, size: int) -> list[tuple[int, int]]:

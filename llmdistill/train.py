@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
     plans = make_plans(config, local_ranks(launcher) if launcher else None)
     tasks = second_stage(plans)
     if flags.dry_run:
-        from llmdistill.run.dry_run import show
+        from llmdistill.run.describe import show
 
         if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
             raise SystemExit(1)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from llmdistill import train
-from llmdistill.run import assemble, checkpoints, trainer
+from llmdistill.run import assemble, checkpoints, job, trainer
 from llmdistill.teacher import live
 
 PLACES = {
@@ -22,7 +22,7 @@ PLACES = {
     "training": (trainer, "global_counts"),
     "rate": (trainer, "learning_rate"),  # of every step; the kind is the number
     "saving": (checkpoints, "save_file"),
-    "scoring": (assemble, "load_scored"),
+    "scoring": (job, "load_model"),
 }
 """Where each stage fails: in the second call, if a step of the run comes before it."""
 

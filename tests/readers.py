@@ -21,7 +21,7 @@ import torch
 from question_files import rows, write_file
 from safetensors.torch import save
 
-from llmdistill.artifacts import manifest_damage, read_record
+from llmdistill.artifacts import entries_damage, manifest_damage, read_record
 from llmdistill.config import TaskConfig, TrainConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.corpus import _read_segments, text_files
@@ -35,7 +35,7 @@ from llmdistill.models.adapters import of_base
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.callbacks.best import read_best
-from llmdistill.run.checkpoints import _damage, checkpoints
+from llmdistill.run.checkpoints import checkpoints
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
@@ -202,7 +202,8 @@ def forged(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 def read_checkpoints(path: Path) -> None:
     for each in checkpoints(path.parents[2]):
-        _damage(each, WORLD)
+        if each.damage is None:
+            entries_damage(each.folder, each.manifest["files"])
 
 
 def read_cache(path: Path) -> None:

@@ -108,7 +108,7 @@ def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     """Return the machine: this CPU for --gpus 0, or where the words name no machine and no GPU is here."""
     import torch
 
-    from llmdistill.run.forecast.cpu import measure_cpu
+    from llmdistill.run.forecast.duration import measure_cpu
 
     names = {each.name for each in fields(MachineConfig)}
     given = names & {word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")}
@@ -196,7 +196,7 @@ def described(
     cache = _cache_of(choices)
     first = None if best is None else first_words(best, words, machine)
     return {
-        **{key: plan.sizes[key] for key in ("teacher_params", "student_params")},
+        **{key: plan.models.sizes[key] for key in ("teacher_params", "student_params")},
         "machine": asdict(machine),
         "choices": list(values.values()),
         "proposal": None if best is None else values[id(best)],
@@ -237,12 +237,12 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     from llmdistill.run.forecast.choices import best_of_each, gigabytes
     from llmdistill.run.forecast.duration import Duration
 
-    train, sizes, cache = plan.config.train, plan.sizes, _cache_of(choices)
+    train, sizes, cache = plan.config.train, plan.models.sizes, _cache_of(choices)
     print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
         f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
-        f"{' + '.join(plan.config.methods())}, {str(plan.dtype).removeprefix('torch.')}\n"
+        f"{' + '.join(plan.config.methods())}, {str(plan.models.dtype).removeprefix('torch.')}\n"
         f"Machine    {about_machine(machine)}\n"
         + ("" if cache is None else f"Cache      {about_cache(cache)}\n")
         + "".join(f"Note       {note}\n" for note in notes(plan.config))

@@ -10,7 +10,7 @@ from llmdistill.run.artifacts import claim_folder
 from llmdistill.run.cache import check_cache
 from llmdistill.run.calibration import check_calibration
 from llmdistill.run.job import execute, run_plan
-from llmdistill.run.plan import Plan
+from llmdistill.run.plan import Plan, searched_by
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import TaskData
@@ -35,12 +35,12 @@ def distill_plans(
         check_cache(plan, data.of(plan.models), world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
-    alone = not assistants and then is None and last.searched is None
+    alone = not assistants and then is None and searched_by(last.config) is None
     with claim_folder(last.asked, world, may_go_on=alone):
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
             run_plan(plan, data.of(plan.models), world)
-        if last.searched is not None:
+        if searched_by(last.config) is not None:
             last = search_layer(last, lambda part: run_plan(part, data.of(part.models), world), world)
         execute(last, data.of(last.models), world)
         if then is not None:

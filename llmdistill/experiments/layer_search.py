@@ -19,7 +19,7 @@ from llmdistill.models.families import shape_of
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.plots import Curve, method_styles, plot_curves, save_plot
 from llmdistill.report.tables import print_table
-from llmdistill.run.plan import Plan, make_plan
+from llmdistill.run.plan import Plan, make_plan, searched_by
 from llmdistill.runtime.distributed import World, on_main
 
 
@@ -32,9 +32,9 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
     runs are not repeated. The search writes `layer_search.json` and a plot into the run's folder.
     """
     config, folder = plan.config, plan.folder
-    name = plan.searched
+    name = searched_by(config)
     assert name is not None, "there is no layer to search for"
-    layers, num_layers = config.method_settings[name].search.layers, shape_of(plan.teacher_config).num_layers
+    layers, num_layers = config.method_settings[name].search.layers, shape_of(plan.models.teacher).num_layers
     candidates = parse_layers(layers, num_layers, key=f"{name}.search.layers")
     pairs = [_trials(config, name, folder / "layer-search", layer + 1) for layer in candidates]
     # A probe can be planned only when the trial before it has ended, because that trial writes the probe's student.

@@ -84,17 +84,17 @@ class TasksPlan:
             }
             for row, config in self.configs.items()
         }
-        copied = any(study.plan.copies_classifier for row in self.studies.values() for study in row.values())
+        copied = any(study.plan.models.copies_classifier for row in self.studies.values() for study in row.values())
         folder = str(tasks_folder(self.last))
         return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
 
     def check_tokens(self) -> None:
         """Raise UserError if the tokens of a teacher are not those of the student."""
-        student = self.last.tokenizer_path
+        student = self.last.models.tokenizer_path
         for path in set(self.given.values()):
             check_tokens(path, student)
         if TEACHER in self.configs:
-            check_tokens(self.first.teacher_path, student)
+            check_tokens(self.first.models.teacher_path, student)
 
     def check_data(self, world: World) -> None:
         """Read all data of the second stage, so that a mistake is reported before the hours of the first stage.
@@ -104,7 +104,7 @@ class TasksPlan:
         Raises:
             UserError: a data set is missing or malformed, or examples do not fit the models.
         """
-        student = self.last.tokenizer_path
+        student = self.last.models.tokenizer_path
         for studies in self.studies.values():
             for study in studies.values():
                 plan = study.plan
@@ -176,8 +176,8 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
 
 def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
     """Return the study of a row on a task; its model and its teacher may not exist yet."""
-    own = str(first.teacher_path)
-    student = first.teacher_config if config.model == own else last.student_config
+    own = str(first.models.teacher_path)
+    student = first.models.teacher if config.model == own else last.models.student
     if last.config.tasks.tsne:
         check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
     pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
@@ -187,7 +187,7 @@ def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: 
         if task in given:
             benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
         else:
-            pending[teacher] = benchmark.fine_tuned(first.teacher_config, key)
+            pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
     return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
 
 
@@ -209,7 +209,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
     learning = {**shared, "teacher": teacher, **_methods(config)}
     rows = {
-        TEACHER: {**alone, "model": str(plans[0].teacher_path)},
+        TEACHER: {**alone, "model": str(plans[0].models.teacher_path)},
         "no_kd": {**alone, "model": trained},
         "no_pretraining": {**learning, "model": untrained},
         "two_stages": {**learning, "model": trained},

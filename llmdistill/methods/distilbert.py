@@ -40,11 +40,7 @@ class DistilbertConfig:
 def build_distilbert(
     settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """Build the triple loss: t²·KL(T‖S), cross-entropy on the labels, 1 - cos between the last hidden states.
-
-    Raises:
-        UserError: one model is a decoder and the other an encoder, or the cosine loss is used and the widths differ.
-    """
+    """Build the triple loss: t²·KL(T‖S), cross-entropy on the labels, 1 - cos between the last hidden states."""
     causal = same_direction(teacher, student, method="distilbert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     if settings.cosine > 0 and of_student.hidden_size != of_teacher.hidden_size:

@@ -42,11 +42,7 @@ class EmbeddingConfig:
 def build_embedding(
     settings: EmbeddingConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of the embeddings by the objective's pooling.
-
-    Raises:
-        UserError: the data give no embeddings, or the embeddings of the models differ in their width.
-    """
+    """cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of embeddings by the objective's pooling."""
     causal = same_direction(teacher, student, method="embedding")
     if objective.sequences != "embeddings":
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
@@ -85,11 +81,7 @@ def _targets(batch: Batch) -> Tensor:
 
 
 def check_embedding(settings: EmbeddingConfig, config: RunConfig) -> None:
-    """Check that the run has sentences, and triples for margins.
-
-    Raises:
-        ValueError: it has other data.
-    """
+    """Raise a ValueError unless the run has sentences, and triples for margins."""
     if config.data.kind != "sentences":
         raise ValueError(
             f"method embedding compares embeddings of sentences, but data.kind is {config.data.kind}: set it to "

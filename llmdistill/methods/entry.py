@@ -30,10 +30,6 @@ class Preset:
     """Values to try, by dotted key; None takes those of the method."""
 
 
-def no_check(settings: Any, config: RunConfig) -> None:
-    """The check of a method that works with any data: does nothing."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodEntry:
     """One method. Most methods need none of the flags."""
@@ -46,7 +42,7 @@ class MethodEntry:
     settings: type[Any] | None = None
     """Frozen keyword-only dataclass of the method's settings. A run has these settings under the method's name. The
     docstring under a field is its help text. None if the method has no settings."""
-    check: Callable[[Any, RunConfig], None] = no_check
+    check: Callable[[Any, RunConfig], None] = lambda settings, config: None
     """Called with the method's settings and the run's configuration if the run uses the method. Raises ValueError,
     with one sentence, if they do not fit each other."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -75,11 +71,7 @@ class MethodEntry:
 
 
 def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> None:
-    """Check the weights of a method's terms, and its temperature if it has one.
-
-    Raises:
-        ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
-    """
+    """Raise a ValueError for a negative weight, if all weights are 0, or for a temperature that is not positive."""
     for key in weights:
         if getattr(settings, key) < 0:
             raise ValueError(f"{method}.{key} is {getattr(settings, key)}: a weight is 0 (the term is off) or more")
@@ -91,11 +83,7 @@ def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> N
 
 
 def check_one_map(method: str, layer: int | str, layers: str | None) -> None:
-    """Check that a method's teacher_layer and teacher_layers are not both set.
-
-    Raises:
-        ValueError: both are.
-    """
+    """Raise a ValueError if a method's teacher_layer and teacher_layers are both set."""
     if layer != "last" and layers is not None:
         raise ValueError(
             f"{method}.teacher_layer {layer} names one layer and {method}.teacher_layers {layers} a layer for each: "

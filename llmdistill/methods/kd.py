@@ -8,7 +8,7 @@ from typing import Literal
 from llmdistill import losses
 from llmdistill.config import RunConfig
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, Preset
+from llmdistill.methods.entry import MethodEntry, Preset, check_settings
 from llmdistill.methods.layers import same_direction
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
@@ -42,8 +42,7 @@ class KdConfig:
                 raise ValueError(f"kd.{key} is {getattr(self, key)}: give a number between 0 and 1, both excluded")
         if not 0 < self.ratio <= 1:
             raise ValueError(f"kd.ratio is {self.ratio}: give a number over 0 and up to 1 (method sft has no teacher)")
-        if not self.temperature > 0:
-            raise ValueError(f"kd.temperature is {self.temperature}: give a number over 0")
+        check_settings("kd", self, ("ratio",))
 
 
 def divergence_of(settings: KdConfig) -> losses.Divergence:
@@ -67,9 +66,6 @@ def build_kd(
     The term of the divergence is named after it. Scores have no distribution, so both terms become a squared error; the
     one to the teacher's scores is `sequence_mse`. Answers that the student generated itself are no labels: on such
     batches only the divergence is computed.
-
-    Raises:
-        UserError: one model is a decoder and the other an encoder.
     """
     causal = same_direction(teacher, student, method="kd")
     measure = "mse" if objective.sequences == "scores" else settings.divergence
@@ -87,11 +83,7 @@ def build_kd(
 
 
 def check_kd(settings: KdConfig, config: RunConfig) -> None:
-    """Check that the run has the labels that kd needs.
-
-    Raises:
-        ValueError: the student generates all answers itself, but the loss on the labels has a weight.
-    """
+    """Raise a ValueError if the student generates all answers itself, but the loss on the labels has a weight."""
     if config.method == "kd" and config.data.on_policy == 1 and settings.ratio < 1:
         raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
 

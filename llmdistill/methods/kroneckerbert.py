@@ -76,10 +76,6 @@ def build_kroneckerbert(
     feed-forward network of the middle layer and its caption (Figure 4) the output of the middle layer: these are one
     place only if the feed-forward part includes its residual and norm, as in §3.5.1, which introduces the loss by the
     outputs of layers. `ffn_output` chooses the other reading, in which the network ends with the matrix of eq. 13.
-
-    Raises:
-        UserError: the sizes of the models differ, the map of their layers does not fit, or the attention is compared
-            and a model adds to its scores.
     """
     pairs = like_pairs(settings.teacher_layers, teacher, student, method="kroneckerbert")
     check_scores(settings.attention, teacher, student, method="kroneckerbert")

@@ -59,27 +59,10 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: str) -> int:
-    """The teacher's layer (0-based) that a setting gives, counted from 1.
-
-    Raises:
-        UserError: the teacher has no such layer.
-    """
-    num_layers = shape_of(teacher).num_layers
-    if spec == "last":
-        return num_layers - 1
-    if not 1 <= spec <= num_layers:
-        raise UserError(f"{key} is {spec}: the teacher has {num_layers} layers; give one from 1 to {num_layers}")
-    return spec - 1
-
-
 def map_layers(spec: str, teacher: PreTrainedConfig, student: PreTrainedConfig, *, key: str) -> list[tuple[int, int]]:
     """The (student, teacher) layers (0-based) to compare, as a setting `teacher_layers` maps them.
 
     The setting has one of the forms of `mapped_layers`, with 0 for a layer of the student that learns from none.
-
-    Raises:
-        UserError: the map does not fit the models.
     """
     depths = shape_of(student).num_layers, shape_of(teacher).num_layers
     numbers = mapped_layers(spec, *depths, key=key, may_skip=True)
@@ -89,11 +72,7 @@ def map_layers(spec: str, teacher: PreTrainedConfig, student: PreTrainedConfig, 
 def pair_layers(
     layers: Iterable[tuple[int, int]], teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
 ) -> list[LayerPair]:
-    """The layer pairs for (student, teacher) layer numbers, each with its attention window.
-
-    Raises:
-        UserError: the two layers of a pair have different attention windows.
-    """
+    """The layer pairs for (student, teacher) layer numbers; a UserError if their attention windows differ."""
     of_student, of_teacher = shape_of(student).windows, shape_of(teacher).windows
     pairs: list[LayerPair] = []
     for mine, theirs in layers:
@@ -108,11 +87,7 @@ def pair_layers(
 
 
 def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> bool:
-    """Whether both models are decoders; False if both are encoders.
-
-    Raises:
-        UserError: one is a decoder and the other an encoder.
-    """
+    """Whether both models are decoders; False if both are encoders, and a UserError if they differ in that."""
     causal = is_causal(student)
     if is_causal(teacher) != causal:
         kinds = {True: "a decoder", False: "an encoder"}
@@ -124,11 +99,7 @@ def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, meth
 
 
 def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Check that both models have the same number of (query) heads, because heads are compared one by one.
-
-    Raises:
-        UserError: the numbers of heads differ.
-    """
+    """Raise a UserError unless both models have the same number of (query) heads, which are compared one by one."""
     of_teacher, of_student = shape_of(teacher), shape_of(student)
     if of_teacher.num_heads != of_student.num_heads:
         raise UserError(
@@ -139,11 +110,7 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
 
 
 def check_scores(weight: float, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Check that attention follows from queries and keys, if a term with this weight compares it.
-
-    Raises:
-        UserError: a model does more with their products.
-    """
+    """Raise a UserError if a term with this weight compares attention that is more than queries times keys."""
     for config in (teacher, student):
         if weight > 0 and not family_of(config).scores_are_products:
             raise UserError(
@@ -168,14 +135,15 @@ def last_or_mapped(
             student's last layer learns.
         teacher, student: the configs of the models.
         method: the name of the method, for the error message.
-
-    Raises:
-        UserError: the teacher has no such layer, the map does not fit, or the attention windows of a pair differ.
     """
-    if spec is None:
-        last = shape_of(student).num_layers - 1
-        numbers = [(last, named_layer(layer, teacher, key=f"{method}.teacher_layer"))]
-    else:
+    depths = shape_of(student).num_layers, shape_of(teacher).num_layers
+    number = depths[1] if layer == "last" else layer
+    if not 1 <= number <= depths[1]:
+        raise UserError(
+            f"{method}.teacher_layer is {layer}: the teacher has {depths[1]} layers; give one from 1 to {depths[1]}"
+        )
+    numbers = [(depths[0] - 1, number - 1)]
+    if spec is not None:
         numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
     return pair_layers(numbers, teacher, student, method=method)
 
@@ -190,27 +158,6 @@ def like_pairs(
             compares each layer with the teacher's layer of the same number.
         teacher, student: the configs of the models; the factorization may differ.
         method: the name of the method, for the error message.
-
-    Raises:
-        UserError: a size differs, or the map does not fit the models.
-    """
-    check_same_shape(teacher, student, method=method, same_depth=spec is None)
-    if spec is None:
-        numbers = [(layer, layer) for layer in range(shape_of(teacher).num_layers)]
-    else:
-        numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
-    return pair_layers(numbers, teacher, student, method=method)
-
-
-def check_same_shape(
-    teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str, same_depth: bool = True
-) -> None:
-    """Check that all sizes agree, as layers and heads are compared one by one; the factorization may differ.
-
-    Without `same_depth` the numbers of layers may differ.
-
-    Raises:
-        UserError: a size differs.
     """
     if family_of(teacher) != family_of(student):
         raise UserError(
@@ -219,7 +166,7 @@ def check_same_shape(
         )
     of_teacher, of_student = asdict(shape_of(teacher)), asdict(shape_of(student))
     for name, size in of_teacher.items():
-        if not same_depth and name in ("num_layers", "windows"):  # a pair's windows are compared by pair_layers
+        if spec is not None and name in ("num_layers", "windows"):  # a pair's windows are compared by pair_layers
             continue
         if of_student[name] != size:
             mapped = f", or map the layers by {method}.teacher_layers" if name == "num_layers" else ""
@@ -227,6 +174,11 @@ def check_same_shape(
                 f"{method} compares layer with layer and head with head, but {name} is {size} in the teacher and "
                 f"{of_student[name]} in the student: factorize the teacher instead of reshaping it{mapped}"
             )
+    if spec is None:
+        numbers = [(layer, layer) for layer in range(shape_of(teacher).num_layers)]
+    else:
+        numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
+    return pair_layers(numbers, teacher, student, method=method)
 
 
 def layer_term(
@@ -240,11 +192,7 @@ def layer_term(
 
 
 def check_window(pair: LayerPair, *, causal: bool) -> None:
-    """Check that the losses know what the tokens of two layers see.
-
-    Raises:
-        UserError: they are layers of encoders with a window.
-    """
+    """Raise a UserError for layers of encoders with a window: the losses do not know what their tokens see."""
     if pair.window is not None and not causal:
         raise UserError(
             f"layer {pair.student + 1} sees a window to both sides, and attention and relations are compared "
@@ -259,16 +207,16 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
         pair: layers with the same number of query heads and the same window.
         loss: a function of the attention of student and teacher, the attention mask, `causal` and `window`.
         causal: whether the models are decoders.
-
-    Raises:
-        UserError: see `check_window`.
     """
     check_window(pair, causal=causal)
 
+    def inputs(taps: Taps, layer: int) -> losses.AttentionInputs:
+        return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
+
     def of_taps(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return loss(
-            _attention_of(student, pair.student),
-            _attention_of(teacher, pair.teacher),
+            inputs(student, pair.student),
+            inputs(teacher, pair.teacher),
             mask,
             causal=causal,
             window=pair.window,
@@ -278,12 +226,14 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
     return layer_term("attention", pair, of_taps, "query", "key")
 
 
-def _attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
-    return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
-
-
 def relation_term(
-    name: str, sides: tuple[Aspect, Aspect], pair: LayerPair, relation_heads: int, *, causal: bool
+    name: str,
+    sides: tuple[Aspect, Aspect],
+    pair: LayerPair,
+    relation_heads: int,
+    *,
+    causal: bool,
+    repeated: bool = False,
 ) -> LayerTerm:
     """KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of the queries with the keys.
 
@@ -293,15 +243,16 @@ def relation_term(
         pair: the layers.
         relation_heads: the number of relation heads, which divides the width of both sides in both models.
         causal: whether the models are decoders.
-
-    Raises:
-        UserError: see `check_window`.
+        repeated: whether the heads of both models are repeated to the number of relation heads, and not cut anew.
     """
     check_window(pair, causal=causal)
 
     def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
-        left = _heads_of(taps, sides[0], layer)
-        return losses.RelationInputs(left, left if sides[0] == sides[1] else _heads_of(taps, sides[1], layer))
+        tensors: list[Tensor] = [getattr(taps, side)[layer] for side in sides]
+        # Hidden states have one head. Both inputs are one tensor if the sides are: the loss looks at that.
+        left, right = (each.unsqueeze(1) if each.dim() == 3 else each for each in tensors)
+        left, right = (losses.repeat_heads(each, relation_heads) if repeated else each for each in (left, right))
+        return losses.RelationInputs(left, left if sides[0] == sides[1] else right)
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return losses.relation_kl(
@@ -315,12 +266,6 @@ def relation_term(
         )
 
     return layer_term(name, pair, loss, *sides)
-
-
-def _heads_of(taps: Taps, aspect: Aspect, layer: int) -> Tensor:
-    """A tap as (B, H, T, D); hidden states have one head."""
-    tensor: Tensor = getattr(taps, aspect)[layer]
-    return tensor.unsqueeze(1) if aspect == "hidden" else tensor
 
 
 def mse_term(

@@ -9,7 +9,7 @@ from llmdistill.batch import Aspect
 from llmdistill.errors import UserError
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, Preset
+from llmdistill.methods.entry import MethodEntry, Preset, check_settings
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, label_terms, positions_of, soft_terms
 from llmdistill.models.families import family_of, shape_of
@@ -58,6 +58,10 @@ class MakdConfig:
     layer and no token weighs more because its features are large (in a pretrained decoder they differ by factors of
     10,000); plain: nothing, as in the paper."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if a weight or the temperature is out of its range."""
+        check_settings("makd", self, TERMS)
+
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
 """Terms of the matrix aspect (eq. 17), each with the name of its tap."""
@@ -74,14 +78,8 @@ def build_makd(
     A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term with weight
     0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have
     targets, logits and label have a counterpart of the same weight for them (sequence_logits, sequence_label).
-
-    Raises:
-        UserError: the sizes of the models differ, a layer does not exist, the map of the layers does not fit, a weight
-            is negative, the temperature is not positive, no term is left, or the attention is compared and a model adds
-            to its scores.
     """
     pairs = {pair.student: pair for pair in layers.like_pairs(settings.teacher_layers, teacher, student, method="makd")}
-    _check(settings)
     layers.check_scores(settings.attention, teacher, student, method="makd")
     family, depth = family_of(student), shape_of(student).num_layers
     acting = [
@@ -101,14 +99,6 @@ def build_makd(
     if not terms.weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
     return Method(**vars(terms), shift=family.causal)
-
-
-def _check(settings: MakdConfig) -> None:
-    for name in TERMS:
-        if getattr(settings, name) < 0:
-            raise UserError(f"makd.{name} is {getattr(settings, name)}: a weight is 0 (the term is off) or more")
-    if settings.temperature <= 0:
-        raise UserError(f"makd.temperature is {settings.temperature}: give a number over 0, 1 as in the paper")
 
 
 MAKD = MethodEntry(

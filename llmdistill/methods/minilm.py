@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -65,11 +64,6 @@ def build_minilm(
     `teacher_layers` maps them (a term is then the sum over layers). The MSE of the values (Table 6) and the terms on
     hidden states (§4.2.3, and §4.4 of the first arXiv version) are ablations in the paper; if widths differ, a learned
     matrix maps the student's. The method never uses the logits, whatever the objective is.
-
-    Raises:
-        UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
-            differ, the layer does not exist or the map of the layers does not fit, the heads do not divide the width of
-            the hidden states that are related, or the attention is compared and a model adds to its scores.
     """
     layers.check_heads(teacher, student, method="minilm")
     causal = layers.same_direction(teacher, student, method="minilm")
@@ -77,8 +71,12 @@ def build_minilm(
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
     hidden_widths = of_student.hidden_size, of_teacher.hidden_size
-    if settings.hidden_relation > 0:
-        _check_parts(of_student.num_heads, hidden_widths)
+    wrong = next((width for width in hidden_widths if width % of_student.num_heads != 0), None)
+    if settings.hidden_relation > 0 and wrong is not None:
+        raise UserError(
+            f"minilm.hidden_relation cuts hidden states into one part for each of the {of_student.num_heads} heads, "
+            f"which do not divide a width of {wrong}: set it to 0, or take method minilmv2 with relations hh"
+        )
     projections: dict[Aspect, tuple[int, int]] = {}
     if settings.value_mse > 0 and widths[0] != widths[1]:
         projections["value"] = widths
@@ -90,38 +88,16 @@ def build_minilm(
     pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
     mapped = "hidden" in projections
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
+    relation = partial(layers.relation_term, causal=causal)
     terms = [
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
-        *(_value_relation(pair, heads=heads, causal=causal) for pair in pairs),
+        # In grouped-query attention a value head counts for each head that uses it: the mean is over attention heads.
+        *(relation("value_relation", ("value", "value"), pair, heads, repeated=True) for pair in pairs),
         *(_value_mse(pair, scale=settings.scale, mapped="value" in projections) for pair in pairs),
-        *(_hidden_relation(pair, of_student.num_heads, causal=causal) for pair in pairs),
+        *(relation("hidden_relation", ("hidden", "hidden"), pair, of_student.num_heads) for pair in pairs),
         *(layers.mse_term("hidden", pair, name="hidden_mse", scale=settings.scale, mapped=mapped) for pair in pairs),
     ]
     return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
-
-
-def _value_relation(pair: layers.LayerPair, *, heads: int, causal: bool) -> LayerTerm:
-    """The mean over attention heads; in grouped-query attention a value head counts for each head that uses it.
-
-    So the heads can be compared one by one even if the student shares its values among more attention heads than its
-    teacher.
-    """
-
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        of_student, of_teacher = (
-            losses.repeat_heads(value, heads) for value in (student.value[pair.student], teacher.value[pair.teacher])
-        )
-        return losses.relation_kl(
-            losses.RelationInputs(of_student, of_student),
-            losses.RelationInputs(of_teacher, of_teacher),
-            mask,
-            relation_heads=heads,
-            causal=causal,
-            window=pair.window,
-            horizon=teacher.horizon,
-        )
-
-    return layers.layer_term("value_relation", pair, loss, "value")
 
 
 def _value_mse(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:
@@ -132,19 +108,6 @@ def _value_mse(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> 
         return losses.matrix_mse(of_student, of_teacher, mask, normalize=scale == "token")
 
     return layers.layer_term("value_mse", pair, loss, "value")
-
-
-def _hidden_relation(pair: layers.LayerPair, heads: int, *, causal: bool) -> LayerTerm:
-    return layers.relation_term("hidden_relation", ("hidden", "hidden"), pair, heads, causal=causal)
-
-
-def _check_parts(heads: int, widths: Iterable[int]) -> None:
-    wrong = next((width for width in widths if width % heads != 0), None)
-    if wrong is not None:
-        raise UserError(
-            f"minilm.hidden_relation cuts hidden states into one part for each of the {heads} heads, which do not "
-            f"divide a width of {wrong}: set it to 0, or take method minilmv2 with relations hh"
-        )
 
 
 MINILM = MethodEntry(

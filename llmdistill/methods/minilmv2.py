@@ -89,10 +89,6 @@ def build_minilmv2(
     `teacher_layers` maps them (a term is then the sum over layers). If the layer is to be searched for, the search must
     be done before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
     whatever the objective is.
-
-    Raises:
-        UserError: the relation heads do not divide a width, only one model is a decoder, the attention windows differ,
-            or the layer does not exist or the map of the layers does not fit.
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
@@ -112,11 +108,7 @@ def build_minilmv2(
 
 
 def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
-    """Check that a run that searches for the teacher's layer has the data for it.
-
-    Raises:
-        ValueError: there is no text to train the candidates on, or no validation text to score them on.
-    """
+    """Raise a ValueError if a run searches for the teacher's layer, and has no text to train and validate on."""
     if settings.teacher_layer != "auto":
         return
     if config.data.kind != "text":

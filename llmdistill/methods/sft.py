@@ -28,11 +28,7 @@ def build_sft(
 
 
 def check_seqkd(settings: None, config: RunConfig) -> None:
-    """Check that the data of a run have answers as labels.
-
-    Raises:
-        ValueError: the data are text.
-    """
+    """Raise a ValueError for data without answers."""
     if config.data.kind == "text":
         raise ValueError("method seqkd learns answers, but data.kind is text: take kd, or instructions")
 

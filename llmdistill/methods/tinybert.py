@@ -54,10 +54,6 @@ def build_tinybert(
     Layer m of the student learns from layer m·L/M of the teacher, or as `teacher_layers` says; a term is the sum over
     the student's layers (eq. 11).
     If the widths differ, one learned matrix maps the hidden states of all layers, and another maps the embedding.
-
-    Raises:
-        UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of
-            heads or the attention windows differ or a model adds to its scores, or the map of the layers does not fit.
     """
     causal = layers.same_direction(teacher, student, method="tinybert")
     layers.check_scores(settings.attention, teacher, student, method="tinybert")

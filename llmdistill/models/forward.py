@@ -146,7 +146,7 @@ class TappedModel:
         batch = batch.with_label_rows(shift=self.shift)
         taps = None if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
-        head = self._head_losses(terms, batch)
+        head = HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
 
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
@@ -209,9 +209,6 @@ class TappedModel:
             return self._head.taken_over(batch.rows_at("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
         return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
-
-    def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
-        return HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""

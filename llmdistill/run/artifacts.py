@@ -15,8 +15,7 @@ from llmdistill.config.marks import marked
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.run.lower_rate import rate_warnings, with_lowered_rate
-from llmdistill.run.more_steps import METRICS_FILE, forget_end, is_raised, steps_warnings, with_raised_steps
+from llmdistill.run.changes import METRICS_FILE, changes_warnings, forget_end, is_raised, with_changes
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
@@ -67,14 +66,19 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     of_cache = {} if cache is None else {"teacher.cache": cache_fingerprint(Path(cache))}
     if values["train"].get("keep_best") is not None:
         references["data.valid"] = values["data"]["valid"]
-    task = values["data"]["task"]
-    if values["data"]["kind"] == "task" and task["dir"] is not None:
-        references["data.task"] = task_folder(task["dir"], task["name"])
+    references |= task_reference(values["data"])
     return of_cache | {
         key: fingerprint(reference)
         for key, reference in references.items()
         if reference is not None and not (below is not None and Path(reference).resolve().is_relative_to(below))
     }
+
+
+def task_reference(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the folder of a task's own files by its key, from the settings of the data; empty if they name none."""
+    task = data["task"]
+    named = data["kind"] == "task" and task["dir"] is not None
+    return {"data.task": task_folder(task["dir"], task["name"])} if named else {}
 
 
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,10 +123,7 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
     """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
     finished = (folder / METRICS_FILE).is_file()
     try:
-        before = None
-        if old is not None:
-            kept = with_lowered_rate(folder, old, new)
-            before = _identity(with_raised_steps(folder, kept, new) if may_go_on else kept)
+        before = None if old is None else _identity(with_changes(folder, old, new, may_go_on=may_go_on))
     except (KeyError, TypeError, AttributeError) as error:  # of another version, or of something else
         raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
     state = compare_records(
@@ -141,8 +142,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def run_warnings(folder: Path) -> list[str]:
     """Return what a report must say of how a run came to its end; rank 0 only."""
-    record = _read(folder) or {}
-    return [*rate_warnings(record), *steps_warnings(record)]
+    return changes_warnings(_read(folder) or {})
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:

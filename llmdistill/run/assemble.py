@@ -12,28 +12,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, Loader, TapRequest
+from llmdistill.batch import Batch, Loader
 from llmdistill.data.chat import answer_ends
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
-from llmdistill.factorize.weighted import Weighted
 from llmdistill.generation.rollout import OnPolicyLoader
-from llmdistill.methods import Method
 from llmdistill.models.adapters import add_lora, is_adapter
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
-from llmdistill.models.importance import Importance
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.sharded_load import load_sharded
-from llmdistill.models.taps import Recorder
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
-from llmdistill.runtime.compile import check_compile, compile_layers
+from llmdistill.run.wiring import request_of, tapped
+from llmdistill.runtime.compile import check_compile
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
@@ -43,7 +39,6 @@ from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
-from llmdistill.teacher.rows import Request
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
@@ -57,38 +52,32 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     folder = plan.folder / "untrained"
     made = folder / "config.json"
     if not is_there(made, world):
-        whole = _whole_teacher(plan, world, teacher)
+        settings, of_models, device = plan.config.student, plan.models, world.device
+        # A decoder on no task has the head of the teacher's folder in the run too.
+        is_whole = of_models.causal and plan.task.head is None
+        whole = teacher if is_whole else cache(lambda: make_teacher(plan, world, head="saved"))
         weighted = measure_weights(plan, world, whole, data)
         importance = measure_parts(plan, world, whole, data)
-        on_main(lambda: _make_student(plan, folder, weighted, importance, world.device), world)
+
+        def make() -> None:
+            path = of_models.teacher_path
+            if settings.shape is not None:
+                seed, head = plan.config.seed, of_models.student_head
+                make_student(path, folder, settings, seed=seed, head=head, importance=importance)
+                return
+            # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
+            head = "saved" if of_models.causal else of_models.student_head
+            compress(path, folder, settings.factorize, settings.method, device=device, head=head, weighted=weighted)
+
+        on_main(make, world)
         is_there(made, world)
     return folder
 
 
-def _make_student(
-    plan: Plan, folder: Path, weighted: Weighted | None, importance: Importance | None, device: torch.device
-) -> None:
-    settings = plan.config.student
-    if settings.shape is None:
-        # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
-        head: Head = "saved" if plan.causal else plan.student_head
-        factorize = settings.factorize
-        compress(plan.teacher_path, folder, factorize, settings.method, device=device, head=head, weighted=weighted)
-    else:
-        head, seed = plan.student_head, plan.config.seed
-        make_student(plan.teacher_path, folder, settings, seed=seed, head=head, importance=importance)
-
-
-def _whole_teacher(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]) -> Callable[[], LiveTeacher]:
-    """Return what loads the teacher with the head of its folder: for a decoder on no task this is the run's own."""
-    own = plan.causal and plan.task.head is None
-    return teacher if own else cache(lambda: make_teacher(plan, world, head="saved"))
-
-
 def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveTeacher:
     """Load the teacher in evaluation mode, by default with the head that the run needs."""
-    dtype, head = plan.teacher_dtype, plan.teacher_head if head is None else head
-    path, settings = plan.teacher_path, plan.config.teacher
+    dtype, head = plan.models.teacher_dtype, plan.models.teacher_head if head is None else head
+    path, settings = plan.models.teacher_path, plan.config.teacher
     if settings.is_sharded and is_adapter(path):
         # A rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / "teacher"
@@ -99,11 +88,6 @@ def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveT
     return load_teacher(str(path), dtype=dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head)
 
 
-def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
-    """Load a model to score, in the dtype in which it was trained."""
-    return load_model(str(folder), dtype=plan.dtype, device=world.device, head=plan.task.head or "lm_head")
-
-
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
     """Load the student with the head that the run needs; a missing head is initialized by torch's random generator.
 
@@ -112,7 +96,9 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
     load = load_model
     if shard and plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3 and not is_adapter(folder):
         load = partial(load_sharded, ds_config=plan.ds_config)
-    model = load(str(folder), dtype=dtype, head=plan.student_head, new_head=True, num_classes=plan.task.num_outputs)
+    model = load(
+        str(folder), dtype=dtype, head=plan.models.student_head, new_head=True, num_classes=plan.task.num_outputs
+    )
     plan.task.configure(model)
     return model
 
@@ -134,33 +120,13 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
     config = plan.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # initializes a missing head equally on every rank
-        student = load_student(plan, student_folder, plan.dtype, shard=True)
-    if plan.copies_classifier:
-        set_classifier(student, read_classifier(str(plan.teacher_path), plan.teacher_head))
+        student = load_student(plan, student_folder, plan.models.dtype, shard=True)
+    if plan.models.copies_classifier:
+        set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
     projectors = add_projectors(student, plan.method.projections, config.seed)
     return build_engine(student, plan.ds_config, config.train), projectors
-
-
-def make_recorder(
-    plan: Plan, model: PreTrainedModel, taps: TapRequest, projectors: nn.ModuleDict | None = None
-) -> Recorder:
-    recorder = Recorder(model, taps, projectors)
-    if plan.config.train.compile:
-        compile_layers(recorder)
-    return recorder
-
-
-def request_of(method: Method) -> Request:
-    """Return what a method asks of its teacher."""
-    temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
-    return Request(
-        positions=method.teacher_positions,
-        temperatures=tuple(sorted(temperatures)),
-        taps=method.teacher_taps,
-        sequences=any(term.needs_teacher for term in method.sequence_terms),
-    )
 
 
 def count_steps(plan: Plan, data: TaskData) -> Plan:
@@ -225,19 +191,18 @@ def make_trainer(
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
     config, method = plan.config, plan.method
     engine, projectors = make_engine(plan, student_folder)
-    # The recorders are created last, because their hooks must wrap the hooks of DeepSpeed.
+    # The hooks come last, because they must wrap those of DeepSpeed.
+    wired = partial(tapped, method, vocabulary=plan.models.vocabulary, compiled=config.train.compile)
     trained_by: Teacher | None = None
     if plan.is_cached:
         folder = CacheFolder(Path(str(config.teacher.cache)))
         trained_by = CachedTeacher(folder, request_of(method), shift=method.shift, device=world.device)
     elif method.needs_teacher:
         live = teacher()
-        recorder = make_recorder(plan, live.model, method.teacher_taps)
-        trained_by = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary, pooling=method.pooling)
-    recorder = make_recorder(plan, engine.module, method.student_taps, projectors)
+        trained_by = wired("teacher", live.model, forward=live.forward)
     return Trainer(
         engine=engine,
-        student=TappedModel(engine, recorder, vocabulary=plan.vocabulary, pooling=method.pooling),
+        student=wired("student", engine.module, forward=engine, projectors=projectors),
         teacher=trained_by,
         method=method,
         loader=prepare_loader(plan, loader, engine, data, world),

@@ -18,12 +18,12 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.models.families import max_positions
-from llmdistill.models.forward import TappedModel
 from llmdistill.run.artifacts import input_fingerprints
-from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+from llmdistill.run.assemble import make_teacher
 from llmdistill.run.checks import check_can_cache, check_top_k
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
+from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
@@ -55,7 +55,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
         UserError: the method or the data allow no cache, or the folder holds something else.
     """
     check_can_cache(plan)
-    check_top_k(plan, settings)
+    check_top_k(settings, plan.models.compared_tokens)
     settings = replace(settings, engine=engine_of(plan, settings, world))
     items, collate = data.taught_examples()
     ids, lengths = _measured(items)
@@ -67,7 +67,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
         settings=settings,
         request=request_of(plan.method),
         shift=plan.method.shift,
-        vocabulary=plan.vocabulary,
+        vocabulary=plan.models.vocabulary,
         items=items,
         collate=collate,
         shards=shards,
@@ -86,12 +86,11 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"
         length = plan.config.data.max_length
-        scorer = VllmScorer(plan.teacher_path, k=job.top_k, max_length=length, dtype=plan.teacher_dtype)
+        scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
         write_by_vllm(job, missing, scorer)
         return
     live = make_teacher(plan, job.world)
-    recorder = make_recorder(plan, live.model, plan.method.teacher_taps)
-    teacher = TappedModel(live.forward, recorder, pooling=plan.method.pooling)
+    teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
     if plan.method.token_terms:
         check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(job.world.device), job.world)
         if job.has_head and not teacher.shortcut:
@@ -154,7 +153,7 @@ def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
     """
     return choose_engine(
         settings.engine,
-        plan.teacher_path,
+        plan.models.teacher_path,
         no_repeat_ngram_size=0,
         world_size=world.size,
         key="--cache.engine",
@@ -168,19 +167,19 @@ def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
     methods = " + ".join(plan.config.methods())
     if settings.kept_top_k is None:
         return "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
-    if not plan.causal:
+    if not plan.models.causal:
         return "vLLM gives log-probabilities of decoders alone; take --cache.engine hf"
     if request.taps or request.sequences or not request.positions:
         return f"method {methods} needs more of its teacher than log-probabilities of tokens; take --cache.engine hf"
     if request.temperatures != (1.0,):
         asked = ", ".join(f"{each:g}" for each in request.temperatures)
         return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; take --cache.engine hf"
-    if plan.compared_tokens != plan.teacher_config.vocab_size:
+    if plan.models.compared_tokens != plan.models.teacher.vocab_size:
         return (
-            f"vLLM compares all {plan.teacher_config.vocab_size} tokens of the teacher, of which the student has "
-            f"{plan.compared_tokens}; take --cache.engine hf"
+            f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "
+            f"{plan.models.compared_tokens}; take --cache.engine hf"
         )
-    if max_positions(plan.teacher_config, length + 1) <= length:
+    if max_positions(plan.models.teacher, length + 1) <= length:
         return (
             f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
             "take --cache.engine hf, or a smaller data.max_length"
@@ -191,9 +190,9 @@ def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
 def _origin(plan: Plan, data: TaskData) -> dict[str, Any]:
     """Return what the outputs of the teacher depend on, besides the examples."""
     return {
-        "teacher": fingerprint(plan.teacher_path),
+        "teacher": fingerprint(plan.models.teacher_path),
         "tokenizer": content_fingerprint(sorted(data.tokenizer.get_vocab().items())),
-        "dtype": str(plan.teacher_dtype).removeprefix("torch."),
+        "dtype": str(plan.models.teacher_dtype).removeprefix("torch."),
     }
 
 
@@ -216,7 +215,7 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
             "held": {
                 **request_of(plan.method).record(),
                 "top_k": settings.kept_top_k,
-                "vocabulary": plan.compared_tokens,
+                "vocabulary": plan.models.compared_tokens,
             },
             "data": _data_record(plan),
             "examples": len(ids),
@@ -231,7 +230,7 @@ def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
     record, key = folder.record, f"teacher.cache {folder.folder}"
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
-    asked = {**_origin(plan, data), "vocabulary": plan.compared_tokens}
+    asked = {**_origin(plan, data), "vocabulary": plan.models.compared_tokens}
     held = {**record, "vocabulary": record["held"]["vocabulary"]}
     if record["held"]["top_k"] is None:
         del asked["vocabulary"]  # the head has the logits of all tokens

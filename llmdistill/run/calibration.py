@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import plain
-from llmdistill.batch import Batch, Loader
+from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
 from llmdistill.config.student import FactorizeMethod
@@ -34,7 +34,7 @@ from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.shapes import teacher_layers
 from llmdistill.report.starts import WEIGHTING_FILE
-from llmdistill.run.artifacts import input_fingerprints
+from llmdistill.run.artifacts import task_reference
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, largest_number
@@ -47,28 +47,20 @@ from llmdistill.teacher.live import LiveTeacher
 def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
     """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
 
-    Args:
-        plan: the run.
-        world: the ranks.
-        teacher: loads the teacher with the head that its folder has.
-        data: the run's own data, which are taken if the calibration names no others.
+    `teacher` loads the teacher with the head that its folder has. The run's own `data` are taken if the calibration
+    names no others.
     """
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
     began = time.perf_counter()
-
-    def kept() -> KeptFactors:
-        record = _record(plan.config, fingerprint(plan.teacher_path), plan.teacher_dtype, world)
-        return KeptFactors(Path(str(settings.calibration.folder)), record, settings.weighting)
-
     source = Source(
-        config=plan.teacher_config,
+        config=plan.models.teacher,
         teacher=teacher,
         batches=cache(lambda: _batches_of_run(plan, world, data)),
         world=world,
         device=world.device,
-        kept=None if settings.calibration.folder is None else kept,
+        kept=_kept(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype, world),
         say=lambda text: print_main(f"Student     {text}", world),
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
@@ -94,7 +86,7 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
     batches, _ = _batches_of_run(plan, world, data)
     rounds, reduce = largest_number(len(batches), world), dist.all_reduce if world.size > 1 else None
     found = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
-    sizes = [shape_of(each).num_layers for each in (plan.student_config, plan.teacher_config)]
+    sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
     layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
     if world.is_main:
         named, seconds = [layer + 1 for layer in layers], time.perf_counter() - began
@@ -126,25 +118,16 @@ def measure_weights_on(
     device: torch.device | None,
     origin: Path | str | None,
 ) -> Weighted:
-    """Weigh the factorization of a loaded model by data, outside of a run.
+    """Weigh the factorization of a dense model by data, outside of a run.
 
-    Args:
-        data: rows, texts, a file or a name.
-        model: a dense model, which is moved to `device` for the forward passes and back.
-        tokenizer: its tokenizer.
-        settings: weighting, sizes and calibration.
-        method: the method of the factorization.
-        limits: prompt, max_prompt_length, max_length and long_prompts, where they differ from their defaults.
-        device: the device of all arithmetic; by default that of the model.
-        origin: the folder or name of model and tokenizer, which identifies kept statistics; None for a model in memory,
-            which its content identifies.
-
-    Raises:
-        UserError: a row is malformed, a prompt is too long, or the settings do not fit the model.
+    The model is moved to `device` for the forward passes, and back; by default it stays. `limits` are prompt,
+    max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
+    of model and tokenizer, identifies kept statistics; a model in memory has none, and its content identifies it.
     """
     world = World.alone()
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
+        words = fingerprint(folder)
         file = data_file(data, Path(folder), name="calibration")
         kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
         if kept.kind == "instructions":
@@ -159,10 +142,12 @@ def measure_weights_on(
             objective=make_task(config).objective(model.config, uses_output=False),
         )
 
-        def open_folder() -> KeptFactors:
-            teacher = _fingerprint_of(model, tokenizer) if origin is None else fingerprint(origin)
-            record = _record(config, teacher, model.dtype, world)
-            return KeptFactors(Path(str(settings.calibration.folder)), record, settings.weighting)
+        def content() -> str:
+            if origin is not None:
+                return fingerprint(origin)
+            tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
+            arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
+            return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
         source = Source(
             config=model.config,
@@ -170,7 +155,7 @@ def measure_weights_on(
             batches=cache(lambda: calibration_batches(config, models, world)),
             world=world,
             device=device,
-            kept=None if settings.calibration.folder is None else open_folder,
+            kept=_kept(config, content, model.dtype, world),
         )
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
@@ -180,35 +165,32 @@ def measure_weights_on(
             moved.to(own)
 
 
-def _fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The fingerprint of a model and a tokenizer in memory."""
-    tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
-    arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        words = fingerprint(folder)
-    return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
+def _kept(
+    config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype, world: World
+) -> Callable[[], KeptFactors] | None:
+    """Return what opens the folder of kept statistics; None without one. `teacher` gives the teacher's fingerprint."""
+    settings = config.student.factorize
+    if settings.calibration.folder is None:
+        return None
+    folder = Path(settings.calibration.folder)
+    return lambda: KeptFactors(folder, _record(config, teacher(), dtype, world), settings.weighting)
 
 
 def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -> dict[str, Any]:
     """Return what determines the statistics of a calibration, as plain JSON values."""
-    calibration, values = config.student.factorize.calibration, to_dict(config)
-    values["data"]["train"] = calibration.data or config.data.train
-    values["teacher"]["model"] = values["student"]["model"] = None
-    values["teacher"]["cache"] = values["train"]["keep_best"] = None  # what they read has no part in the statistics
-    values["student"]["factorize"]["calibration"]["data"] = None
-    contents = {f"content of {key}": value for key, value in input_fingerprints(values, made_below=None).items()}
+    calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
+    read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
     unused = ("train", "valid", "tests", "on_policy")
     return plain(
         {
             "content of teacher": teacher,
             "dtype of teacher": str(dtype).removeprefix("torch."),
-            **contents,
+            **{f"content of {key}": fingerprint(reference) for key, reference in read.items()},
             "examples": calibration.examples,
             "seed": calibration.seed,
             "micro_batch_size": _batch_size(calibration, world),
             "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
-            "data": {key: value for key, value in values["data"].items() if key not in unused},
+            "data": {key: value for key, value in data.items() if key not in unused},
         }
     )
 
@@ -248,13 +230,12 @@ def calibration_batches(
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models, world) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
-    held_out = range(count, count + -(-_held_out(calibration) // size))
-    return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)
-
-
-def _held_out(calibration: CalibrationConfig) -> int:
-    """The number of examples of the check on held-out data."""
-    return calibration.examples // 8 if calibration.held_out is None else calibration.held_out
+    checked = calibration.examples // 8 if calibration.held_out is None else calibration.held_out
+    own, held_out = (
+        [batch for step in steps for batch in loader.micro_batches(step)]
+        for steps in (range(world.rank, count, world.size), range(count, count + -(-checked // size)))
+    )
+    return own, held_out
 
 
 def _batch_size(calibration: CalibrationConfig, world: World) -> int:
@@ -266,10 +247,6 @@ def _read(config: RunConfig, models: Models, world: World) -> TaskData:
     own = config.student.factorize.calibration.data
     data = replace(config.data, train=own or config.data.train, valid=None, tests={})
     return make_task(replace(config, data=data), trains=True).read_on_all(models, world).prepared(world)
-
-
-def _batches(loader: Loader, steps: range) -> list[Batch]:
-    return [batch for step in steps for batch in loader.micro_batches(step)]
 
 
 def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:

@@ -42,9 +42,13 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     if not (student / "config.json").is_file():
         return
     teacher_name = config.teacher.model or config.student.model
-    teacher = Teacher.of(str(teacher_name), plan.teacher_config, plan.sizes["teacher_params"])
+    teacher = Teacher.of(str(teacher_name), plan.models.teacher, plan.models.sizes["teacher_params"])
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
-    share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.sizes["ratio"]
+    share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
+    asked = {key: value for key, value in to_dict(plan.asked).items() if key not in _NO_SETTING}
+    data, is_task = config.data, config.data.kind == "task"
+    data_name = str(data.task.name) if is_task else without_paths(str(data.train))
+    hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
     learned = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
     story = Story(
         intro=f"{learned} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
@@ -55,8 +59,8 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
         ],
         made=[
             ("Method", f"{methods}, with the terms {', '.join(plan.method.weights)}"),
-            ("Start of the student", str(plan.sizes["method"])),
-            ("Data", f"{_data_name(plan)}, {data_report.rstrip('.')}"),
+            ("Start of the student", str(plan.models.sizes["method"])),
+            ("Data", f"{data_name}, {data_report.rstrip('.')}"),
             ("Steps", f"{train.steps:,} of {train.global_batch_size} sequences"),
             *([("Kept", f"the student {kept_student(metrics['kept'])}")] if "kept" in metrics else []),
             ("Seed", str(config.seed)),
@@ -64,8 +68,8 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Hardware", record["hardware"]),
             ("Versions", describe_versions(record)),
         ],
-        datasets=_datasets(plan),
-        settings=_changed_settings(plan),
+        datasets=[] if hub is None else [hub],
+        settings={"method": config.method, **_changed(plain(asked), plain(to_dict(config_of({}, {}, METHODS))))},
         scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,
@@ -74,31 +78,12 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     write_card(student, plan.folder.name, teacher, story)
 
 
-def _data_name(plan: Plan) -> str:
-    data = plan.config.data
-    return str(data.task.name) if data.kind == "task" else without_paths(str(data.train))
-
-
-def _datasets(plan: Plan) -> list[str]:
-    data = plan.config.data
-    if data.kind == "task":
-        return [] if data.task.dir is not None or plan.task.hub is None else [plan.task.hub]
-    found = hub_name(data.train)
-    return [] if found is None else [found]
-
-
 def _scores(student: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {name: dict(values) for name, values in student.get("dev", {}).items()}
     for metric in _SCORES:
         for name, value in student.get(metric, {}).items():
             found.setdefault(name, {})[metric] = value
     return found
-
-
-def _changed_settings(plan: Plan) -> dict[str, Any]:
-    values = {key: value for key, value in to_dict(plan.asked).items() if key not in _NO_SETTING}
-    found = _changed(plain(values), plain(to_dict(config_of({}, {}, METHODS))))
-    return {"method": plan.config.method, **found}
 
 
 def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

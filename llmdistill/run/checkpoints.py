@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ class Checkpoint:
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run's folder that have a manifest in the order of their steps.
 
-    Their manifests are checked, the hashes of their files are not.
+    Their manifests are checked, the hashes of their files are not. Raises UserError if one is of another format.
     """
-    found = [_open(step, path) for step, path in _folders(folder) if (path / MANIFEST).exists()]
+    found = [_open(step, path) for step, path in _folders(folder) if (path / MANIFEST).is_file()]
     return sorted(found, key=lambda each: each.step)
 
 
@@ -77,11 +78,16 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 def _open(step: int, path: Path) -> Checkpoint:
     file = path / MANIFEST
     manifest, damage = find_record(file, {"format": int})
-    if manifest is not None and manifest["format"] == _FORMAT:
+    if manifest is not None:
+        if manifest["format"] != _FORMAT:
+            raise UserError(
+                f"{path}: a checkpoint of format {manifest['format']}, this version reads {_FORMAT}: "
+                "finish the run with the version that began it"
+            )
         manifest, damage = find_record(file, _KEYS)
-        if manifest is not None and manifest["step"] != step:
-            damage = f"{file}: it is of step {manifest['step']}"
-    return Checkpoint(path, step, manifest or {}, damage or (None if manifest else f"{file} is missing"))
+    if manifest is not None and manifest["step"] != step:
+        damage = f"{file}: it is of step {manifest['step']}"
+    return Checkpoint(path, step, manifest or {}, damage)
 
 
 def save_checkpoint(
@@ -95,7 +101,13 @@ def save_checkpoint(
     Raises UserError on every rank if a rank cannot write.
     """
     target = folder / "checkpoints" / f"step-{step}"
-    on_main(partial(_make_empty, target), world)
+
+    def make_empty() -> None:
+        if target.exists():
+            shutil.rmtree(target)
+        target.mkdir(parents=True)
+
+    on_main(make_empty, world)
     entries = gather_objects(on_every(partial(_write, engine, target, world), world), world)
 
     def complete() -> None:
@@ -139,12 +151,6 @@ def load_checkpoint(engine: Any, folder: Path, world: World) -> Checkpoint | Non
     return found
 
 
-def _make_empty(target: Path) -> None:
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir(parents=True)
-
-
 def _trained(engine: Any) -> dict[str, int]:
     """Return the number of elements of each trained parameter, also of those that ZeRO-3 shards."""
     named = engine.module.named_parameters()
@@ -170,43 +176,27 @@ def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]
 
 
 def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
-    candidates = on_main(lambda: _candidates(folder), world)
     damaged: list[Checkpoint] = []
-    for candidate in reversed(candidates):
-        wrong = next((each for each in gather_objects(_damage(candidate, world), world) if each is not None), None)
+
+    def put_aside() -> None:
+        for each in damaged:
+            names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
+            each.folder.rename(next(name for name in names if not name.exists()))
+
+    for candidate in reversed(on_main(lambda: checkpoints(folder), world)):
+        damage = candidate.damage
+        if damage is None:  # the ranks share the files
+            share = slice(world.rank, None, world.size)
+            damage = entries_damage(candidate.folder, candidate.manifest["files"], share)
+        wrong = next((each for each in gather_objects(damage, world) if each is not None), None)
         if wrong is None:
-            on_main(lambda: [each.folder.rename(_aside(each.folder)) for each in damaged], world)
+            on_main(put_aside, world)
             return candidate
         damaged.append(candidate)
         warn_main(f"{wrong}: the checkpoint of step {candidate.step} is damaged and is not used", world)
     if damaged:
         raise UserError(f"{folder / 'checkpoints'}: no checkpoint is whole; remove the folder to start the run again")
     return None
-
-
-def _candidates(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints; raises UserError if one is of another format."""
-    found = checkpoints(folder)
-    for each in found:
-        if each.damage is None and each.manifest["format"] != _FORMAT:
-            raise UserError(
-                f"{each.folder}: a checkpoint of format {each.manifest['format']}, this version reads {_FORMAT}: "
-                "finish the run with the version that began it"
-            )
-    return found
-
-
-def _damage(checkpoint: Checkpoint, world: World) -> str | None:
-    """Return what is wrong with the files that this rank checks, None if nothing is; the ranks share the files."""
-    if checkpoint.damage is not None:
-        return checkpoint.damage
-    return entries_damage(checkpoint.folder, checkpoint.manifest["files"], slice(world.rank, None, world.size))
-
-
-def _aside(folder: Path) -> Path:
-    """The name of a damaged checkpoint; numbered if there is one of this step already."""
-    names = (folder.with_name(f"damaged-{folder.name}{f'-{number}' if number else ''}") for number in range(1000))
-    return next(name for name in names if not name.exists())
 
 
 def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
@@ -219,28 +209,19 @@ def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
         )
 
 
-def _parts(checkpoint: Checkpoint, opened: ExitStack) -> dict[tuple[str, str], list[tuple[int, Any]]]:
-    """Return for each kind and parameter the saved parts, each as its start and a slice that reads from its file."""
-    found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
-    for name in checkpoint.manifest["files"]:
-        file = opened.enter_context(safe_open(checkpoint.folder / name, framework="pt"))
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            kind, start, parameter = key.split("/", 2)
-            found.setdefault((kind, parameter), []).append((int(start), file.get_slice(key)))
-    return found
-
-
 def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
     """Write the values of this rank's fragments, whatever parts they were saved in."""
+    parts: dict[tuple[str, str], list[tuple[int, Any]]] = {}
     with ExitStack() as opened:
-        parts = _parts(checkpoint, opened)
+        for name in checkpoint.manifest["files"]:
+            file = opened.enter_context(safe_open(checkpoint.folder / name, framework="pt"))
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                kind, begin, parameter = key.split("/", 2)
+                parts.setdefault((kind, parameter), []).append((int(begin), file.get_slice(key)))
         for fragment in wanted:
-            values, filled = None, 0
+            values, filled, end = None, 0, fragment.start + fragment.numel
             for start, saved in parts.get((fragment.kind, fragment.name), []):
-                first, last = (
-                    max(start, fragment.start),
-                    min(start + saved.get_shape()[0], fragment.start + fragment.numel),
-                )
+                first, last = max(start, fragment.start), min(start + saved.get_shape()[0], end)
                 if first < last:
                     found = saved[first - start : last - start]
                     values = torch.empty(fragment.numel, dtype=found.dtype) if values is None else values

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
-from llmdistill.run.callbacks.uneven_terms import uneven_terms
+from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
-from llmdistill.run.term_gradients import alone
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
@@ -89,14 +86,14 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     batch = data.loader(share_of(plan, world)).micro_batches(0)[0]
     batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
     teacher = cache(lambda: make_teacher(plan, world))
-    student = load_student(plan, prepare_student(plan, world, teacher, data), plan.dtype)
+    student = load_student(plan, prepare_student(plan, world, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
     model = teacher().model if plan.method.needs_teacher else None
     if model is not None:
         yield above_chance(plan, model, batch)
-    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.vocabulary)
+    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary)
     if model is not None:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
@@ -105,12 +102,14 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
 def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
     what = "teacher above chance"
-    if plan.objective.sequences in ("scores", "embeddings") or plan.teacher_head == "none":
+    if plan.models.objective.sequences in ("scores", "embeddings") or plan.models.teacher_head == "none":
         return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
-    labels = make_sft(causal=plan.causal, objective=plan.objective)
+    labels = make_sft(causal=plan.models.causal, objective=plan.models.objective)
     with torch.no_grad():
         found = term_sizes(labels, None, teacher, batch, gradients=False)
-    chances = {"label": teacher.config.vocab_size, "sequence_label": _num_classes(plan, teacher, batch)}
+    is_span = plan.models.objective.sequences == "spans"
+    classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
+    chances = {"label": teacher.config.vocab_size, "sequence_label": classes}
     said, worse = [], []
     for name, size in found.items():
         chance = math.log(chances[name])
@@ -118,10 +117,6 @@ def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
         worse += [name] if not size.value < chance else []
     remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
     return Finding("failure" if worse else "ok", what, "; ".join(said), remedy if worse else None)
-
-
-def _num_classes(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> int:
-    return batch.input_ids.shape[1] if plan.objective.sequences == "spans" else max(2, teacher.config.num_labels or 0)
 
 
 def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
@@ -132,14 +127,15 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     what = "teacher as its own student"
     names, settings = plan.config.methods(), plan.config.method_settings
     try:
-        method = build_method(names, settings, plan.teacher_config, plan.teacher_config, plan.objective)
+        method = build_method(names, settings, plan.models.teacher, plan.models.teacher, plan.models.objective)
     except UserError:
         return Finding("ok", what, "not applicable: the map of the layers is for another depth")
     if method.projections:
         return Finding("ok", what, "not applicable: learned matrices map the widths")
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
-    found = {name: size for name, size in _own_sizes(method, teacher, batch).items() if name not in labels}
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    found = {name: size for name, size in term_sizes(method, teacher, student, batch).items() if name not in labels}
     shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in found.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
     if largest is None:
@@ -150,11 +146,6 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
         return Finding("ok", what, f"the gradient of each term is at most {shares[largest]:.1e} of the student's")
     said = f"the gradient of the term {largest} is {shares[largest]:.1e} of the student's"
     return Finding("failure", what, said, f"the term {largest} is wrong for this architecture: please report it")
-
-
-def _own_sizes(method: Method, teacher: PreTrainedModel, batch: Batch) -> dict[str, TermSize]:
-    student = copy.deepcopy(teacher).requires_grad_(True)
-    return term_sizes(method, teacher, student, batch)
 
 
 def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
@@ -190,27 +181,26 @@ def term_sizes(
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
-    options: dict[str, Any] = {"vocabulary": vocabulary, "pooling": method.pooling}
-    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), **options)
-    tapped = [learner]
+    learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
+    wired = {"student": learner}
     if method.needs_teacher and teacher is not None:
-        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), **options))
+        wired["teacher"] = tapped(method, "teacher", teacher, vocabulary=vocabulary)
     if method.token_terms:
-        check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
+        check_losses(wired, batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
         for name in progress(method.weights, "Checking", "terms of the loss"):
             teacher_outputs = None
-            if len(tapped) > 1:
+            if "teacher" in wired:
                 with torch.no_grad():
-                    teacher_outputs = tapped[1].teach(batch, lm_head=method.teacher_positions)
+                    teacher_outputs = wired["teacher"].teach(batch, lm_head=method.teacher_positions)
             losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:
-        for each in tapped:
+        for each in wired.values():
             each.remove()
     return sizes
 

@@ -1,25 +1,31 @@
-"""Descriptions of a plan: a few lines for the terminal, an estimate of the cost, and all values as JSON."""
+"""Descriptions of a plan, and the dry run of the main job, which shows them and with ``--check`` checks the run."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from llmdistill.config.command_line import to_dict
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import about_recipe, to_dict
 from llmdistill.data.prompts import describe_prompt
 from llmdistill.files import byte_size
+from llmdistill.messages import print_result
 from llmdistill.run.disk import DiskNeed
 from llmdistill.run.plan import Plan
+from llmdistill.runtime.environment import print_finding
 
 
 def headline(plan: Plan, data_report: str) -> str:
     """Describe the run in a few lines for the terminal."""
-    sizes, train, split = plan.sizes, plan.config.train, plan.split
+    sizes, train, split = plan.models.sizes, plan.config.train, plan.split
     teacher = plan.config.teacher.model
     teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
-    teacher_line += "" if plan.teacher_origin is None else f", {plan.teacher_origin}"
+    teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
     teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = str(plan.models.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
     adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
     own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
@@ -48,8 +54,8 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     if train.epochs is not None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    of_teacher = 2 * plan.sizes["teacher_params"] if plan.method.needs_teacher and not plan.is_cached else 0
-    flops = tokens * (3 * plan.sizes["forward_flops"] + of_teacher)
+    of_teacher = 2 * plan.models.sizes["teacher_params"] if plan.method.needs_teacher and not plan.is_cached else 0
+    flops = tokens * (3 * plan.models.sizes["forward_flops"] + of_teacher)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
@@ -78,7 +84,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         config["train"]["steps"] = None
         notes.append(f"the steps of train.epochs {epochs}, and so the cost, are known once the training set is read")
     return {
-        **plan.sizes,
+        **plan.models.sizes,
         "batch": batch,
         "terms": terms,
         "estimate": estimate(plan),
@@ -87,3 +93,36 @@ def describe(plan: Plan) -> dict[str, Any]:
         "config": config,
         "ds_config": plan.ds_config,
     }
+
+
+def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | None, flags: argparse.Namespace) -> int:
+    """Print what a command would run, and return 1 if a check fails, else 0.
+
+    The last of the plans is the run's own; `tasks` is the second stage as plain JSON values, and `flags` are those of
+    `parse_run`.
+    """
+    found = []
+    if not flags.json:
+        plan = plans[-1]
+        told = [about_recipe(flags.recipe), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
+        if len(plans) > 1:
+            told.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
+        if plan.config.tasks.names:
+            told.append(f"After       fine-tuning on {', '.join(plan.config.tasks.names)}")
+        print_result("\n".join(told))
+    if flags.check:
+        from llmdistill.run.checkup import check_run
+        from llmdistill.runtime.terminal import quiet_transformers
+
+        quiet_transformers()
+        for finding in check_run(config):
+            found.append(finding)
+            if not flags.json:
+                print_finding(finding)
+    if flags.json:
+        values = describe(plans[-1])
+        values |= {"assistants": [describe(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
+        values |= {} if tasks is None else {"tasks": tasks}
+        values |= {"check": [asdict(finding) for finding in found]} if flags.check else {}
+        print_result(values)
+    return int(any(finding.state == "failure" for finding in found))

@@ -30,14 +30,14 @@ class DiskNeed:
     @classmethod
     def of(cls, plan: Plan) -> DiskNeed:
         """Return the need of a run from its plan."""
-        config, params = plan.config, plan.sizes["student_params"]
+        config, params = plan.config, plan.models.sizes["student_params"]
         saves = plan.trains and config.train.save_every is not None
         best = 2 if plan.trains and config.train.keep_best is not None else 0
         made = int(config.student.model is None)
         return cls(
             checkpoint=_STATE_BYTES * params if saves and config.student.lora.rank is None else 0,
             checkpoints=config.train.keep_checkpoints + 1 if saves else 0,
-            student=params * plan.dtype.itemsize,
+            student=params * plan.models.dtype.itemsize,
             students=made + int(plan.trains) + best,
         )
 

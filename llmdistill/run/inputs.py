@@ -76,7 +76,11 @@ class Given:
         check_writable(Path(output_dir), "output_dir")
         inputs, field = Path(output_dir) / INPUTS, config.data.text.field
         file_of = partial(data_file, inputs=inputs, kind=config.data.kind)
-        values |= {"output_dir": str(output_dir), "ds_config": self._ds_config(inputs)}
+        ds_config = DEFAULT_DS_CONFIG if self.ds_config is None else str(self.ds_config)
+        if isinstance(self.ds_config, Mapping):
+            ds_config = str(inputs / "ds_config.json")
+            write_json(Path(ds_config), dict(self.ds_config))
+        values |= {"output_dir": str(output_dir), "ds_config": ds_config}
         values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
         if self.student is not None:
             values["student"]["model"] = model_folder(self.student, self.tokenizer, inputs, role="student")
@@ -86,14 +90,6 @@ class Given:
             "tests": {name: file_of(each, name=f"tests {name}") for name, each in self.tests.items()},
         }
         return build(values, RunConfig, METHODS)
-
-    def _ds_config(self, inputs: Path) -> str:
-        if self.ds_config is None:
-            return DEFAULT_DS_CONFIG
-        if isinstance(self.ds_config, str | Path):
-            return str(self.ds_config)
-        write_json(inputs / "ds_config.json", dict(self.ds_config))
-        return str(inputs / "ds_config.json")
 
     def command(self, method: str) -> str:
         """Return the Python call in one line."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.messages import say
 from llmdistill.progress import Activity
@@ -55,15 +57,14 @@ class Stopwatch:
 class RunLog:
     """The log of one training run; only rank 0 writes."""
 
-    def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
-        """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed.
+    monitor: Any = None
+    """Gets the rows too, see `run.trackers.monitors`; None writes the file alone."""
 
-        `monitor` also gets the rows, see `run.trackers.monitors`; None writes the file alone.
-        """
+    def __init__(self, folder: Path, *, start: int, steps: int, world: World) -> None:
+        """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed."""
         self._active = world.is_main
         self._file = folder / METRICS_LOG
         self._steps = steps
-        self._monitor = monitor
         self._header: list[str] = []
         self._activity = Activity("Training", steps, "steps", done=start, detail=_stops)
         self.rows: list[dict[str, float]] = []
@@ -93,8 +94,8 @@ class RunLog:
             file.write(json.dumps(row) + "\n")
 
     def _send(self, step: int, values: dict[str, float]) -> None:
-        if self._monitor is not None:
-            self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+        if self.monitor is not None:
+            self.monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
 
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
@@ -142,3 +143,20 @@ class RunLog:
 
 def _stops() -> str:
     return "stops after this step and saves it" if signals.caught() else ""
+
+
+def check_log(folder: Path, step: int, entry: Mapping[str, Any] | None) -> None:
+    """Raise a UserError unless a run's log begins with the rows that it had when the checkpoint of a step was saved.
+
+    `entry` has size and sha256 of the log at that time. A log that the user has removed is no damage.
+    """
+    file = folder / METRICS_LOG
+    if entry is None or not file.is_file():
+        return
+    with file.open("rb") as log:
+        rows = log.read(entry["bytes"])
+    if hashlib.sha256(rows).hexdigest() != entry["sha256"]:
+        raise UserError(
+            f"{file}: its rows up to step {step} changed after they were written; put the file back as it was, or "
+            "remove it to go on without these rows"
+        )

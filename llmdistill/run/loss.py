@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -16,11 +17,10 @@ from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.sentences import read_sentence_settings
-from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.run.loss_check import check_losses
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 
@@ -104,16 +104,23 @@ class DistillationLoss:
         check_names("also", also, with_teacher(METHODS))
         own = method_settings(names, settings or {}, keywords, METHODS)
         self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
-        _check_vocabularies(self.method, teacher, student, vocabulary)
+        sizes = teacher.config.vocab_size, student.config.vocab_size
+        if self.method.teacher_positions and vocabulary is None and sizes[0] != sizes[1]:
+            raise UserError(
+                f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models "
+                "with the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that "
+                "both have"
+            )
         teacher.eval()
         self._forward: Callable[..., Any] = student
         self._is_checked = False
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
         student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
-        self._tapped = [self._tap(student, self._run_student, self.method.student_taps, vocabulary, projectors)]
+        wired = partial(tapped, self.method, vocabulary=vocabulary)
+        self._tapped = {"student": wired("student", student, forward=self._run, projectors=projectors)}
         if self.method.needs_teacher:
-            self._tapped.append(self._tap(teacher, teacher, self.method.teacher_taps, vocabulary))
+            self._tapped["teacher"] = wired("teacher", teacher)
 
     def __call__(
         self,
@@ -145,17 +152,17 @@ class DistillationLoss:
         """
         located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
         divisors = self._divisors(located, num_items_in_batch)
-        if len(self._tapped) > 1 and self.teacher.device != located.input_ids.device:
+        if self.method.needs_teacher and self.teacher.device != located.input_ids.device:
             self.teacher.to(cast(Any, located.input_ids.device))
         teacher_outputs = None
         self._forward = self.student if model is None else model
         try:
             if not self._is_checked and self.method.token_terms:
                 self._check_losses(located)
-            if len(self._tapped) > 1:
+            if self.method.needs_teacher:
                 with torch.no_grad():
-                    teacher_outputs = self._tapped[1].teach(located, lm_head=self.method.teacher_positions)
-            losses = self._tapped[0].learn(located, self.method.running(teacher_outputs, located, divisors))
+                    teacher_outputs = self._tapped["teacher"].teach(located, lm_head=self.method.teacher_positions)
+            losses = self._tapped["student"].learn(located, self.method.running(teacher_outputs, located, divisors))
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
@@ -166,7 +173,7 @@ class DistillationLoss:
         self._is_checked, training = True, self.student.training
         self.student.eval()
         try:
-            check_losses(dict(zip(("student", "teacher"), self._tapped, strict=False)), batch, World.current())
+            check_losses(self._tapped, batch, World.current())
         finally:
             self.student.train(training)
 
@@ -217,23 +224,12 @@ class DistillationLoss:
 
     def remove(self) -> None:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
-        for tapped in self._tapped:
-            tapped.remove()
+        for each in self._tapped.values():
+            each.remove()
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)
 
-    def _tap(
-        self,
-        model: PreTrainedModel,
-        forward: Callable[..., Any],
-        taps: Any,
-        vocabulary: int | None,
-        projectors: Any = None,
-    ) -> TappedModel:
-        recorder = Recorder(model, taps, projectors)
-        return TappedModel(forward, recorder, vocabulary=vocabulary, pooling=self.method.pooling)
-
-    def _run_student(self, **inputs: Any) -> Any:
+    def _run(self, **inputs: Any) -> Any:
         return self._forward(**inputs)
 
     def _divisors(
@@ -270,14 +266,3 @@ def _objective_of(student: PreTrainedModel, pooling: Pooling | None) -> Objectiv
     if name.endswith("ForQuestionAnswering"):
         return Objective(tokens=False, sequences="spans")
     return Objective(tokens=True, sequences="classes" if name == "BertForPreTraining" else None)
-
-
-def _check_vocabularies(
-    method: Method, teacher: PreTrainedModel, student: PreTrainedModel, vocabulary: int | None
-) -> None:
-    sizes = teacher.config.vocab_size, student.config.vocab_size
-    if method.teacher_positions and vocabulary is None and sizes[0] != sizes[1]:
-        raise UserError(
-            f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models with "
-            "the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that both have"
-        )

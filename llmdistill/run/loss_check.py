@@ -18,13 +18,8 @@ LossModes = Mapping[str, Mapping[str, bool]]
 def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
     """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
 
-    Every rank must call this function, with models in evaluation mode and its own first batch. A model without an LM
-    head is left as it is.
-
-    Args:
-        models: the models by their names for the user.
-        batch: the first micro batch, on the models' device.
-        world: the ranks, which all decide alike.
+    Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
+    model without an LM head is left as it is.
 
     Returns:
         The modes in which the models run from now on.

@@ -11,7 +11,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from llmdistill.config.command_line import to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
-from llmdistill.report.metrics_log import METRICS_LOG, Log, row_of
+from llmdistill.report.metrics_log import METRICS_LOG, Log
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import warn_main
 
@@ -58,25 +57,46 @@ def check_access(names: Sequence[str]) -> None:
     """Raise a UserError if a tracker cannot be reached or does not know the user, before a run does any work."""
     for name in names:
         if name in _TRACKERS:
-            try:
+            with _failing(name):
                 _TRACKERS[name].check()
-            except Exception as error:  # of their clients and of the network
-                raise _failed(name, error) from error
 
 
-def _failed(name: str, error: Exception) -> UserError:
-    said = " ".join(str(error).split())[:300] or type(error).__name__
-    return UserError(f"train.report_to {name}: {said}; {_TRACKERS[name].remedy}, or leave it out")
+@contextmanager
+def _failing(name: str) -> Iterator[None]:
+    """Turn what a tracker's client or the network raises into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"train.report_to {name}: {_said(error)}; {_TRACKERS[name].remedy}, or leave it out") from error
 
 
-class _WandB:
-    """A run of Weights & Biases; one that the caller has open is used and left open."""
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
+
+class _Tracker:
+    """A run of a tracker; one that the caller has open is used and left open."""
+
+    id: str
+    last: int
+    """The last step that the run has, -1 without any."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the figures of a step, unless the run has them."""
+        if step > self.last:
+            self._send(step, dict(values))
+            self.last = step
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        raise NotImplementedError
+
+
+class _WandB(_Tracker):
     remedy = "run `wandb login`, set WANDB_API_KEY, or work without the network by WANDB_MODE=offline"
 
     @staticmethod
     def knows() -> bool:
-        """Whether `last` is known; without the network W&B does not read its files, which a kill cuts short."""
+        """Whether W&B tells `last`; without the network it does not read its files, which a kill cuts short."""
         return os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
 
     @classmethod
@@ -101,13 +121,9 @@ class _WandB:
             dir=given("WANDB_DIR", str(folder)),
             config=dict(settings),
         )
-        self.id = str(self._run.id)
+        self.id, self.last = str(self._run.id), int(self._run.step) - 1
 
-    def last(self) -> int:
-        """Return the last step that the run has, -1 without any."""
-        return int(self._run.step) - 1
-
-    def send(self, step: int, values: dict[str, float]) -> None:
+    def _send(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def close(self, *, whole: bool) -> None:
@@ -115,18 +131,16 @@ class _WandB:
             self._run.finish(exit_code=0 if whole else 1)
 
 
-class _MLflow:
-    """A run of MLflow; one that the caller has open is used and left open."""
-
+class _MLflow(_Tracker):
     remedy = "fix MLFLOW_TRACKING_URI, or remove the variable to keep the run in a file here"
 
     @staticmethod
     def knows() -> bool:
-        """Whether `last` is known."""
+        """Whether MLflow tells `last`."""
         return True
 
-    @classmethod
-    def check(cls) -> None:
+    @staticmethod
+    def check() -> None:
         """Raise an error of MLflow if its store does not answer."""
         import mlflow
 
@@ -144,14 +158,11 @@ class _MLflow:
         if known is None and self._own:
             values = flattened(dict(settings))
             mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in values.items()})
-
-    def last(self) -> int:
-        """Return the last step that the run has, -1 without any."""
-        client = self._mlflow.MlflowClient()
+        client = mlflow.MlflowClient()
         found = [client.get_metric_history(self.id, f"train/{name}") for name in ("loss", "valid_loss")]
-        return max((int(each.step) for history in found for each in history), default=-1)
+        self.last = max((int(each.step) for history in found for each in history), default=-1)
 
-    def send(self, step: int, values: dict[str, float]) -> None:
+    def _send(self, step: int, values: dict[str, float]) -> None:
         self._mlflow.log_metrics(values, step=step)
 
     def close(self, *, whole: bool) -> None:
@@ -165,125 +176,85 @@ _TRACKERS: dict[str, type[_WandB] | type[_MLflow]] = {"wandb": _WandB, "mlflow":
 class Monitors:
     """What gets the rows of a log besides its file; has the one method of DeepSpeed's monitor that the log calls."""
 
-    def __init__(self, deepspeed: Any, warn: Callable[[str], None]) -> None:
+    def __init__(self, deepspeed: Any, world: World) -> None:
         """`deepspeed` is DeepSpeed's monitor or None."""
-        self._deepspeed = deepspeed
-        self._trackers: dict[str, Any] = {}
-        self._warn = warn
-        self.sent: dict[str, int] = {}
-        """The last step that each tracker has got."""
-
-    def add(self, name: str, tracker: Any, last: int) -> None:
-        """Add a tracker that has the rows up to a step."""
-        self._trackers[name], self.sent[name] = tracker, last
+        self._deepspeed, self._world = deepspeed, world
+        self.trackers: dict[str, _WandB | _MLflow] = {}
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Send the figures of one step. A tracker that fails is left out from then on, with a warning."""
         if self._deepspeed is not None:
             self._deepspeed.write_events(list(events))
         step, values = events[0][2], {name: value for name, value, _ in events}
-        for name, tracker in list(self._trackers.items()):
-            if step > self.sent[name] and self._has_done(
-                name, partial(tracker.send, step, values), f"from step {step} on"
-            ):
-                self.sent[name] = step
+        self._each(lambda tracker: tracker.add(step, values), f"from step {step} on")
 
     def close(self, *, whole: bool) -> None:
         """End the runs of the trackers; not `whole` if the training is not over."""
-        for name, tracker in list(self._trackers.items()):
-            self._has_done(name, partial(tracker.close, whole=whole), "after the last step")
+        self._each(lambda tracker: tracker.close(whole=whole), "after the last step")
 
-    def _has_done(self, name: str, call: Callable[[], None], what: str) -> bool:
-        try:
-            call()
-        except Exception as error:  # of their clients and of the network; the log itself is whole
-            del self._trackers[name], self.sent[name]
-            said = " ".join(str(error).split())[:300]
-            self._warn(f"train.report_to {name} failed ({said}): {what} the rows are in {METRICS_LOG} alone")
-            return False
-        return True
+    def _each(self, call: Callable[[_WandB | _MLflow], None], what: str) -> None:
+        for name, tracker in list(self.trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # of their clients and of the network; the log itself is whole
+                del self.trackers[name]
+                said = f"train.report_to {name} failed ({_said(error)}): {what} the rows are in {METRICS_LOG} alone"
+                warn_main(said, self._world)
 
 
 @contextmanager
-def monitors(config: RunConfig, deepspeed: Any, start: int, world: World) -> Iterator[Monitors]:
+def monitors(config: RunConfig, deepspeed: Any, rows: Log, start: int, world: World) -> Iterator[Monitors]:
     """Open the monitors of a run that goes on from step `start`, and close them; only rank 0 sends anything.
 
-    Raises UserError if a tracker cannot be opened.
+    `rows` are those of the log up to this step: a tracker gets those that it lacks. Raises UserError if one cannot be
+    opened.
     """
+    found, record = Monitors(deepspeed, world), dict[str, Any]()
     file = Path(str(config.output_dir)) / TRACKERS_FILE
-    found = Monitors(deepspeed, lambda said: warn_main(said, world))
-    record: dict[str, Any] = {}
     if world.is_main:
-        _forget_after(deepspeed, start)
-        record = _open(found, config, file, start)
+        writer = getattr(getattr(deepspeed, "tb_monitor", None), "summary_writer", None)
+        if writer is not None:  # its next file tells TensorBoard to leave out later steps, of an earlier process
+            writer.close()
+            writer.purge_step = 0 if start == 0 else start + 1  # step 0 is the validation before the first step
+        for name in config.train.report_to or []:
+            if name in _TRACKERS:
+                kept = read_record(file, remedy="remove the file, and the trackers get new runs") or {}
+                with _failing(name):
+                    found.trackers[name], record[name] = _open(name, config, kept.get(name), rows, start)
+        if record:
+            write_json(file, record)
     whole = False
     try:
         yield found
         whole = True
     finally:
         found.close(whole=whole)
+        for each, tracker in found.trackers.items():
+            record[each]["sent"] = tracker.last
         if record:
-            write_json(file, {name: {**entry, "sent": found.sent.get(name)} for name, entry in record.items()})
+            write_json(file, record)
 
 
-def _forget_after(deepspeed: Any, start: int) -> None:
-    """Let TensorBoard leave out the events that an earlier process has written after a step."""
-    writer = getattr(getattr(deepspeed, "tb_monitor", None), "summary_writer", None)
-    if writer is not None:
-        from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+def _open(
+    name: str, config: RunConfig, entry: Mapping[str, Any] | None, rows: Log, start: int
+) -> tuple[_WandB | _MLflow, dict[str, Any]]:
+    """Return an open tracker that has the rows, and its entry in the file.
 
-        mark = SessionLog(status=SessionLog.START)
-        first = 0 if start == 0 else start + 1  # step 0 is the validation before the first step
-        writer.file_writer.add_event(TensorBoardEvent(step=first, session_log=mark))
-
-
-def _open(found: Monitors, config: RunConfig, file: Path, start: int) -> dict[str, Any]:
-    """Open the trackers of a run and send the rows up to `start` that they lack; return what was written to `file`."""
-    names = [name for name in config.train.report_to or [] if name in _TRACKERS]
-    if not names:
-        return {}
-    record: dict[str, Any] = read_record(file, remedy="remove the file, and the trackers get new runs") or {}
-    shaping = {"steps": config.train.steps, "learning_rate": config.train.learning_rate}
-    rows = [row for row in _rows(file.parent) if row["step"] <= start]
-    for name in names:
-        try:
-            tracker, last = _opened(name, config, record.get(name), shaping, start)
-            for row in rows:
-                if row["step"] > last:
-                    values = {f"train/{key}": value for key, value in row.items() if key != "step"}
-                    tracker.send(int(row["step"]), values)
-                    last = int(row["step"])
-        except Exception as error:  # of their clients and of the network
-            raise _failed(name, error) from error
-        found.add(name, tracker, last)
-        record[name] = {"id": tracker.id, "shaping": shaping, "sent": None}
-    write_json(file, record)
-    return record
-
-
-def _opened(
-    name: str, config: RunConfig, entry: Mapping[str, Any] | None, shaping: Mapping[str, Any], start: int
-) -> tuple[Any, int]:
-    """Return an open tracker and the last step that it has; it is a new run if what the old one has cannot be used."""
+    It is a new run if the run of the earlier entry has rows after `start` that this training makes otherwise: no
+    tracker takes rows back.
+    """
     kind, folder, settings = _TRACKERS[name], Path(str(config.output_dir)), to_dict(config)
+    shaping = {"steps": config.train.steps, "learning_rate": config.train.learning_rate}
+    tracker = None
     if entry is not None and (kind.knows() or entry["sent"] is not None):
         tracker = kind(folder, settings, entry["id"])
-        last = tracker.last() if kind.knows() else int(entry["sent"])
-        if last <= start or entry["shaping"] == shaping:
-            return tracker, last
-        tracker.close(whole=True)  # its rows after `start` are of other settings, and no tracker takes rows back
-    tracker = kind(folder, settings, None)
-    return tracker, tracker.last()
-
-
-def _rows(folder: Path) -> Log:
-    """Return the rows that a log begins with, as earlier processes have sent them."""
-    file, rows = folder / METRICS_LOG, []
-    content = file.read_bytes() if file.is_file() else b""
-    for line in content[: content.rfind(b"\n") + 1].splitlines():
-        try:
-            rows.append(row_of(line, str(file)))
-        except UserError:  # the log itself says it where it matters
-            break
-    return rows
+        if not kind.knows():
+            tracker.last = int(entry["sent"])
+        if tracker.last > start and entry["shaping"] != shaping:
+            tracker.close(whole=True)
+            tracker = None
+    if tracker is None:
+        tracker = kind(folder, settings, None)
+    for row in rows:
+        tracker.add(int(row["step"]), {f"train/{key}": value for key, value in row.items() if key != "step"})
+    return tracker, {"id": tracker.id, "shaping": shaping, "sent": None}

@@ -68,11 +68,10 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
 
     from llmdistill.config import TrainConfig
     from llmdistill.data.sampler import Share
-    from llmdistill.models.forward import TappedModel
     from llmdistill.models.load import load_model
-    from llmdistill.models.taps import Recorder
-    from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+    from llmdistill.run.assemble import make_teacher
     from llmdistill.run.trainer import Trainer
+    from llmdistill.run.wiring import request_of, tapped
     from llmdistill.runtime.distributed import World
     from llmdistill.teacher.cache_folder import CacheFolder
     from llmdistill.teacher.cached import CachedTeacher, Teacher
@@ -82,16 +81,16 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     teacher: Teacher
     if row["cache"] is None:
         live = make_teacher(plan, world)
-        teacher = TappedModel(live.forward, make_recorder(plan, live.model, method.teacher_taps))
+        teacher = tapped(method, "teacher", live.model, forward=live.forward)
     else:
         folder = CacheFolder(Path(row["cache"]))
         teacher = CachedTeacher(folder, request_of(method), shift=method.shift, device=device)
-    engine = plain_engine(load_model(row["student"], dtype=plan.dtype, device=device).train())
+    engine = plain_engine(load_model(row["student"], dtype=plan.models.dtype, device=device).train())
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
     trainer = Trainer(
         engine=engine,
-        student=TappedModel(engine, Recorder(engine.module, method.student_taps), vocabulary=plan.vocabulary),
+        student=tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary),
         teacher=teacher,
         method=method,
         loader=loader,

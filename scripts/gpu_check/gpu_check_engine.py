@@ -27,14 +27,12 @@ from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
 from llmdistill.files import write_json
 from llmdistill.methods import METHODS, Method, build_method
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.models.taps import Recorder
-from llmdistill.run.assemble import request_of
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.memory import CACHED, Sizes, Zero, peak_memory
 from llmdistill.run.forecast.step import ForecastModels, trace_step
 from llmdistill.run.trainer import Trainer
+from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
@@ -157,7 +155,7 @@ def method_of(setting: Setting, config: PreTrainedConfig) -> Method:
 
 def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder: Path, world: World) -> Teacher:
     """The live teacher of a setting, or its cache, which is made in a folder of this rank."""
-    live = TappedModel(model, Recorder(model, method.teacher_taps))
+    live = tapped(method, "teacher", model)
     if setting.cached is None:
         return live
     settings, request = CacheConfig(content=setting.cached), request_of(method)
@@ -199,7 +197,7 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Train
         engine = build_engine(student, ds_config, train)
     return Trainer(
         engine=engine,
-        student=TappedModel(engine, Recorder(engine.module, method.student_taps, projectors)),
+        student=tapped(method, "student", engine.module, forward=engine, projectors=projectors),
         teacher=teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None,
         method=method,
         loader=None,  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ MARKS = {
     "training": "llmdistill.run.trainer:global_counts",
     "saving": "llmdistill.run.checkpoints:save_file",
     "student": "llmdistill.run.assemble:save_student",
-    "scoring": "llmdistill.run.assemble:load_scored",
+    "scoring": "llmdistill.run.job:load_model",
     "generating": "llmdistill.generation.responses:answer_batch",
     "comparing": "llmdistill.experiments.launcher:_start",
     "exporting": "llmdistill.factorize.export:merge",

@@ -238,8 +238,8 @@ BREAKS = [
     Break(
         "teacher-layer-from-zero",
         f"{METHODS}/layers.py",
-        "return spec - 1",
-        "return spec",
+        'number = depths[1] if layer == "last" else layer',
+        'number = depths[1] if layer == "last" else layer + 1',
         f"{METHOD_TESTS}/test_minilm.py::test_terms_equal_the_naive_loop",
     ),
     Break(

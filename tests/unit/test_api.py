@@ -89,14 +89,6 @@ class TestCompress:
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert torch.equal(again(IDS).logits, student(IDS).logits)
 
-    def test_each_linear_is_its_best_approximation_of_that_rank(self, model):
-        student = llmdistill.compress(model, rank=8)
-        dense = model.model.layers[1].mlp.up_proj.weight
-        u, s, v = torch.linalg.svd(dense.double())
-        best = (u[:, :8] * s[:8]) @ v[:8]
-        made = student.model.layers[1].mlp.up_proj(torch.eye(32)).T
-        assert torch.allclose(made, best.float(), atol=1e-4)
-
     def test_a_student_shares_no_memory_with_its_teacher(self, model):
         student = llmdistill.compress(model, ranks={"*.up_proj": 4})
         held = {tensor.data_ptr() for tensor in model.parameters()}
@@ -367,7 +359,7 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     )
     tokenizer.save_pretrained(teacher)
     lengths = {key: ANSWERS[key] for key in ("decoding", "max_length", "max_prompt_length")}
-    call = {"tests": {"t": ROWS[:4]}, "output_dir": tmp_path / "run", **lengths, **STEPS}
+    call = {"tests": {"t": ROWS[:2]}, "output_dir": tmp_path / "run", **lengths, **STEPS, "steps": 1}
     call["settings"] = {"student.factorize.rank": 8}
     given = {} if prompt is None else {"prompt": prompt}
     result = llmdistill.distill(teacher, None, ROWS, "kd", **call, **given)
@@ -376,11 +368,11 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     assert asked == (prompt or "chat")
     # Asked in another way, the models would have other perplexities.
     for model, measured in ((teacher, "teacher"), (tmp_path / "run" / "student", "student")):
-        alike = llmdistill.evaluate(model, ROWS[:4], prompt=asked, **ANSWERS)["perplexity"]
-        other = llmdistill.evaluate(model, ROWS[:4], prompt="minillm", **ANSWERS)["perplexity"]
+        alike = llmdistill.evaluate(model, ROWS[:2], prompt=asked, **ANSWERS)["perplexity"]
+        other = llmdistill.evaluate(model, ROWS[:2], prompt="minillm", **ANSWERS)["perplexity"]
         assert alike == pytest.approx(result.metrics[measured]["perplexity"]["t"], rel=1e-4)
         assert abs(alike - other) > 1e-3 * alike
-    by_itself = llmdistill.evaluate(tmp_path / "run" / "student", ROWS[:4], **ANSWERS)["perplexity"]
+    by_itself = llmdistill.evaluate(tmp_path / "run" / "student", ROWS[:2], **ANSWERS)["perplexity"]
     assert by_itself == pytest.approx(alike, rel=1e-6)
     card = (tmp_path / "run" / "student" / "README.md").read_text()
     assert "## How to ask it" in card

@@ -185,12 +185,12 @@ def test_every_encoder_recipe_is_tested() -> None:
 def test_sizes_are_the_tables(name: str, plans_of: Callable[[str], list[Plan]]) -> None:
     plan = plans_of(name)[-1]
     published, counting, whole, layers = expected_sizes(name)
-    assert plan.sizes["student_params"] == whole
-    dense = build_reference(plan.student_config)
+    assert plan.models.sizes["student_params"] == whole
+    dense = build_reference(plan.models.student)
     around = (
         count_parameters(dense) - count_parameters(dense.get_input_embeddings()) - count_parameters(layers_of(dense))
     )
-    assert plan.sizes["student_params"] - around == layers
+    assert plan.models.sizes["student_params"] - around == layers
     text = recipe_path(name).read_text(encoding="utf-8")
     assert f"{layers:,} in word embedding and layers" in text
     assert f"{whole:,} in all" in text
@@ -240,9 +240,9 @@ def test_the_header_says_how_to_run_it(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("-ta")])
 def test_an_assistant_stands_between(name: str, plans_of: Callable[[str], list[Plan]]) -> None:
     assistant, student = plans_of(name)
-    assert assistant.student_config.num_hidden_layers == 12
-    assert student.teacher_config.to_dict() == assistant.student_config.to_dict()
-    assert assistant.student_config.hidden_size == student.student_config.hidden_size == 384
+    assert assistant.models.student.num_hidden_layers == 12
+    assert student.models.teacher.to_dict() == assistant.models.student.to_dict()
+    assert assistant.models.student.hidden_size == student.models.student.hidden_size == 384
 
 
 def test_an_assistant_is_trained_by_settings_of_its_own(plans_of: Callable[[str], list[Plan]]) -> None:

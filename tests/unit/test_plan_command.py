@@ -245,8 +245,8 @@ def test_micro_batches_between_two_traces(run):
     plan = resolve(config)
     models = build_models(plan)
     # The forecast counts the parameters that the dry run counts, and no more than the target for ranks left to data.
-    assert count_parameters(models.student) == pytest.approx(plan.sizes["student_params"], rel=0.01)
-    assert count_parameters(models.teacher) == count_parameters(build_reference(plan.teacher_config))
+    assert count_parameters(models.student) == pytest.approx(plan.models.sizes["student_params"], rel=0.01)
+    assert count_parameters(models.teacher) == count_parameters(build_reference(plan.models.teacher))
     traces = {size: trace_step(models, full_batch(plan, size), checkpointing=False) for size in (1, 3, 5)}
     found = between(traces[1], traces[5], 3)
     peaks = [max(sum(moment.live.values()) for moment in trace.moments) for trace in (found, traces[3])]

@@ -184,7 +184,7 @@ def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str
     plan = next(iter(studies.values())).plan
     teacher = "" if config.teacher is None else f" from {config.teacher}"
     terms = ", ".join(plan.method.weights)
-    classifier = "; the classifier starts as the teacher's" if plan.copies_classifier else ""
+    classifier = "; the classifier starts as the teacher's" if plan.models.copies_classifier else ""
     return (
         f"Model       {config.model}\n"
         f"Method      {' + '.join(config.methods())}{teacher} (terms: {terms}){classifier}\n"
@@ -201,7 +201,7 @@ def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[s
     """
     named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
     models = {role: path for role, path in named.items() if path is not None}
-    file, dtype, device = study.root / "sizes.json", study.plan.dtype, world.device
+    file, dtype, device = study.root / "sizes.json", study.plan.models.dtype, world.device
     batch = {"batch_size": study.protocol.batch_size, "length": study.protocol.max_length}
     asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
     if config.speed:

@@ -257,7 +257,7 @@ class TaskStudy:
         missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
         if missing:
             tokenizer: Any = load_tokenizer(self.config.model)
-            model = load_model(self.folder / BEST, dtype=self.plan.dtype, device=world.device, head=self.benchmark.head)
+            model = load_model(self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head)
             best = ScoredModel(
                 model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
             )
@@ -283,7 +283,7 @@ class TaskStudy:
                 layer=self.config.tsne_layer,
                 aspect=aspect,
                 max_length=self.protocol.max_length,
-                dtype=self.plan.dtype,
+                dtype=self.plan.models.dtype,
                 device=world.device,
             ),
             world,

@@ -74,26 +74,27 @@ class BestStudent:
         """
         score = None if self.score is None else self.score()
         value = loss if score is None else score
+
         # Rank 0 decides: it alone is sure to have written the record, and all ranks need the same answer.
-        if on_main(lambda: self._is_better(value), self.world):
+        def is_better() -> bool:
+            best = read_best(self.folder)
+            if best is None or not (self.folder / best["student"]).is_dir():
+                return True
+            return bool(value < best["value"] if score is None else value > best["value"])
+
+        def record() -> None:
+            student = {"step": step, "metric": self.metric, "value": value, "student": f"{_FOLDER}/{target.name}"}
+            write_json(self.folder / BEST_FILE, student)
+            for other in target.parent.iterdir():
+                if other != target:
+                    shutil.rmtree(other)
+
+        if on_main(is_better, self.world):
             target = self.folder / _FOLDER / f"step-{step}"
             on_main(lambda: shutil.rmtree(target, ignore_errors=True), self.world)
             self.save(target)
-            on_main(lambda: self._record(step, value, target), self.world)
+            on_main(record, self.world)
         return {} if score is None else {"valid_score": score}
-
-    def _is_better(self, value: float) -> bool:
-        best = read_best(self.folder)
-        if best is None or not (self.folder / best["student"]).is_dir():
-            return True
-        return bool(value < best["value"] if self.score is None else value > best["value"])
-
-    def _record(self, step: int, value: float, target: Path) -> None:
-        record = {"step": step, "metric": self.metric, "value": value, "student": f"{_FOLDER}/{target.name}"}
-        write_json(self.folder / BEST_FILE, record)
-        for other in target.parent.iterdir():
-            if other != target:
-                shutil.rmtree(other)
 
     def _damage(self, record: Mapping[str, Any]) -> str | None:
         student = self.folder / record["student"]

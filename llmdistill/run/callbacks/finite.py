@@ -109,15 +109,9 @@ class FiniteSteps:
         return before
 
     def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
-        """Remember an applied step, and check the one before it; return the figures of that one if there is one.
+        """Remember an applied step, and check the one before it as `check_last` does; return its figures.
 
-        Args:
-            step: the number of the step, from 1.
-            batches: this rank's micro batches of the step.
-            losses: the terms of each micro batch, (micro batches, terms), divided by the global counts.
-
-        Raises:
-            UserError: the loss or the gradient of the step before is not finite.
+        `losses` are this rank's terms of each micro batch, (micro batches, terms), divided by the global counts.
         """
         before = self.check_last()
         self.in_a_row = 0

@@ -17,18 +17,13 @@ class Stopping:
         self._asked: Callable[[], int] | None = None
 
     def after_step(self, state: TrainState) -> None:
-        """See Callback."""
-        state.signal = self.signal_at(last=state.is_last)
-
-    def signal_at(self, *, last: bool) -> int:
-        """Return the signal that stops the training after this step; 0 without one. Every rank calls it at each step.
+        """See Callback: find the signal that stops the training after this step.
 
         With several ranks a signal is known one step later, so that the hosts do not wait for each other in every step;
-        at the `last` step they do.
+        at the last step they do.
         """
         before, self._asked = self._asked, largest_later(signals.caught(), self._world)
-        number = 0 if before is None else before()
-        if last or number or self._world.size == 1:
-            number = max(number, self._asked())
+        state.signal = 0 if before is None else before()
+        if state.is_last or state.signal or self._world.size == 1:
+            state.signal = max(state.signal, self._asked())
             self._asked = None
-        return number

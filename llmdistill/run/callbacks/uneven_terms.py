@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from llmdistill.batch import Outputs
+from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.losses.terms import RunningTerms
+from llmdistill.methods import Method
+from llmdistill.models.families import family_of, has_family
+from llmdistill.models.forward import TappedModel
 from llmdistill.run.callbacks.base import TrainState
-from llmdistill.run.term_gradients import term_gradients
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.terminal import warn_main
 
@@ -69,3 +74,45 @@ def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]
             )
             found[name] = norm / total, remedy
     return found
+
+
+def term_gradients(
+    method: Method,
+    model: PreTrainedModel,
+    student: TappedModel,
+    teach: Callable[[], Outputs | None],
+    batch: Batch,
+    divisors: Mapping[Positions, Tensor],
+) -> dict[str, float]:
+    """Return for each weighted term the norm of its gradient with respect to the input of the student's first layer.
+
+    These gradients need the memory of one activation, where those of the parameters would need that of the student.
+    The student runs once for each term, and so does the teacher, because terms use up what it returns. The student's
+    parameters are whole on this rank, and it runs without an engine, whose hooks expect a whole step.
+    """
+    lowest = model.get_input_embeddings()
+    name = family_of(model.config).embedding if has_family(model.config) else None
+    if name is not None:
+        lowest = model.base_model.get_submodule(name)
+    outputs: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: object, output: Tensor) -> None:
+        outputs.append(output if output.requires_grad else output.requires_grad_())  # a frozen embedding's does not
+
+    norms: dict[str, float] = {}
+    handle = lowest.register_forward_hook(keep)
+    try:
+        for name, weight in method.weights.items():
+            if weight != 0:
+                outputs.clear()
+                total = student.learn(batch, alone(method.running(teach(), batch, divisors), name)).total
+                (found,) = torch.autograd.grad(total, outputs[:1], allow_unused=True)
+                norms[name] = 0.0 if found is None else float(found.float().norm())
+    finally:
+        handle.remove()
+    return norms
+
+
+def alone(terms: RunningTerms, name: str) -> RunningTerms:
+    """Return the same terms, where all but one have the factor 0."""
+    return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})

@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions
 from llmdistill.config.cache import CacheConfig
 from llmdistill.methods import Method
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
-from llmdistill.run.assemble import request_of
+from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.teacher.rows import Request, place_of, to_outputs, to_rows
 
@@ -98,23 +96,18 @@ class CacheTrace:
 def trace_cache(
     teacher: PreTrainedModel, method: Method, batch: Batch, settings: CacheConfig, vocabulary: int | None = None
 ) -> CacheTrace:
-    """Trace the teacher's pass over a micro batch of `llmdistill cache`.
+    """Trace the teacher's pass over a micro batch of `llmdistill cache`, both on the meta device.
 
-    Args:
-        teacher: the teacher, on the meta device.
-        method: the method, which decides what is kept.
-        batch: the micro batch, with `label_rows`, on the meta device.
-        settings: what is kept of the distributions over tokens.
-        vocabulary: the number of logits that both models share; None if their vocabularies are the same.
+    `vocabulary` is the number of logits that both models share; None if their vocabularies are the same.
     """
     tracer, request = Tracer(), request_of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)
-    tapped = TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary, pooling=method.pooling)
+    wired = tapped(method, "teacher", teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
-        outputs = tapped.teach(batch, lm_head=method.teacher_positions)
+        outputs = wired.teach(batch, lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
-    tapped.remove()
+    wired.remove()
     head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
     return CacheTrace(
         settings=settings,

@@ -67,7 +67,7 @@ def trace_making(plan: Plan, models: ForecastModels, asked: CacheAsked) -> tuple
     settings, folder = asked.settings, asked.folder if named is None else named
     if (Path(folder) / CACHE_FILE).is_file() and named is not None:
         settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
-    check_top_k(plan, settings)
+    check_top_k(settings, plan.models.compared_tokens)
     assert models.teacher is not None
     batch = full_batch(plan, settings.micro_batch_size)
     trace = trace_cache(models.teacher, plan.method, batch, settings, models.vocabulary)

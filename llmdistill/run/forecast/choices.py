@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from llmdistill.config.machine import MachineConfig
@@ -14,7 +15,7 @@ from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
 from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
 from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
-from llmdistill.run.forecast.step import StepTrace, between, build_models, full_batch, trace_step
+from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch
@@ -111,11 +112,8 @@ def make_choices(
 ) -> list[LayoutChoice]:
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
-    Args:
-        plan: the run.
-        machine: the machine.
-        names: the DeepSpeed configurations to consider, by the names of shipped ones.
-        cache: the cache to consider in place of the teacher's pass, if the run can have one.
+    `names` are those of shipped DeepSpeed configurations. The `cache` is considered in place of the teacher's pass if
+    the run can have one.
 
     Raises:
         UserError: the global batch cannot be divided among the ranks, the student's sizes are not known, or the
@@ -145,74 +143,50 @@ def make_choices(
         for cached in sorted({teacher == CACHED for teacher in teachers})
     }
     choices = []
-    for name in names:
-        ds_config = read_ds_config(name)
-        for micro_batch_size in sizes_of_batch:
-            steps = share // micro_batch_size
-            zero = Zero.of(ds_config, accumulation_steps=steps)
-            if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
-                zero = replace(zero, bucket_size=min(zero.bucket_size, sizes.trained))
-            for (checkpointing, cached), (low, high) in traces.items():
-                trace = between(low, high, micro_batch_size)
-                read = kept.row_bytes(of_sequence.times(micro_batch_size)) if cached and kept is not None else 0
-                choices += [
-                    _choice(name, zero, sizes, teacher, trace, machine, checkpointing, steps, read, forecast)
-                    for teacher in teachers
-                    if (teacher == CACHED) == cached
-                ]
+    for name, micro_batch_size in product(names, sizes_of_batch):
+        steps = share // micro_batch_size
+        zero = Zero.of(read_ds_config(name), accumulation_steps=steps)
+        if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
+            zero = replace(zero, bucket_size=min(zero.bucket_size, sizes.trained))
+        for checkpointing, teacher in product((False, True), teachers):
+            is_cached = teacher == CACHED
+            low, high = traces[checkpointing, is_cached]
+            trace = between(low, high, micro_batch_size)
+            work = trace.student + trace.teacher
+            read = kept.row_bytes(of_sequence.times(micro_batch_size)) if is_cached and kept is not None else 0
+            parts = peak_memory(
+                zero,
+                sizes,
+                teacher,
+                trace.moments,
+                ranks=ranks,
+                accumulation_steps=steps,
+                ranks_of_node=machine.ranks_of_node,
+            )
+            choice = LayoutChoice(
+                ds_config=name,
+                micro_batch_size=micro_batch_size,
+                accumulation_steps=steps,
+                checkpointing=checkpointing,
+                teacher=teacher,
+                memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
+                flops=steps * work.flops,
+                wire_bytes=wire_bytes(zero, sizes, teacher, ranks, accumulation_steps=steps),
+                node_bytes=node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=steps),
+                duration=step_duration(zero, sizes, teacher, work, machine, accumulation_steps=steps, read_bytes=read),
+                available=machine.memory_bytes,
+                margin=machine.margin,
+                cache=forecast if is_cached else None,
+            )
+            choices.append(choice)
     return choices
-
-
-def _choice(
-    name: str,
-    zero: Zero,
-    sizes: Sizes,
-    teacher: str | None,
-    trace: StepTrace,
-    machine: MachineConfig,
-    checkpointing: bool,
-    accumulation_steps: int,
-    read_bytes: int,
-    cache: CacheForecast | None,
-) -> LayoutChoice:
-    parts = peak_memory(
-        zero,
-        sizes,
-        teacher,
-        trace.moments,
-        ranks=machine.ranks,
-        accumulation_steps=accumulation_steps,
-        ranks_of_node=machine.ranks_of_node,
-    )
-    work = trace.student + trace.teacher
-    return LayoutChoice(
-        ds_config=name,
-        micro_batch_size=trace.micro_batch_size,
-        accumulation_steps=accumulation_steps,
-        checkpointing=checkpointing,
-        teacher=teacher,
-        memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
-        flops=accumulation_steps * work.flops,
-        wire_bytes=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps),
-        node_bytes=node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=accumulation_steps),
-        duration=step_duration(
-            zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps, read_bytes=read_bytes
-        ),
-        available=machine.memory_bytes,
-        margin=machine.margin,
-        cache=cache if teacher == CACHED else None,
-    )
 
 
 def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> LayoutChoice:
     """Return the fastest choice that fits, not tightly if possible; of those that are alike, the simplest.
 
-    Args:
-        choices: the choices, of which the first ds_configs are the simplest.
-        micro_batch_size: the one that the run asks for, which is kept if it fits; None leaves it open.
-
-    Raises:
-        UserError: none fits; the message says what is missing.
+    The first ds_configs of the choices are the simplest. A `micro_batch_size` that the run asks for is kept if it fits.
+    Raises UserError, which says what is missing, if none fits.
     """
     fitting = _preferred(choices, micro_batch_size)
     if not fitting:

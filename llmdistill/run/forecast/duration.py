@@ -1,9 +1,14 @@
-"""The time of a training step on a machine, and what bounds it: pure functions over numbers."""
+"""The time of a training step on a machine, and what bounds it, from numbers alone; the numbers of this CPU."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch.utils.benchmark import Timer
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.run.forecast.memory import Sizes, Zero
@@ -63,25 +68,28 @@ def step_duration(
 ) -> Duration:
     """Return the time of an optimizer step.
 
-    Args:
-        zero: the student's ZeRO.
-        sizes: the sizes of the models.
-        teacher: the value of teacher.sharding, or "cached"; None without a teacher.
-        work: what both models do for one micro batch.
-        machine: the GPUs and their bandwidths.
-        accumulation_steps: the number of micro batches of a step on each rank.
-        read_bytes: what a rank reads from a teacher's cache for one micro batch.
+    `teacher` is the value of teacher.sharding, or "cached", and None without a teacher; `work` is what both models do
+    for one micro batch, for which `read_bytes` are read from a teacher's cache.
     """
     bandwidth = _reached(machine, machine.memory_bandwidth)
-    updated = sizes.trained / machine.ranks if zero.stage > 0 else sizes.trained
-    on_gpu = 0 if zero.offloads_optimizer else _ADAM_BYTES * updated
+    share = sizes.trained / machine.ranks
+    on_gpu = 0 if zero.offloads_optimizer else _ADAM_BYTES * (share if zero.stage > 0 else sizes.trained)
+    between = wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
+    within = node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=accumulation_steps)
+    copied = 0.0
+    if zero.offloads_optimizer:
+        copied += share * sizes.element_bytes * (accumulation_steps + 1)  # gradients down, weights up
+    if zero.offloads_weights:
+        copied += 2 * accumulation_steps * sizes.student_bytes / machine.ranks
+    host = copied / _reached(machine, machine.pcie)
+    if zero.offloads_optimizer:
+        host += _HOST_ADAM_BYTES * share * machine.ranks_of_node / _reached(machine, machine.host_bandwidth)
     return Duration(
         compute=accumulation_steps * _product_seconds(work, machine),
         memory=(accumulation_steps * work.other_bytes + on_gpu) / bandwidth,
-        wire=_wire_seconds(zero, sizes, teacher, machine, accumulation_steps=accumulation_steps),
+        wire=between / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink),
         launch=1e-6 * machine.launch * accumulation_steps * work.operations,
-        host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps)
-        + accumulation_steps * read_seconds(read_bytes, machine),
+        host=host + accumulation_steps * read_seconds(read_bytes, machine),
     )
 
 
@@ -103,14 +111,6 @@ def _product_seconds(work: Work, machine: MachineConfig) -> float:
     """The time of matrix products; one of small matrices waits for the memory."""
     peak = 1e12 * machine.tflops * machine.product_share
     return max(work.flops / peak, work.product_bytes / _reached(machine, machine.memory_bandwidth))
-
-
-def _wire_seconds(
-    zero: Zero, sizes: Sizes, teacher: str | None, machine: MachineConfig, *, accumulation_steps: int
-) -> float:
-    between = wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
-    within = node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=accumulation_steps)
-    return between / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink)
 
 
 def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, accumulation_steps: int) -> float:
@@ -150,19 +150,29 @@ def wire_bandwidth(machine: MachineConfig) -> float:
     return min(machine.nvlink, machine.ranks_of_node * machine.infiniband)
 
 
-def _host_seconds(zero: Zero, sizes: Sizes, machine: MachineConfig, *, accumulation_steps: int) -> float:
-    copied = 0.0
-    updated = sizes.trained / machine.ranks
-    if zero.offloads_optimizer:
-        copied += updated * sizes.element_bytes * (accumulation_steps + 1)  # gradients down, weights up
-    if zero.offloads_weights:
-        copied += 2 * accumulation_steps * sizes.student_bytes / machine.ranks
-    seconds = copied / _reached(machine, machine.pcie)
-    if zero.offloads_optimizer:
-        seconds += _HOST_ADAM_BYTES * updated * machine.ranks_of_node / _reached(machine, machine.host_bandwidth)
-    return seconds
-
-
 def _reached(machine: MachineConfig, gigabytes: float) -> float:
     """Bytes per second of a bandwidth in GB/s."""
     return 1e9 * gigabytes * machine.bandwidth_share
+
+
+def measure_cpu() -> dict[str, Any]:
+    """Return settings of `MachineConfig`, measured in fp32 with the threads that a run would have; it takes a second.
+
+    The memory is what other programs leave free, and the room for a cache is that of the current folder's disk.
+    """
+    side = 1024
+    left, right = torch.randn(2, side, side)
+    numbers = torch.zeros(2**24)  # 64 MiB, more than a cache holds
+
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.2).median)
+
+    values = {"left": left, "right": right, "numbers": numbers, "target": torch.empty_like(numbers)}
+    return {
+        "gpu_memory": f"{psutil.virtual_memory().available / 1e9:.1f}GB",
+        "tflops": 2e-12 * side**3 / seconds("left @ right"),
+        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),
+        "cache_space": f"{shutil.disk_usage('.').free / 1e9:.1f}GB",
+        "reserved": "1GB",  # Python with torch, transformers and DeepSpeed
+    }

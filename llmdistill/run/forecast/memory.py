@@ -147,29 +147,6 @@ def resident_teacher(sizes: Sizes, teacher: str, sharers: int) -> dict[str, floa
     return {"teacher": sizes.teacher_bytes / sharers, "gathered": gathered}
 
 
-def resident_student(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
-    """Return the bytes of a rank that exist in a whole step: weights, optimizer state and buckets."""
-    sharded = zero.stage == 3 and (ranks > 1 or zero.offloads_weights)
-    resident = 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1)
-    return {
-        "student": resident,
-        "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
-        "optimizer": 0 if zero.offloads_optimizer else _STATE * sizes.trained / (ranks if zero.stage > 0 else 1),
-        "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
-    }
-
-
-def gradient_bytes(zero: Zero, sizes: Sizes, ranks: int, *, complete: int, accumulation_steps: int) -> float:
-    """Return the bytes of the gradients when those of `complete` elements of a micro batch are there."""
-    if zero.stage >= 2:
-        own = sizes.trained / ranks if not zero.offloads_optimizer else 0
-    else:
-        own = sizes.trained if accumulation_steps > 1 else complete
-    if zero.stage == 2 and accumulation_steps == 1:
-        own = min(own, complete)
-    return own * sizes.element_bytes
-
-
 def step_memory(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
     """Return the bytes that only the optimizer's step needs, by part.
 
@@ -195,29 +172,32 @@ def peak_memory(
 ) -> dict[str, float]:
     """Return the bytes of a rank by part, at the moment of a step when most are in use; the allocator is left out.
 
-    Args:
-        zero: the student's ZeRO.
-        sizes: the sizes of the models.
-        teacher: the value of teacher.sharding, or "cached"; None without a teacher.
-        moments: the memory of the forward and backward pass.
-        ranks: the number of ranks.
-        accumulation_steps: the number of micro batches of a step on each rank.
-        ranks_of_node: the number of ranks on each node; None: there is one node.
+    `teacher` is the value of teacher.sharding, or "cached", and None without a teacher; `moments` are those of a micro
+    batch. Without `ranks_of_node` there is one node.
     """
-    always = resident_student(zero, sizes, ranks)
+    sharded = zero.stage == 3 and (ranks > 1 or zero.offloads_weights)
+    always: dict[str, float] = {
+        "student": 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1),
+        "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
+        "optimizer": 0 if zero.offloads_optimizer else _STATE * sizes.trained / (ranks if zero.stage > 0 else 1),
+        "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
+    }
     if teacher is not None:
         sharers = teacher_sharers(teacher, ranks=ranks, ranks_of_node=ranks_of_node or ranks)
         for name, size in resident_teacher(sizes, teacher, sharers).items():
             always[name] = always.get(name, 0) + size
-    phases: list[dict[str, float]] = [
-        {
-            **moment.live,
-            "gradients": gradient_bytes(
-                zero, sizes, ranks, complete=moment.gradients, accumulation_steps=accumulation_steps
-            ),
-        }
-        for moment in moments
-    ]
+
+    def gradients(complete: int) -> float:
+        """The bytes of the gradients when those of so many elements of a micro batch are there."""
+        if zero.stage >= 2:
+            own = 0 if zero.offloads_optimizer else sizes.trained / ranks
+        else:
+            own = sizes.trained if accumulation_steps > 1 else complete
+        if zero.stage == 2 and accumulation_steps == 1:
+            own = min(own, complete)
+        return own * sizes.element_bytes
+
+    phases: list[dict[str, float]] = [{**moment.live, "gradients": gradients(moment.gradients)} for moment in moments]
     phases.append(step_memory(zero, sizes, ranks))
     largest = max(phases, key=lambda phase: sum(phase.values()))
     return {name: always.get(name, 0) + largest.get(name, 0) for name in PARTS if name != "allocator"}

@@ -8,26 +8,24 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs, TapRequest, Taps
+from llmdistill.batch import Batch
 from llmdistill.factorize.counting import build_reference
 from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import plan as plan_factorization
 from llmdistill.factorize.sizes import plan_embedding
-from llmdistill.losses.terms import LayerTerm, RunningTerms
 from llmdistill.methods import Method
 from llmdistill.models.adapters import add_lora, cast_parameters
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.learning import HeadLosses
 from llmdistill.models.load import Head, build_meta, install_saved
-from llmdistill.models.taps import Recorder
 from llmdistill.run.forecast.cached import CacheTrace
 from llmdistill.run.plan import Plan
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.tasks.base import Task
@@ -73,26 +71,26 @@ def build_models(plan: Plan) -> ForecastModels:
 
     Raises UserError if the student's sizes are known only from weights or data.
     """
-    student = _build(plan.student_config, plan.student_head, plan.task)
+    student = _build(plan.models.student, plan.models.student_head, plan.task)
     settings = plan.config.student
     if settings.model is None:
-        reference, factorize = build_reference(plan.student_config), settings.factorize
+        reference, factorize = build_reference(plan.models.student), settings.factorize
         if settings.shape is not None:
             install(student, plan_embedding(reference, factorize, settings.method))
         else:  # ranks that data will choose have the same number of parameters as uniform ones
             uniform = replace(factorize, allocation="uniform")
             install(student, plan_factorization(reference, uniform, settings.method))
-    cast_parameters(student, plan.dtype)
+    cast_parameters(student, plan.models.dtype)
     if settings.lora.rank is not None:
         add_lora(student, settings.lora, plan.config.seed)
     teacher = None
     if plan.method.needs_teacher:
-        teacher = _build(plan.teacher_config, plan.teacher_head, plan.task)
-        cast_parameters(teacher, plan.teacher_dtype)
+        teacher = _build(plan.models.teacher, plan.models.teacher_head, plan.task)
+        cast_parameters(teacher, plan.models.teacher_dtype)
     with torch.device("meta"):
         projectors = add_projectors(student, plan.method.projections, plan.config.seed)
     return ForecastModels(
-        student=student, projectors=projectors, teacher=teacher, method=plan.method, vocabulary=plan.vocabulary
+        student=student, projectors=projectors, teacher=teacher, method=plan.method, vocabulary=plan.models.vocabulary
     )
 
 
@@ -113,7 +111,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     data, length = plan.config.data, plan.config.data.max_length
     ids = torch.zeros(micro_batch_size, length, dtype=torch.int64)
     labels = ids.clone()
-    if not plan.causal and data.kind == "text":
+    if not plan.models.causal and data.kind == "text":
         labels[:, math.ceil(data.text.mask_share * length) :] = -100
     targets = {
         None: None,
@@ -121,7 +119,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
         "scores": ids[:, 0].float(),
         "embeddings": ids[:, 0],
         "spans": ids[:, :2],
-    }[plan.objective.sequences]
+    }[plan.models.objective.sequences]
     packed = data.kind == "instructions" and data.packing
     batch = Batch(
         input_ids=ids,
@@ -140,43 +138,46 @@ def trace_step(
 ) -> StepTrace:
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
-    Args:
-        models: the models; afterwards the student is in training mode.
-        batch: the micro batch, on the meta device.
-        checkpointing: whether the student recomputes its activations.
-        cached: the cache that is read in place of the teacher's pass; None: the teacher runs.
+    Afterwards the student is in training mode. With `checkpointing` it recomputes its activations. A `cached` teacher
+    is read in place of its pass.
     """
     student, method, tracer = models.student, models.method, Tracer()
-    _set_training(student, checkpointing=checkpointing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
+        if not checkpointing:
+            student.gradient_checkpointing_disable()
+        set_training(student, checkpointing=checkpointing)
     moments: list[Moment] = []
     handles = [
         parameter.register_post_accumulate_grad_hook(partial(_complete, moments, tracer))
         for parameter in student.parameters()
         if parameter.requires_grad
     ]
-    learner = _tapped(student, method.student_taps, tracer, models, models.projectors)
-    tapped = [learner]
+    wired = partial(tapped, method, vocabulary=models.vocabulary)
+    learner = wired("student", student, projectors=models.projectors)
+    hooked = [learner]
     teacher: Teacher | None = cached
     tracer.ignore(_tensors(student))
     if models.teacher is not None:
         models.teacher.eval().requires_grad_(False)
         tracer.ignore(_tensors(models.teacher))
         if cached is None:
-            teacher = _tapped(models.teacher, method.teacher_taps, tracer, models)
-            tapped.append(teacher)
+            teacher = live = wired("teacher", models.teacher)
+            hooked.append(live)
     teacher_outputs, of_teacher = None, Work()
-    with on_gpu(), tracer:
+    in_head = patch.object(HeadLosses, "__call__", tracer.part("head")(HeadLosses.__call__))
+    with on_gpu(), tracer, in_head:
         if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
                 teacher_outputs = teacher.teach(batch, lm_head=method.teacher_positions)
             of_teacher = tracer.work
         terms = method.running(teacher_outputs, batch)
         del teacher_outputs
-        watched = [replace(term, loss=_in_part(tracer, "taps", term)) for term in terms.layer_terms]
+        watched = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
         learner.learn(batch, replace(terms, layer_terms=watched)).total.backward()
         del terms
     moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
-    for each in tapped:
+    for each in hooked:
         each.remove()
     for handle in handles:
         handle.remove()
@@ -186,14 +187,6 @@ def trace_step(
         student=tracer.work.plus(of_teacher, -1.0),
         teacher=of_teacher,
     )
-
-
-def _set_training(student: PreTrainedModel, *, checkpointing: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
-        if not checkpointing:
-            student.gradient_checkpointing_disable()
-        set_training(student, checkpointing=checkpointing)
 
 
 def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
@@ -227,46 +220,6 @@ def trained_parameters(model: nn.Module) -> int:
 def model_bytes(model: nn.Module | None) -> int:
     """Return the bytes of a model's parameters and buffers; 0 without a model."""
     return 0 if model is None else sum(each.untyped_storage().nbytes() for each in _tensors(model))
-
-
-class _WatchedModel(TappedModel):
-    """A forward pass whose LM head and token losses belong to the part `head`."""
-
-    tracer: Tracer
-
-    def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
-        head = _WatchedHead(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
-        head.tracer = self.tracer
-        return head
-
-
-class _WatchedHead(HeadLosses):
-    tracer: Tracer
-
-    def __call__(self, head: HeadInputs) -> Tensor:
-        with self.tracer.part("head"):
-            return super().__call__(head)
-
-
-def _tapped(
-    model: PreTrainedModel,
-    taps: TapRequest,
-    tracer: Tracer,
-    models: ForecastModels,
-    projectors: nn.ModuleDict | None = None,
-) -> TappedModel:
-    options: dict[str, Any] = {"vocabulary": models.vocabulary, "pooling": models.method.pooling}
-    tapped = _WatchedModel(model, Recorder(model, taps, projectors), **options)
-    tapped.tracer = tracer
-    return tapped
-
-
-def _in_part(tracer: Tracer, name: str, term: LayerTerm) -> Any:
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> Any:
-        with tracer.part(name):
-            return term.loss(student, teacher, mask)
-
-    return loss
 
 
 def _complete(moments: list[Moment], tracer: Tracer, parameter: Tensor) -> None:

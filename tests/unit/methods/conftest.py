@@ -137,18 +137,21 @@ class Seen:
             block = base.h[layer]
             return [
                 block.attn.c_attn.register_forward_hook(split),
+                keep("ffn_up", block.mlp.c_fc),
                 keep("ffn_down", block.mlp.c_proj),
                 keep("hidden", block),
             ]
         if family_of(model.config).causal:
             block, inner = base.layers[layer], base.layers[layer].self_attn
-            names, down = ("q_proj", "k_proj", "v_proj"), block.mlp.down_proj
+            names = ("q_proj", "k_proj", "v_proj")
+            ffn = {"ffn_up": block.mlp.up_proj, "ffn_gate": block.mlp.gate_proj, "ffn_down": block.mlp.down_proj}
         else:
             block = base.encoder.layer[layer]
-            inner, names, down = block.attention.self, ("query", "key", "value"), block.output.dense
+            inner, names = block.attention.self, ("query", "key", "value")
+            ffn = {"ffn_up": block.intermediate.dense, "ffn_down": block.output.dense}
         parts = zip(("query", "key", "value"), names, strict=True)
         projections = [keep(name, getattr(inner, module)) for name, module in parts]
-        return [*projections, keep("ffn_down", down), keep("hidden", block)]
+        return [*projections, *(keep(name, module) for name, module in ffn.items()), keep("hidden", block)]
 
     def _rotate(self, model: PreTrainedModel, batch: Batch) -> None:
         """Queries and keys are taken after the rotary embedding."""
@@ -251,13 +254,24 @@ class Pair:
         tokens = self.batch.attention_mask.nonzero().tolist()
         return sum(float(loss(b, i)) for b, i in tokens) / len(tokens)
 
-    def padded(self) -> Batch:
-        """The batch with more padding on the right, which holds another word."""
+    def output_terms(self, student: Seen, teacher: Seen, temperature: float) -> dict[str, float]:
+        """Soft cross-entropy with the teacher (MaKD eq. 18), and cross-entropy, as means over the labels."""
+        soft = hard = 0.0
+        places = (self.batch.labels >= 0).nonzero().tolist()
+        for b, i in places:
+            at = i - 1 if self.causal else i
+            p = (teacher.logits[b, at] / temperature).softmax(-1)
+            soft -= float((p * (student.logits[b, at] / temperature).log_softmax(-1)).sum())
+            hard -= float(student.logits[b, at].log_softmax(-1)[self.batch.labels[b, i]])
+        return {"logits": soft / len(places), "label": hard / len(places)}
+
+    def padded(self, sides: tuple[int, int] = (0, 3)) -> Batch:
+        """The batch with more padding on the left and on the right, which holds another word."""
         pad = nn.functional.pad
         return Batch(
-            pad(self.batch.input_ids, (0, 3), value=7),
-            pad(self.batch.attention_mask, (0, 3)),
-            pad(self.batch.labels, (0, 3), value=IGNORE_INDEX),
+            pad(self.batch.input_ids, sides, value=7),
+            pad(self.batch.attention_mask, sides),
+            pad(self.batch.labels, sides, value=IGNORE_INDEX),
         )
 
 

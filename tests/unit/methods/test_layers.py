@@ -5,17 +5,20 @@ from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.layers import named_layer, parse_layers
+from llmdistill.methods.layers import last_or_mapped, parse_layers
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.objective import TOKENS
 
 
 def test_named_layers_count_from_one() -> None:
     config = LlamaConfig(num_hidden_layers=4)
-    assert [named_layer(spec, config, key="x") for spec in ("last", 4, 1)] == [3, 3, 0]
+    pairs = [last_or_mapped(spec, None, config, config, method="x") for spec in ("last", 4, 1)]
+    assert [(pair.student, pair.teacher) for (pair,) in pairs] == [(3, 3), (3, 3), (3, 0)]
     for spec in (0, 5, -1):
-        with pytest.raises(UserError, match=rf"x is {spec}: the teacher has 4 layers; give one from 1 to 4"):
-            named_layer(spec, config, key="x")
+        with pytest.raises(
+            UserError, match=rf"teacher_layer is {spec}: the teacher has 4 layers; give one from 1 to 4"
+        ):
+            last_or_mapped(spec, None, config, config, method="x")
 
 
 @pytest.mark.parametrize(

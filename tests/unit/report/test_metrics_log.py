@@ -29,21 +29,21 @@ def test_a_bad_line_is_named(tmp_path, bad):
     with pytest.raises(UserError, match=said):
         read_metrics_log(tmp_path)
     with pytest.raises(UserError, match=said):
-        RunLog(tmp_path, start=1, steps=3, world=WORLD, monitor=None)
+        RunLog(tmp_path, start=1, steps=3, world=WORLD)
 
 
 def test_a_resumed_run_drops_later_rows_and_what_a_kill_left_of_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*ROWS, b'{"st']))
-    RunLog(tmp_path, start=1, steps=3, world=WORLD, monitor=None)
+    RunLog(tmp_path, start=1, steps=3, world=WORLD)
     assert (tmp_path / "metrics.jsonl").read_bytes() == ROWS[0] + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"not a log")
-    RunLog(tmp_path, start=0, steps=3, world=WORLD, monitor=None)
+    RunLog(tmp_path, start=0, steps=3, world=WORLD)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_columns_stay_apart_at_large_losses(tmp_path, capsys):
     values = {"loss": 161234.5, "hidden": 1.5e-10, "tokens_per_second": 1234567.0, "padding_share": 0.1}
-    log = RunLog(tmp_path, start=0, steps=123456, world=WORLD, monitor=None)
+    log = RunLog(tmp_path, start=0, steps=123456, world=WORLD)
     log.row(123400, {**values, "teacher_share": 0.5}, 60.0)
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["step", "loss", "hidden", "tok/s", "padding", "teacher", "eta"]

@@ -22,17 +22,17 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.methods import METHODS
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import cache
 from llmdistill.run.artifacts import run_record
-from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+from llmdistill.run.assemble import make_teacher
 from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
 from llmdistill.run.forecast.memory import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
+from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher import cache_folder, shards
 from llmdistill.teacher.cache_folder import CacheFolder, read_cache_record
@@ -115,12 +115,12 @@ def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
 def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]:
     """Each term, and the gradients of the student."""
     student = loaded(plan, "student")
-    tapped = TappedModel(student, make_recorder(plan, student, plan.method.student_taps), vocabulary=plan.vocabulary)
+    wired = tapped(plan.method, "student", student, vocabulary=plan.models.vocabulary)
     results = []
     for batch in found:
         with torch.no_grad():
             taught = teacher.teach(batch, lm_head=plan.method.teacher_positions)
-        learned = tapped.learn(batch, plan.method.running(taught, batch))
+        learned = wired.learn(batch, plan.method.running(taught, batch))
         student.zero_grad()
         learned.total.backward()
         results.append(
@@ -131,7 +131,7 @@ def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]
                 if each.grad is not None
             }
         )
-    tapped.remove()
+    wired.remove()
     return results
 
 
@@ -159,9 +159,9 @@ def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words
     """Whatever the batches: the cache is made from batches of three neighbors, in packed rows if these are not."""
     plan, data = planned(*words, "--data.packing", str(packing).lower())
     live = make_teacher(plan, WORLD)
-    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
     found = batches(plan, data)
-    expected = losses(plan, tapped, found)
+    expected = losses(plan, wired, found)
     folder = made(*words, "--data.packing", str(not packing).lower())
     for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
         assert ours.keys() == theirs.keys()
@@ -190,9 +190,9 @@ def test_a_classifier_teaches_from_a_cache_too(method, tmp_path):
     again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
     cache.check_cache(again, data, WORLD)
     live = make_teacher(plan, WORLD)
-    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
     found = batches(plan, data)
-    expected = losses(plan, tapped, found)
+    expected = losses(plan, wired, found)
     for ours, theirs in zip(losses(again, cached(again, tmp_path / "cache"), found), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert {"kd": "sequence_forward_kl", "minilmv2": "relation_qq"}[method] in expected[0]
@@ -213,7 +213,7 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
             log_p, log_q = (each(ids).logits[0, :-1][learned].log_softmax(-1) for each in (teacher, student))
         total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
     found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
-    assert taught.weight.shape == (plan.teacher_config.vocab_size, 32)
+    assert taught.weight.shape == (plan.models.teacher.vocab_size, 32)
     assert float(found) == pytest.approx(total, rel=1e-5)
 
 
@@ -423,8 +423,8 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     found += data.validation(Share(seed=3, global_batch_size=4, micro_batch_size=4))
     found = [batch.with_label_rows(shift=True) for batch in found]
     live = make_teacher(plan, WORLD)
-    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
-    expected = losses(plan, tapped, found)
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
+    expected = losses(plan, wired, found)
     for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

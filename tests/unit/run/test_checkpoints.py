@@ -13,7 +13,7 @@ from torch import nn
 from llmdistill.artifacts import MANIFEST
 from llmdistill.errors import UserError
 from llmdistill.run.checkpoints import checkpoints, load_checkpoint, save_checkpoint
-from llmdistill.run.damage import check_log
+from llmdistill.run.log import check_log
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

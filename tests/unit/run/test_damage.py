@@ -44,14 +44,14 @@ def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str
 def test_every_kind_of_file_of_a_finished_run(finished, trains):
     assert trains(finished) == (0, trains(finished)[1])
     assert {"student/model.safetensors", "scores/student.json", "metrics.jsonl", "run.json"} <= kinds(finished).keys()
-    # A finished run reads no checkpoint.
-    assert unseen(finished, lambda: trains(finished), but=("checkpoints",)) == []
+    # A finished run reads no checkpoint, and an unfinished one what it began with.
+    assert unseen(finished, lambda: trains(finished), but=("checkpoints", "untrained")) == []
 
 
 def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
     run = interrupted_copy(finished, base / "unfinished")
     assert len(kinds(run)["checkpoints/step-N/manifest.json"]) == 2
-    assert unseen(run, lambda: trains(run)) == []
+    assert unseen(run, lambda: trains(run), but=("run.json",)) == []
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(finished, base, trains):

@@ -28,7 +28,7 @@ def make_plan(folder: Path, *arguments: str) -> Plan:
 def test_the_need_is_that_of_the_files_of_a_run(tmp_path: Path) -> None:
     """A student has 4 bytes for each parameter in fp32, a checkpoint 12: three are there while the third is written."""
     plan = make_plan(tmp_path)
-    params = plan.sizes["student_params"]
+    params = plan.models.sizes["student_params"]
     assert DiskNeed.of(plan) == DiskNeed(12 * params, 3, 4 * params, 2)
     assert DiskNeed.of(plan).total == 3 * 12 * params + 2 * 4 * params
 

@@ -91,8 +91,8 @@ def config_of(folder, **train) -> RunConfig:
 def steps(config, start, until, *, rank=0, stop=False) -> None:
     """Log the steps after `start`, as a process that trains them does, with a validation before the first one."""
     world = replace(WORLD, rank=rank)
-    with monitors(config, None, start, world) as monitor:
-        log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=world, monitor=monitor)
+    log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=world)
+    with monitors(config, None, log.rows, start, world) as log.monitor:
         if start == 0:
             log.validated(0, {"valid_loss": 3.5})
         for step in range(start + 1, until + 1):
@@ -119,10 +119,10 @@ def test_every_figure_arrives_with_its_step(sent, tmp_path):
 
 def kill(config, start, until) -> None:
     """Do what `steps` does, without anything that follows the last step."""
-    opened = monitors(config, None, start, WORLD)
-    monitor = opened.__enter__()
+    log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=WORLD)
+    opened = monitors(config, None, log.rows, start, WORLD)
+    log.monitor = opened.__enter__()
     KILLED.append(opened)  # or the generator would be closed
-    log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=WORLD, monitor=monitor)
     if start == 0:
         log.validated(0, {"valid_loss": 3.5})
     for step in range(start + 1, until + 1):
@@ -249,7 +249,7 @@ def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
             tb_monitor=SimpleNamespace(summary_writer=writer),
             write_events=lambda events, writer=writer: [writer.add_scalar(*event) for event in events],
         )
-        with monitors(config, monitor, start, WORLD) as found:
+        with monitors(config, monitor, [], start, WORLD) as found:
             for step in range(start + (start > 0), until + 1):
                 found.write_events([("train/loss", 10.0 * number + step, step)])
         writer.close()

@@ -146,7 +146,7 @@ def train(trainer, folder, *validation):
         learning_rate=settings.learning_rate,
         origin=trainer.origin,
     )
-    log = RunLog(folder, start=0, steps=settings.steps, world=WORLD, monitor=None)
+    log = RunLog(folder, start=0, steps=settings.steps, world=WORLD)
     callbacks = [
         Stopping(WORLD),
         finite,
@@ -329,7 +329,7 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
 
 def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    RunLog(tmp_path, start=2, steps=4, world=WORLD, monitor=None)
+    RunLog(tmp_path, start=2, steps=4, world=WORLD)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

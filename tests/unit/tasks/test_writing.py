@@ -52,7 +52,7 @@ def test_the_terms_are_those_of_smoothed_masked_tokens(folder: Path) -> None:
     (term,) = plan.method.token_terms
     assert (term.name, term.smoothing) == ("label", 0.2)
     assert not plan.method.shift
-    assert plan.student_head == "lm_head"
+    assert plan.models.student_head == "lm_head"
 
 
 def test_a_method_of_layers_alone_learns_the_labels_too(folder: Path) -> None:
