@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from llmdistill.runtime.launch import (
     launched_ranks_of_node,
     prepare_joining,
 )
-from llmdistill.runtime.processes import NodeWatch, RankProcess, says_why
+from llmdistill.runtime.processes import NodeRanks
 
 Value = TypeVar("Value")
 
@@ -45,7 +45,7 @@ _control: Any = None
 """The control group: objects and barriers. It always uses gloo, because waiting for a long time is normal there, and a
 rank that dies is noticed immediately."""
 
-_watch: NodeWatch | None = None
+_node: NodeRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def init_distributed(command: str = "") -> World:
     Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler, or if the ranks do not find
     each other.
     """
+    global _control, _node
     on_cpu = not torch.cuda.is_available()
     if on_cpu and not has_compiler():
         raise UserError(
@@ -108,42 +109,34 @@ def init_distributed(command: str = "") -> World:
     prepare_joining(None if on_cpu else torch.cuda.device_count())
     with joining(COLLECTIVE_TIMEOUT):
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
-    _open_control_group()
-    barrier()
-    _forget_shared_memory()
+    if _control is None and dist.get_world_size() > 1:
+        _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        _node = NodeRanks(_control)
+    # DeepSpeed never unlinks the shared memory of its all-reduce on CPUs: each process would leave 66 MB in /dev/shm.
+    # Every rank has mapped it now; without the name it is freed with the last rank, even if that is killed.
+    where = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{dist.get_rank()}"
+    Path("/dev/shm", f"deepspeed_allreduce_buffer_{where}").unlink(missing_ok=True)
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
 
 
-def _open_control_group() -> None:
-    global _control, _watch
-    if _control is None and dist.get_world_size() > 1:
-        _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        processes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(processes, RankProcess.own(dist.get_rank()), group=_control)
-        _watch = NodeWatch(processes)
-
-
-def node_watch() -> NodeWatch | None:
-    """Return the watch over the ranks of this node; None if no process group of several ranks has been joined."""
-    return _watch
+def node() -> NodeRanks | None:
+    """Return the ranks of this node; None if no process group of several ranks has been joined."""
+    return _node
 
 
 def node_ranks(world: World) -> list[int]:
     """Return the ranks of this node."""
-    return next(ranks for ranks in _nodes(world) if world.rank in ranks)
+    nodes = [list(range(world.size))] if _node is None else _node.nodes
+    return next(ranks for ranks in nodes if world.rank in ranks)
 
 
-def node_group(world: World) -> Any:
-    """Return a process group of the ranks of this node; every rank must call this function."""
-    groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in _nodes(world)]
-    return groups[_nodes(world).index(node_ranks(world))]
-
-
-def _nodes(world: World) -> list[list[int]]:
-    return [list(range(world.size))] if _watch is None else _watch.nodes
+def node_group() -> Any:
+    """Return a process group of the ranks of this node, of several; every rank must call this function."""
+    assert _node is not None
+    return dist.new_subgroups_by_enumeration(_node.nodes, timeout=COLLECTIVE_TIMEOUT)[0]
 
 
 @contextmanager
@@ -159,32 +152,17 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
         yield World.alone()
         return
     world = init_distributed(command)
-    if _watch is not None:
-        _watch.begin()
-        signals.leave_if(_watch.has_lost_a_rank)
+    if _node is not None:
+        signals.leave_if(_node.reports_loss)
     try:
         yield world
     except BaseException:
-        says_why()  # Python or `exit_code` prints the exception
+        signals.leave_if(None)  # this rank says why it ends, or all ranks end
         if world.size == 1:
             shut_down()
         raise
-    if _watch is not None:
-        # Before the barrier: no rank ends until all ranks expect it.
-        _watch.expect_ends()
-        barrier()
+    barrier()  # a rank that ends before would be missed by the others
     shut_down()
-
-
-def _forget_shared_memory() -> None:
-    """Unlink the shared memory that DeepSpeed's all-reduce on CPUs uses between the ranks of a node.
-
-    DeepSpeed never unlinks it: each process would leave 66 MB in /dev/shm until the machine restarts. The name is not
-    needed once every rank has mapped the memory, and without the name the memory is freed even if a process is killed.
-    """
-    owner, where = os.getuid(), f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    name = f"deepspeed_allreduce_buffer_{owner}_{where}_{dist.get_rank()}"
-    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -211,25 +189,13 @@ def gather_objects(value: Value, world: World) -> list[Value]:
     return gathered
 
 
-class _Failure(NamedTuple):
-    """What one rank tells the others of its exception."""
-
-    rank: int
-    is_user_error: bool
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception, world: World) -> _Failure:
-        if isinstance(error, UserError):
-            return cls(world.rank, True, str(error))
-        return cls(world.rank, False, f"{type(error).__name__}: {error}")
-
-    def as_error(self) -> Exception:
-        if self.is_user_error:
-            error = UserError(self.message)
-            error.everywhere = True
-            return error
-        return RankError(f"rank {self.rank} failed with {self.message}")
+def _of_all_ranks(error: Exception, world: World) -> Exception:
+    """Return what the other ranks raise because of an exception of this one."""
+    if not isinstance(error, UserError):
+        return RankError(f"rank {world.rank} failed with {type(error).__name__}: {error}")
+    shared = UserError(str(error))
+    shared.everywhere = True
+    return shared
 
 
 def on_main(job: Callable[[], Value], world: World) -> Value:
@@ -249,10 +215,10 @@ def on_main(job: Callable[[], Value], world: World) -> Value:
         except Exception as caught:
             if world.size == 1:
                 raise
-            failure, error = _Failure.of(caught, world), caught
+            failure, error = _of_all_ranks(caught, world), caught
     value, failure = broadcast_object((value, failure))
     if failure is not None:
-        raise failure.as_error() if error is None or failure.is_user_error else error
+        raise failure if error is None or isinstance(failure, UserError) else error
     return cast(Value, value)
 
 
@@ -268,10 +234,10 @@ def on_every(job: Callable[[], Value], world: World) -> Value:
     except UserError as error:
         if world.size == 1:
             raise
-        failure = _Failure.of(error, world)
+        failure = _of_all_ranks(error, world)
     first = next((each for each in gather_objects(failure, world) if each is not None), None)
     if first is not None:
-        raise first.as_error()
+        raise first
     return cast(Value, value)
 
 
@@ -301,10 +267,7 @@ def is_there(path: Path, world: World) -> bool:
 
 def largest_number(number: int, world: World) -> int:
     """Return the largest number of all ranks; every rank must call it."""
-    largest = torch.tensor(number, device=world.device)
-    if world.size > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    return largest_later(number, world)()
 
 
 def sum_at(tensor: Tensor, rank: int, world: World) -> None:
@@ -352,7 +315,8 @@ def barrier() -> None:
 
 def shut_down() -> None:
     """Leave the process group, if there is one."""
-    global _control, _watch
-    _control = _watch = None
+    global _control, _node
+    _control = _node = None
+    signals.leave_if(None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ class _State:
         self.since = 0.0
         self.waits = False
         self.is_over = threading.Event()
-        self.is_hopeless: Callable[[], bool] = lambda: False
+        self.is_hopeless: Callable[[], bool] | None = None
 
 
 _state = _State()
@@ -96,13 +95,13 @@ def caught() -> int:
     return _state.number
 
 
-def give_up() -> None:
-    """From now on a signal ends the process at once and silently: what it has to say has another cause."""
+def answer_by(action: signal.Handlers) -> None:
+    """From now on the system handles signals: SIG_DFL ends the process at once and silently, SIG_IGN does nothing."""
     if threading.current_thread() is threading.main_thread():
-        handle_by(signal.SIG_DFL)  # type: ignore[arg-type]
+        handle_by(action)  # type: ignore[arg-type]
 
 
-def leave_if(is_hopeless: Callable[[], bool]) -> None:
+def leave_if(is_hopeless: Callable[[], bool] | None) -> None:
     """End this process at once at a signal if `is_hopeless` says, in another thread, that its work cannot go on."""
     _state.is_hopeless = is_hopeless
 
@@ -128,16 +127,7 @@ def _leave_terminal() -> None:
 
 
 def _say(line: str) -> None:
-    # A handler may interrupt a print, and Python's streams cannot be entered twice.
-    os.write(sys.stderr.fileno() if _has_number(sys.stderr) else 2, f"{line}\n".encode())
-
-
-def _has_number(stream: object) -> bool:
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
+    os.write(2, f"{line}\n".encode())  # a handler may interrupt a print, and Python's streams cannot be entered twice
 
 
 def _listen(reader: socket.socket, state: _State) -> None:
@@ -146,7 +136,7 @@ def _listen(reader: socket.socket, state: _State) -> None:
         while numbers := reader.recv(1):
             if numbers[0] not in SIGNALS:
                 continue
-            if state.is_hopeless():
+            if state.is_hopeless is not None and state.is_hopeless():
                 os._exit(Stopped(numbers[0]).code)
             # Where a signal waits anyway, a long call may be the writing of a checkpoint, which nothing must cut short.
             if not state.is_over.wait(_BLOCKED_SECONDS) and state.number == 0 and not state.waits:

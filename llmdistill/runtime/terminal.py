@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -72,65 +73,63 @@ def _code_of(job: Callable[[], None]) -> int:
 
 
 _HEARING_SECONDS = 3.0
-"""How long a rank whose failure another rank explains waits before it speaks. The launcher ends it in that time."""
+"""How long a rank whose failure another rank explains waits before it ends. The launcher ends it in that time."""
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
 def _ended_rank(error: BaseException) -> int:
-    """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group."""
+    """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group.
+
+    One rank of a node says why: rank 0 what every rank is known to raise, and else the first one that has a reason.
+    """
+    signals.answer_by(signal.SIG_IGN)  # what the launcher does about another rank must not come before the reason
     rank = int(os.environ.get("RANK", "0"))
     module = sys.modules.get("llmdistill.runtime.distributed")
-    watch = None if module is None else module.node_watch()
-    if watch is not None and not _lost_connection(error):
-        watch.expect_ends()
-    if rank != 0 or not isinstance(error, Stopped):
-        signals.give_up()  # the launcher ends the ranks that wait for another one to speak
+    node = None if module is None else module.node()
+    everywhere, own, code = getattr(error, "everywhere", False), False, 1
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
+    where = f" (rank {rank})" if rank else ""
     if isinstance(error, Stopped):
-        # A signal to all ranks ends rank 0 too, which says so at once. One to another rank alone leaves rank 0 waiting,
-        # until that one speaks and the launcher ends rank 0. Before the ranks have joined none waits for another.
-        if error.everywhere or watch is None:
-            heard = rank != 0
-        else:
-            heard = watch.sees_an_end(_HEARING_SECONDS) if rank else watch.was_told_why()
-        code, said, waits = error.code, "" if heard else f"error: {error}{f' (rank {rank})' if rank else ''}", False
+        everywhere = everywhere or node is None  # no rank waits for another one before they have joined
+        code, said = error.code, (None if node is None or everywhere else node.lost()) or f"{error}{where}"
     elif isinstance(error, UserError):
-        code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
-        waits = rank != 0
-        if waits and error.everywhere:
-            said = ""  # rank 0 says it
+        code, said = 2, f"{error}{where}"
     elif isinstance(error, RankError):
-        code, said, waits = 1, f"error: rank {rank} stops: {error}", True
-    elif _lost_connection(error):
-        # A rank of this node that has ended is reported by the watch, in the first rank that is left.
-        code, waits = 1, watch is not None and watch.reports_an_end(_HEARING_SECONDS)
+        said = f"rank {rank} stops: {error}"
+    elif lost:
         said = (
-            ""
-            if waits
-            else f"error: rank {rank} lost its connection to a rank of another node ({str(error).splitlines()[0]}): if "
-            "that one has not said why, it was killed (out of the machine's memory, for instance); the same command "
-            "goes on from the last checkpoint"
+            f"rank {rank} lost its connection to a rank of another node ({str(error).splitlines()[0]}): if that one "
+            "has not said why, it was killed (out of the machine's memory, for instance); the same command goes on "
+            "from the last checkpoint"
         )
     else:
+        own = True
         traceback.print_exc()
-        code, said, waits = 1, f"error: rank {rank} failed: {_out_of_memory(error) or _name(error)}", False
+        said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
+    if rank != 0 and isinstance(error, UserError | RankError):
+        _wait_for_the_launcher()
+    first = node is None or node.speaks_first()
+    if lost and first and node is not None:
+        said = node.lost(_HEARING_SECONDS) or said
     sys.stdout.flush()
-    if waits:
-        time.sleep(_HEARING_SECONDS)
-    if said:
-        print(said, file=sys.stderr)
+    if rank == 0 if everywhere else own or first:
+        print(f"error: {said}", file=sys.stderr)
     sys.stderr.flush()
+    if lost:
+        _wait_for_the_launcher()
     ranks = sys.modules.get("torch.distributed")
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
         os._exit(code)
     return code
 
 
+def _wait_for_the_launcher() -> None:
+    signals.answer_by(signal.SIG_DFL)
+    time.sleep(_HEARING_SECONDS)
+
+
 def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _lost_connection(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
 
 
 def _out_of_memory(error: BaseException) -> str | None:

@@ -65,7 +65,7 @@ def load_teacher(
         **NO_TIMERS,
     }
     check_zero(ds_config["zero_optimization"], "teacher.zero")
-    group = node_group(world) if len(ranks) < world.size else None
+    group = node_group() if len(ranks) < world.size else None
     model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head, group=group)
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)

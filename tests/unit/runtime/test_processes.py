@@ -1,96 +1,66 @@
-"""The watch over the ranks of one node, with processes that are really killed."""
+"""The ranks of a node, as threads that each stand for a process that is really killed."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
-import time
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
-from llmdistill.runtime.processes import NodeWatch, RankProcess
+from llmdistill.runtime import processes
+from llmdistill.runtime.processes import NodeRanks
 
-REPORT = "the process of rank {} of this node has ended"
+from support import ThreadRanks
 
-
-@pytest.fixture
-def other():
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
+NODES = ["a", "a", "b"]
+"""The node of each rank."""
 
 
 @pytest.fixture
-def watch_of(other):
-    """Makes watches, which report nothing once the test is over and the other process is ended."""
-    watches = []
-
-    def make(*processes: RankProcess) -> NodeWatch:
-        watches.append(NodeWatch(processes))
-        watches[-1].begin()
-        return watches[-1]
-
-    yield make
-    for watch in watches:
-        watch.expect_ends()
+def sleeping() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started = [subprocess.Popen(["sleep", "60"]) for _ in NODES]
+    yield started
+    for each in started:
+        each.kill()
+        each.wait()
 
 
-def rank_of(process: subprocess.Popen[bytes], rank: int) -> RankProcess:
-    return RankProcess(rank, RankProcess.own(0).node, process.pid)
+@pytest.fixture
+def nodes(sleeping, monkeypatch, tmp_path) -> list[NodeRanks]:
+    """What each rank knows."""
+    ranks = ThreadRanks(len(NODES))
+
+    def gather(everyone: list[object], value: object, group: object) -> None:
+        everyone[:] = ranks.collect(value)
+
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: ranks.rank)
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: len(NODES))
+    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
+    monkeypatch.setattr(processes.dist, "barrier", lambda group: ranks.collect(None))
+    monkeypatch.setattr(processes.socket, "gethostname", lambda: NODES[ranks.rank])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: sleeping[ranks.rank].pid)
+        return ranks.run(lambda rank: NodeRanks(None))
 
 
-def written(capsys: pytest.CaptureFixture[str], words: str = "", seconds: float = 1.0) -> str:
-    """What is on stderr once these words are there, or after some seconds."""
-    text, patience = "", time.monotonic() + seconds
-    while time.monotonic() < patience and not (words and words in text):
-        time.sleep(0.02)
-        text += capsys.readouterr().err
-    return text
+def test_the_first_rank_of_a_node_says_why(nodes, tmp_path):
+    assert [each.nodes for each in nodes] == [[[0, 1], [2]]] * 3
+    assert not list(tmp_path.iterdir())
+    assert [nodes[rank].speaks_first() for rank in (1, 0, 1, 2)] == [True, False, False, True]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can watch processes that are no children")
-class TestNodeWatch:
-    def test_the_first_rank_that_is_left_reports_a_killed_one(self, other, watch_of, capsys):
-        watch = watch_of(rank_of(other, 0), RankProcess.own(1))
-        assert not watch.reports_an_end(0.1)
-        other.kill()
-        assert REPORT.format(0) in written(capsys, REPORT.format(0), seconds=30)
-        assert watch.reports_an_end(0.1)
-
-    def test_another_rank_leaves_it_to_the_first(self, other, watch_of, capsys):
-        killed = subprocess.Popen(["sleep", "60"])
-        watch = watch_of(rank_of(other, 0), RankProcess.own(1), rank_of(killed, 2))
-        killed.kill()
-        killed.wait()
-        assert written(capsys) == ""
-        assert watch.reports_an_end(0.1)
-
-    def test_an_expected_end_is_not_reported(self, other, watch_of, capsys):
-        watch = watch_of(RankProcess.own(0), rank_of(other, 1))
-        watch.expect_ends()
-        other.kill()
-        assert written(capsys) == ""
-        assert not watch.reports_an_end(0.1)
-
-    @pytest.mark.parametrize("killed", [False, True])
-    def test_a_rank_that_says_why_it_fails_is_not_reported(self, watch_of, capsys, killed):
-        job = "from llmdistill.runtime.processes import RankProcess, says_why\n"
-        job += "print(RankProcess.own(0).marker, flush=True)\nif input() == 'fail': says_why()\nraise SystemExit(1)"
-        with subprocess.Popen([sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as failing:
-            marker = int(failing.stdout.readline())
-            watch = watch_of(rank_of(failing, 0)._replace(marker=marker), RankProcess.own(1))
-            if killed:
-                failing.kill()
-            else:
-                failing.communicate(b"fail\n")
-        # It is reaped now, so that nothing but the marker can tell.
-        assert (REPORT.format(0) in written(capsys, REPORT.format(0))) == killed
-        assert watch.reports_an_end(1.0)
-
-    def test_ranks_of_other_nodes_are_not_looked_up(self, other, watch_of, capsys):
-        elsewhere = RankProcess.own(0)._replace(node="another host")  # numbers are those of a node
-        watch = watch_of(elsewhere, RankProcess.own(1), rank_of(other, 2)._replace(node="another host"))
-        other.kill()
-        assert written(capsys) == ""
-        assert not watch.reports_an_end(0.1)
+@pytest.mark.parametrize("says_why", [False, True])
+def test_a_rank_that_ends_is_named_once_unless_it_says_why(nodes, sleeping, capsys, says_why):
+    assert nodes[0].lost() is None
+    assert says_why == (says_why and nodes[1].speaks_first())
+    sleeping[1].kill()
+    said = nodes[0].lost(60)
+    assert said.startswith("the process of rank 1 of this node has ended")
+    sleeping[1].wait()  # the launcher has reaped it
+    assert nodes[0].reports_loss()
+    assert nodes[0].reports_loss()
+    assert capsys.readouterr().err == ("" if says_why else f"error: {said}\n")
+    assert not nodes[2].reports_loss(), "numbers of processes are those of a node"
