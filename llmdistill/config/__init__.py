@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingConfig
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
-from llmdistill.config.marks import COMMON, FREE
+from llmdistill.config.marks import COMMON, FREE, replaces
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
 from llmdistill.config.tasks import TasksConfig
@@ -51,7 +51,9 @@ class RunConfig:
     """auto: continue from the last checkpoint in the folder; never: stop if the folder already holds a run."""
     seed: int = 0
     """Seed of the data order and of all random numbers in training."""
-    method: str = field(default="makd", metadata=COMMON)
+    method: str = field(
+        default="makd", metadata=COMMON | replaces("also", "data.on_policy", "teacher.cache", by=("sft",))
+    )
     """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)
     """Methods whose terms are added to those of `method`; the settings of each are under its name."""

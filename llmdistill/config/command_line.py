@@ -19,6 +19,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.help import asked_help, help_of, hide_stubs
+from llmdistill.config.marks import settings_of
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
@@ -110,10 +111,13 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     parser = run_parser(methods)
     recipes = {} if name is None else extended(parser, recipe_path(name))
     layers = [(flattened(values), ["--recipe", str(file)]) for file, values in recipes.items()]
+    settings = dict(settings_of(RunConfig))
+    for method, kind in _sections(methods):
+        settings |= settings_of(kind, f"{method}.")
     below: dict[str, Any] = {}
     words: list[str] = []
     for given, own in (*layers, (typed, rest)):
-        back = overrides.taken_back(given, below)
+        back = overrides.taken_back(given, below, settings)
         words += [*overrides.flags(back), *own]
         below |= {**back, **given}
     parsed = parse(parser, words)

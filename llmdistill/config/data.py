@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE
+from llmdistill.config.marks import COMMON, FREE, replaces
 from llmdistill.config.sentences import SentencesConfig
 from llmdistill.errors import check_least, check_name
 
@@ -25,12 +26,12 @@ class TextConfig:
     tokens and 10 % stay as they are."""
     whole_words: bool = False
     """Choose whole words rather than single tokens."""
-    pairs: bool | None = None
+    pairs: bool | None = dataclasses.field(default=None, metadata=replaces("data.text.next_sentence", by=(False,)))
     """Whether an encoder reads pairs of segments, as in BERT's pre-training, instead of one piece of text: half of the
     second segments follow the first, half are from another document. Without pairs the embedding of the second segment
     learns nothing, and a task on pairs of sentences begins with its initial weights. Default: yes if the student tells
     two segments apart (BERT, not RoBERTa), or next_sentence is learned."""
-    next_sentence: bool | None = None
+    next_sentence: bool | None = dataclasses.field(default=None, metadata=replaces("data.text.pairs", by=(True,)))
     """Whether an encoder also predicts whether the second segment follows the first (BERT), which needs pairs. Default:
     yes if the teacher is a BERT and the method uses its next-sentence head, unless pairs is false."""
     fraction: float = 1.0
@@ -155,14 +156,20 @@ class DataConfig:
     that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
     or messages. Text is a plain text file, or such rows with a text in them."""
 
-    kind: Literal["instructions", "text", "task", "sentences"] = "instructions"
+    kind: Literal["instructions", "text", "task", "sentences"] = field(
+        default="instructions",
+        metadata=replaces("data.on_policy", "data.streaming", "data.packing", by=("text", "task", "sentences"))
+        | replaces("data.tests", "data.bucket_steps", by=("text", "task"))
+        | replaces("data.train", "data.valid", by=("task",))
+        | replaces("train.epochs", by=("instructions",)),
+    )
     """instructions: a decoder learns the answers; text: a corpus, of which a decoder learns each next token and an
     encoder the masked tokens (settings under data.text); task: a model is fine-tuned on a task with labels, such as
     one of GLUE (settings under data.task); sentences: sentences without labels, of which an encoder learns the
     teacher's embeddings (settings under data.sentences)."""
     train: str = field(default="embedded:train", metadata=COMMON)
     """Training set; if an instruction has several answers, the first one is the label."""
-    valid: str | None = field(default=None, metadata=FREE | COMMON)
+    valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
     """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
     """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
@@ -178,11 +185,11 @@ class DataConfig:
     no result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank,
     but it gives the tokens of short answers a larger weight, because the loss of a step is the mean over its tokens.
     At most a quarter of the training set is sorted together; the setting has no effect with packing."""
-    packing: bool = False
+    packing: bool = field(default=False, metadata=replaces("data.on_policy", by=(True,)))
     """Put several examples into one row of up to max_length tokens, where no example attends to another: nearly no
     padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
-    on_policy: float = 0.0
+    on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)))
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1."""
     prompt: str | None = None
     """How instructions are put to teacher and student: minillm is MiniLLM's prompt, chat the tokenizer's chat

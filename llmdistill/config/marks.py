@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 FREE = {"free": True}
@@ -11,13 +12,31 @@ COMMON = {"common": True}
 """The setting is one that most runs give: the short help shows it."""
 
 
+def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[Any] = (None,)) -> dict[Any, Any]:
+    """Mark a setting that sets others back to their defaults, if a recipe below it has them; such marks can be joined.
+
+    Args:
+        keys: the other settings, by dotted key.
+        by: the values that replace them; None for all but `unless`.
+        unless: the values that do not.
+    """
+    return {keys: lambda value: value not in unless if by is None else value in by}
+
+
+def settings_of(config: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """Yield every field with its dotted key, in their order, each section before what is in it."""
+    kinds = get_type_hints(config)
+    for each in fields(config):
+        yield f"{prefix}{each.name}", each
+        kind = kinds[each.name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from settings_of(kind, f"{prefix}{each.name}.")
+
+
 def marked(config: type[Any], mark: str) -> list[str]:
     """Return the dotted keys of the settings with a mark, in their order; a section that has the mark is one key."""
-    found, kinds = list[str](), get_type_hints(config)
-    for each in fields(config):
-        kind = kinds[each.name]
-        if mark in each.metadata:
-            found.append(each.name)
-        elif isinstance(kind, type) and is_dataclass(kind):
-            found += [f"{each.name}.{key}" for key in marked(kind, mark)]
+    found: list[str] = []
+    for key, field in settings_of(config):
+        if mark in field.metadata and not any(key.startswith(f"{section}.") for section in found):
+            found.append(key)
     return found

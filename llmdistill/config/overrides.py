@@ -2,106 +2,45 @@
 
 The settings of a run come in layers: a recipe, the recipes that extend it, the command line. Where two settings exclude
 each other, the later layer decides alone, so that `--student.factorize.rank 30` also works on a recipe with
-target_params.
+target_params. Each setting says at its field what it replaces (`marks.replaces`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field
+from typing import Any
 
 import yaml
 
-from llmdistill.config.training import DEFAULT_STEPS
-
-_FACTORIZE = "student.factorize."
-_SIZES = tuple(f"{_FACTORIZE}{name}" for name in ("rank", "ranks", "target_params", "shapes"))
-_UNIFORM = {f"{_FACTORIZE}allocation": "uniform"}
-_PLAIN = {f"{_FACTORIZE}weighting": "none", **_UNIFORM}
-_NO_SEARCH = {**_UNIFORM, f"{_FACTORIZE}max_flops": None}
-_OF_SVD = {f"{_FACTORIZE}{key}": value for key, value in {"sigma": "left", "form": "plain", "rank_multiple": 1}.items()}
-_CALIBRATION_DATA = f"{_FACTORIZE}calibration.data"
-_OF_INSTRUCTIONS: Mapping[str, Any] = {"data.on_policy": 0.0, "data.streaming": False, "data.packing": False}
+_WEIGHTING = "student.factorize.weighting"
+_CALIBRATION_DATA = "student.factorize.calibration.data"
 
 
-class _Rule(NamedTuple):
-    """What a setting takes back, and for which of its values; null never takes anything back but where it is asked."""
-
-    back: Mapping[str, Any]
-    """The settings that it takes back, with their values then."""
-    when: Callable[[Any], bool] = lambda value: value is not None
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is each or (value == each and type(value) is type(each)) for each in values)
-
-
-def _of_layers(method: str) -> dict[str, list[_Rule]]:
-    """The rules of a method that compares with one layer of the teacher, or with a layer for each of the student's."""
-    one, many = f"{method}.teacher_layer", f"{method}.teacher_layers"
-    return {one: [_Rule({many: None}, lambda value: value != "last")], many: [_Rule({one: "last"})]}
-
-
-_RULES: Mapping[str, Sequence[_Rule]] = {
-    # Given sizes leave no ranks to choose.
-    **{size: [_Rule({**dict.fromkeys(_SIZES), **({} if size.endswith("params") else _NO_SEARCH)})] for size in _SIZES},
-    "student.method": [
-        _Rule({**dict.fromkeys(_SIZES), **_PLAIN}),
-        _Rule({**_OF_SVD, f"{_FACTORIZE}embedding_rank": None, "student.lora.rank": None}, _is("kronecker")),
-        _Rule({**{f"{_FACTORIZE}{key}": None for key in ("embedding_columns", "max_flops")}, f"{_FACTORIZE}sums": 1}),
-    ],
-    "student.model": [
-        _Rule({"student.shape": None, "student.assistants": [], "student.assistant_training": {}, **_PLAIN})
-    ],
-    "student.shape": [_Rule({"student.model": None, **_PLAIN})],
-    "student.assistants": [_Rule({"student.assistant_training": {}}, _is([]))],
-    f"{_FACTORIZE}weighting": [_Rule(_UNIFORM, lambda value: value not in (None, "gradients"))],
-    f"{_FACTORIZE}form": [_Rule({f"{_FACTORIZE}sigma": "left"}, _is("pivoted"))],
-    f"{_FACTORIZE}sigma": [_Rule({f"{_FACTORIZE}form": "plain"}, _is("balanced"))],
-    # Without a teacher there is nothing to add terms of, to follow on the student's own answers, or to cache.
-    "method": [_Rule({"also": [], "data.on_policy": 0.0, "teacher.cache": None}, _is("sft"))],
-    "teacher.model": [_Rule({"teacher.cache": None})],
-    "teacher.sharding": [_Rule({"teacher.zero": {}}, _is("replicated"))],
-    "train.steps": [_Rule({"train.epochs": None})],
-    "train.epochs": [_Rule({"train.steps": DEFAULT_STEPS})],
-    "train.warmup_steps": [_Rule({"train.warmup_ratio": None})],
-    "train.warmup_ratio": [_Rule({"train.warmup_steps": 0})],
-    "data.kind": [
-        _Rule(_OF_INSTRUCTIONS, _is("text", "task", "sentences")),
-        _Rule({"data.tests": {}, "data.bucket_steps": 1}, _is("text", "task")),
-        _Rule({"train.epochs": None}, _is("instructions")),
-        _Rule({"data.train": "embedded:train", "data.valid": None}, _is("task")),
-    ],
-    "data.valid": [_Rule({"train.keep_best": None}, _is(None))],
-    "data.packing": [_Rule({"data.on_policy": 0.0}, _is(True))],
-    "data.on_policy": [_Rule({"data.packing": False}, lambda value: value not in (None, 0))],
-    # Without pairs of segments there is no next sentence.
-    "data.text.pairs": [_Rule({"data.text.next_sentence": None}, _is(False))],
-    "data.text.next_sentence": [_Rule({"data.text.pairs": None}, _is(True))],
-    **_of_layers("minilm"),
-    **_of_layers("minilmv2"),
-}
-"""Setting -> its rules. A test compares them with what the configurations refuse."""
-
-
-def taken_back(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a layer takes back of the layers below it, by dotted key.
+def taken_back(
+    given: Mapping[str, Any], below: Mapping[str, Any], settings: Mapping[str, Field[Any]]
+) -> dict[str, Any]:
+    """Return the settings that a layer takes back of the layers below it, by dotted key, with their defaults.
 
     Args:
         given: the settings of the layer, by dotted key; none of them is taken back.
         below: the settings of the layers below it; a setting that only repeats its value takes nothing back, and one
             that they do not have is not taken back.
+        settings: the field of every setting, whose marks say what it replaces (see `marks.replaces`).
     """
     back: dict[str, Any] = {}
     for key, value in given.items():
-        # A mapping with free keys, such as ranks by pattern, is given by these keys.
-        setting = next((each for each in _RULES if f"{key}.".startswith(f"{each}.")), None)
-        if setting is None or (key in below and value == below[key]):
+        if key in below and value == below[key]:
             continue
-        for rule in _RULES[setting]:
-            back |= rule.back if rule.when(value) else {}
-    if {**below, **back, **given}.get(f"{_FACTORIZE}weighting") == "none" and not _measures({**below, **given}):
+        parts = key.split(".")
+        # A mapping with free keys, such as ranks by pattern, is given by these keys.
+        above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+        setting = next((settings[each] for each in above if each in settings), None)
+        for others, gives_way in () if setting is None else setting.metadata.items():
+            if isinstance(others, tuple) and gives_way(value):
+                back |= {other: _default(settings[other]) for other in others}
+    if {**below, **back, **given}.get(_WEIGHTING) == "none" and not _measures({**below, **given}):
         back[_CALIBRATION_DATA] = None
     return {
         key: value
@@ -109,6 +48,10 @@ def taken_back(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, 
         if any(f"{each}.".startswith(f"{key}.") for each in below)
         and not any(f"{each}.".startswith(f"{key}.") for each in given)
     }
+
+
+def _default(setting: Field[Any]) -> Any:
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
 def _measures(settings: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE
+from llmdistill.config.marks import COMMON, FREE, replaces
 from llmdistill.errors import check_least
 
 FactorizeMethod = Literal["svd", "kronecker"]
@@ -17,6 +17,17 @@ Form = Literal["plain", "pivoted"]
 
 ShapeInit = Literal["random", "layers", "slice", "important"]
 """Initial weights of a student with a shape."""
+
+_OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
+_NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
+"""Given sizes leave no ranks to choose."""
+_NO_WEIGHTS = replaces("student.factorize.weighting", "student.factorize.allocation")
+_OF_KRONECKER = replaces(*(f"student.factorize.{name}" for name in ("embedding_columns", "max_flops", "sums")))
+_OF_SVD = replaces(
+    *(f"student.factorize.{name}" for name in ("sigma", "form", "rank_multiple", "embedding_rank")),
+    "student.lora.rank",
+    by=("kronecker",),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +72,29 @@ class FactorizeConfig:
     target_params; the text of each setting begins with the method that uses it.
     """
 
-    rank: int | None = field(default=None, metadata=COMMON)
+    rank: int | None = field(default=None, metadata=COMMON | _OTHER_SIZES | _NO_SEARCH)
     """svd: one rank for all factorized linears."""
-    ranks: dict[str, int] | None = None
+    ranks: dict[str, int] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
-    target_params: str | int | None = field(default=None, metadata=COMMON)
+    target_params: str | int | None = field(default=None, metadata=COMMON | _OTHER_SIZES)
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of
     the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
     compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""
     embedding_rank: int | None = None
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank; a weighting counts its
     rows by how often their tokens occur and, with gradients, its columns too."""
-    sigma: Literal["left", "balanced"] = "left"
+    sigma: Literal["left", "balanced"] = field(
+        default="left", metadata=replaces("student.factorize.form", by=("balanced",))
+    )
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
-    form: Form = "plain"
+    form: Form = field(default="plain", metadata=replaces("student.factorize.sigma", by=("pivoted",)))
     """svd: how a product of rank r is stored. plain: as two factors of r (m + n) numbers for an (m, n) matrix; pivoted:
     r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so that
     target_params buys higher ranks."""
-    weighting: Literal["none", "activations", "gradients"] = "none"
+    weighting: Literal["none", "activations", "gradients"] = field(
+        default="none", metadata=replaces("student.factorize.allocation", unless=(None, "gradients"))
+    )
     """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
     calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
     allocation: Allocation = "uniform"
@@ -89,7 +104,7 @@ class FactorizeConfig:
     """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     """The data of a weighted factorization; student.init important uses the same settings."""
-    shapes: dict[str, str] | None = None
+    shapes: dict[str, str] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)
     """kronecker: rows x columns of the first factor A of W ≈ A ⊗ B for each module pattern, where each row of W is
     an output, as {glob over module names: 384x48}, or dense for linears that stay dense; the first pattern that
     matches is used."""
@@ -147,14 +162,16 @@ class LoraConfig:
 class TeacherConfig:
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
-    model: str | None = field(default="embedded:teacher", metadata=COMMON)
+    model: str | None = field(default="embedded:teacher", metadata=COMMON | replaces("teacher.cache"))
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
     file, or a folder with one, which is dequantized; embedded:teacher is the small model that ships with llmdistill;
     package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
     method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
-    sharding: Literal["replicated", "node", "zero3"] = field(default="replicated", metadata=FREE)
+    sharding: Literal["replicated", "node", "zero3"] = field(
+        default="replicated", metadata=FREE | replaces("teacher.zero", by=("replicated",))
+    )
     """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
     is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes."""
     zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
@@ -181,14 +198,17 @@ class TeacherConfig:
 class StudentConfig:
     """The model to train."""
 
-    model: str | None = field(default=None, metadata=COMMON)
+    model: str | None = field(
+        default=None,
+        metadata=COMMON | _NO_WEIGHTS | replaces("student.shape", "student.assistants", "student.assistant_training"),
+    )
     """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone);
     student.shape and student.factorize are then ignored. If neither model nor shape is given, the teacher is
     factorized."""
-    method: FactorizeMethod = "svd"
+    method: FactorizeMethod = field(default="svd", metadata=_OTHER_SIZES | _NO_WEIGHTS | _OF_KRONECKER | _OF_SVD)
     """Factorization that makes the student from the teacher, if the student is factorized: low-rank (svd) or
     Kronecker products."""
-    shape: str | None = field(default=None, metadata=COMMON)
+    shape: str | None = field(default=None, metadata=COMMON | _NO_WEIGHTS | replaces("student.model"))
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
     the feed-forward width and a fifth the head width, which by default keep the teacher's proportions. Of
     student.factorize only calibration and embedding_rank (svd) or embedding_columns (kronecker) are then used."""
@@ -201,7 +221,7 @@ class StudentConfig:
     """Teacher layers that init copies: spread (evenly from the first, 1, 3, 5 for 3 of 6), uniform (evenly to the last,
     2, 4, 6), first, last, important (those that change their input most on the calibration data), or numbers counted
     from 1 such as 1,3,5. Default: important for init important, else spread."""
-    assistants: list[str] = field(default_factory=list)
+    assistants: list[str] = field(default_factory=list, metadata=replaces("student.assistant_training", by=([],)))
     """Shapes of teacher assistants (MiniLM §3.3): the first assistant learns from the teacher, each further one from
     the one before it, and the student from the last, each in its own folder inside the run's folder."""
     assistant_training: dict[str, Any] = field(default_factory=dict)

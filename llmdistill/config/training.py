@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from llmdistill.config.marks import COMMON, FREE
+from llmdistill.config.marks import COMMON, FREE, replaces
 from llmdistill.errors import check_least, check_most
 
 DEFAULT_STEPS = 1000
@@ -25,9 +25,9 @@ LOG_LINES = 4
 class TrainConfig:
     """Optimization. The user sets the global batch size; its split over ranks and accumulation is derived."""
 
-    steps: int = field(default=DEFAULT_STEPS, metadata=COMMON)
+    steps: int = field(default=DEFAULT_STEPS, metadata=COMMON | replaces("train.epochs"))
     """Number of optimizer steps of the whole run."""
-    epochs: int | None = None
+    epochs: int | None = field(default=None, metadata=replaces("train.steps"))
     """Passes over the training set, instead of steps; give only one of the two. The number of steps is computed
     after the set is read, and rounded up (for a task each pass is rounded up on its own). Not available if data.kind
     is instructions."""
@@ -39,9 +39,9 @@ class TrainConfig:
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata=replaces("train.warmup_ratio"))
     """Steps of linear warm-up; a shorter run ends during the warm-up."""
-    warmup_ratio: float | None = None
+    warmup_ratio: float | None = field(default=None, metadata=replaces("train.warmup_steps"))
     """Share of the steps that are warm-up, rounded up to whole steps, instead of warmup_steps."""
     min_learning_rate: float = 0.0
     """Learning rate at the end of a cosine or linear decay."""

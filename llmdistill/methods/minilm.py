@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.config.marks import replaces
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
@@ -39,9 +40,11 @@ class MinilmConfig:
     hidden_mse: float = 0.0
     """Weight of the MSE of the hidden states, with a learned matrix between them if the widths differ (MiniLM §4.2.3:
     transferring hidden states)."""
-    teacher_layer: int | Literal["last"] = "last"
+    teacher_layer: int | Literal["last"] = field(
+        default="last", metadata=replaces("minilm.teacher_layers", unless=("last",))
+    )
     """The teacher's layer that the student's last layer learns from, counted from 1 (MiniLMv2 Table 4)."""
-    teacher_layers: str | None = None
+    teacher_layers: str | None = field(default=None, metadata=replaces("minilm.teacher_layer"))
     """Layer to layer (MiniLM Table 7: uniform): the teacher's layer for each layer of the student, uniform, spread,
     first, last, or a number for each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last
     layer learns, from teacher_layer."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from llmdistill.batch import Aspect
 from llmdistill.config import RunConfig
+from llmdistill.config.marks import replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
@@ -51,10 +52,12 @@ class Minilmv2Config:
     relation_heads: int = 48
     """The number of heads that queries, keys and values are split into again; it must divide the width of both
     models. The paper takes 48 for base-size and 64 for large teachers."""
-    teacher_layer: int | Literal["last", "auto"] = "last"
+    teacher_layer: int | Literal["last", "auto"] = field(
+        default="last", metadata=replaces("minilmv2.teacher_layers", unless=("last",))
+    )
     """The teacher's layer, counted from 1, or auto to search for it. The paper takes the last of 12 layers; of 24
     layers the 21st for BERT, the 19th for RoBERTa and XLM-R."""
-    teacher_layers: str | None = None
+    teacher_layers: str | None = field(default=None, metadata=replaces("minilmv2.teacher_layer"))
     """Layer to layer: the teacher's layer for each layer of the student, uniform, spread, first, last, or a number for
     each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last layer learns, from
     teacher_layer."""

@@ -325,9 +325,9 @@ BREAKS = [
     # configuration and published values
     Break(
         "steps-beside-epochs",
-        "llmdistill/config/overrides.py",
-        '"train.steps": [_Rule({"train.epochs": None})]',
-        '"train.steps": []',
+        "llmdistill/config/training.py",
+        'metadata=COMMON | replaces("train.epochs")',
+        "metadata=COMMON",
         "tests/unit/config/test_overrides.py::test_settings_that_exclude_each_other_replace_each_other",
     ),
     Break(
