@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from importlib import import_module
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
@@ -201,64 +202,27 @@ def evaluate(arguments: Sequence[str]) -> None:
     evaluate_answers(words, prog="llmdistill evaluate")
 
 
-def generate(arguments: Sequence[str]) -> None:
-    """Generate a teacher's answers to prompts; launcher flags start several ranks."""
-    from llmdistill.commands.generate import generate as generate_command
+def _of_module(name: str) -> Callable[[Sequence[str]], None]:
+    """Return what runs the command of the module of the same name, which is imported then."""
 
-    launcher, words = split_launcher_flags(arguments)
-    if launcher:
-        launch(launcher, "llmdistill.cli", "generate", *words)
-    generate_command(words, prog="llmdistill generate")
+    def run(arguments: Sequence[str]) -> None:
+        code = getattr(import_module(f"llmdistill.commands.{name}"), name)(arguments)
+        if code:
+            raise SystemExit(code)
 
-
-def cache(arguments: Sequence[str]) -> None:
-    """Keep a teacher's outputs for the training set of a run; launcher flags start several ranks."""
-    from llmdistill.commands.cache import cache as cache_command
-
-    launcher, words = split_launcher_flags(arguments)
-    if launcher:
-        launch(launcher, "llmdistill.cli", "cache", *words)
-    cache_command(words, prog="llmdistill cache")
+    return run
 
 
-def compare(arguments: Sequence[str]) -> None:
-    """Train a student by several methods and report how the methods compare; the exit code is 1 if a run failed."""
-    from llmdistill.commands.compare import compare as compare_command
+def _in_ranks(name: str) -> Callable[[Sequence[str]], None]:
+    """Return what runs such a command, in several ranks if there are flags of the launcher."""
 
-    launcher, words = split_launcher_flags(arguments)
-    code = compare_command(words, launcher)
-    if code != 0:
-        raise SystemExit(code)
+    def run(arguments: Sequence[str]) -> None:
+        launcher, words = split_launcher_flags(arguments)
+        if launcher:
+            launch(launcher, "llmdistill.cli", name, *words)
+        _of_module(name)(words)
 
-
-def plan(arguments: Sequence[str]) -> None:
-    """Forecast the memory and the time of a training and propose settings that fit."""
-    from llmdistill.commands.plan import plan as plan_command
-
-    plan_command(arguments)
-
-
-def doctor(arguments: Sequence[str]) -> None:
-    """Check the machine and a run before its launch; the exit code is 1 if a check fails."""
-    from llmdistill.commands.doctor import doctor as doctor_command
-
-    code = doctor_command(arguments)
-    if code != 0:
-        raise SystemExit(code)
-
-
-def recipes(arguments: Sequence[str]) -> None:
-    """List the shipped recipes, or show one."""
-    from llmdistill.commands.recipes import recipes as recipes_command
-
-    recipes_command(arguments)
-
-
-def push(arguments: Sequence[str]) -> None:
-    """Upload a student to the hub."""
-    from llmdistill.commands.push import push as push_command
-
-    push_command(arguments)
+    return run
 
 
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
@@ -279,15 +243,15 @@ def _readable(value: Any) -> str:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distill a teacher into a smaller student (the main job)", train),
-    "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
-    "doctor": ("check this machine, and a run on one batch of its data, before the launch", doctor),
-    "compare": ("train by several methods under equal conditions and report how they compare", compare),
-    "recipes": ("list the shipped recipes, or show one", recipes),
+    "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", _of_module("plan")),
+    "doctor": ("check this machine, and a run on one batch of its data, before the launch", _of_module("doctor")),
+    "compare": ("train by several methods under equal conditions and report how they compare", _of_module("compare")),
+    "recipes": ("list the shipped recipes, or show one", _of_module("recipes")),
     "compress": ("factorize a model folder", compress),
-    "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),
-    "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
+    "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", _in_ranks("cache")),
+    "generate": ("let a teacher answer prompts, as training data for SeqKD", _in_ranks("generate")),
     "export": ("write a student as ONNX, or merge it into a stock model", export),
-    "push": ("upload a student with its model card to the Hugging Face hub", push),
+    "push": ("upload a student with its model card to the Hugging Face hub", _of_module("push")),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""

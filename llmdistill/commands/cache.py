@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, parse, parse_run
+from llmdistill.config.command_line import build, parse, parse_run, split_words
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
@@ -37,7 +37,7 @@ def build_parser(prog: str) -> ArgumentParser:
     return parser
 
 
-def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
+def cache(arguments: Sequence[str]) -> None:
     """Make a cache according to the arguments, on every rank of the launcher, and print a summary.
 
     Raises:
@@ -45,7 +45,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
     """
     began = time.perf_counter()
     own, rest = split_own(arguments)
-    parsed = parse(build_parser(prog), own)
+    parsed = parse(build_parser("llmdistill cache"), own)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
@@ -65,15 +65,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
 
 def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into those of the cache and those of the run."""
-    own: list[str] = []
-    rest: list[str] = []
-    mine = False
-    for word in arguments:
-        if word.startswith("--") or word == "-h":
-            name = word.removeprefix("--").split("=")[0]
-            mine = word == "-h" or name in ("help", "output", "json") or name.startswith("cache.")
-        (own if mine else rest).append(word)
-    return own, rest
+    return split_words(arguments, {"help", "output", "json", "cache"})
 
 
 def summarize(record: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:

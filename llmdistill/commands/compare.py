@@ -25,6 +25,7 @@ from llmdistill.experiments.variants import (
 )
 from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
+from llmdistill.runtime.launch import split_launcher_flags
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -109,12 +110,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
+def compare(arguments: Sequence[str]) -> int:
     """Run the command and return 1 if a run failed, 130 or 143 if a signal stopped it, else 0.
 
     Raises:
         UserError: bad arguments, or the teacher and the untrained student cannot be scored.
     """
+    launcher_flags, arguments = split_launcher_flags(arguments)
     own, rest = split_own(arguments)
     parsed = parse(build_parser(), own)
     settings = build(parsed, CompareConfig)

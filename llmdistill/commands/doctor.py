@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from llmdistill.runtime.environment import Finding
 
 
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser of the command's own arguments."""
+def doctor(arguments: Sequence[str]) -> int:
+    """Check the machine and a run, print each finding, and return 1 if one is a failure, else 0.
+
+    Raises:
+        UserError: bad arguments.
+    """
     parser = ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [--recipe NAME] [--json] [--KEY VALUE ...]",
+        prog="llmdistill doctor",
+        usage="llmdistill doctor [--recipe NAME] [--json] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Check libraries, compiler, GPU, communication and disk, and a run on one batch of its data: the "
         "teacher against chance, the teacher as its own student, and each term's size and share of the gradient in a "
@@ -31,17 +35,8 @@ def build_parser(prog: str) -> ArgumentParser:
         "start. The exit code is 1 if a check fails.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON list with the findings.")
-    return parser
-
-
-def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
-    """Check the machine and a run, print each finding, and return 1 if one is a failure, else 0.
-
-    Raises:
-        UserError: bad arguments.
-    """
     own, words = split_words(arguments, {"help", "json"})
-    parsed = parse(build_parser(prog), own)
+    parsed = parse(parser, own)
     config, _ = parse_run(words, METHODS)
     quiet_transformers()
     from llmdistill.runtime.environment import print_finding

@@ -19,11 +19,16 @@ from llmdistill.messages import print_result, say
 from llmdistill.runtime.terminal import quiet_transformers
 
 
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser; the settings and their defaults come from ResponseConfig."""
+def generate(arguments: Sequence[str]) -> None:
+    """Generate answers according to the arguments, on every rank of the launcher, and print a summary.
+
+    Raises:
+        UserError: bad arguments or input.
+    """
+    # Imported below so that --help does not wait for transformers and DeepSpeed.
     defaults = ResponseConfig()
     parser = ArgumentParser(
-        prog=prog,
+        prog="llmdistill generate",
         exit_on_error=False,
         description="Generate a teacher's answers to prompts, for sequence-level distillation: the output can be used "
         "as data.train. After an interruption the same command continues, on any number of ranks.",
@@ -55,17 +60,7 @@ def build_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--prompt", "--data.prompt", type=str, help=PROMPT_HELP)
     parser.add_class_arguments(ResponseConfig, skip={"prompt", "max_prompt_length", "max_length", "long_prompts"})
-    return parser
-
-
-def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> None:
-    """Generate answers according to the arguments, on every rank of the launcher, and print a summary.
-
-    Raises:
-        UserError: bad arguments or input.
-    """
-    # Imported below so that --help does not wait for transformers and DeepSpeed.
-    parsed = parse(build_parser(prog), arguments)
+    parsed = parse(parser, arguments)
     settings = build(parsed, ResponseConfig, prefix="--")
     quiet_transformers()
     from llmdistill.generation.responses import generate_responses

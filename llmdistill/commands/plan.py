@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from llmdistill.run.forecast.choices import LayoutChoice
     from llmdistill.run.plan import Plan
 
-_FLAGS = {"help", "json", "all", "write", "count_data"}
-_FLAGS_OF_CACHE = {f"cache.{each.name}" for each in fields(CacheConfig)}
+_FLAGS = {"help", "json", "all", "write", "count_data", "cache"}
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -64,14 +63,14 @@ def build_parser(prog: str) -> ArgumentParser:
     return parser
 
 
-def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
+def plan(arguments: Sequence[str]) -> None:
     """Forecast a training, and print and write a proposal.
 
     Raises:
         UserError: bad arguments, or no setting fits.
     """
-    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS | _FLAGS_OF_CACHE)
-    parsed = parse(build_parser(prog), own)
+    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS)
+    parsed = parse(build_parser("llmdistill plan"), own)
     machine = measured(build(parsed, MachineConfig, prefix="--"), own)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)

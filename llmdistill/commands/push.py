@@ -23,10 +23,14 @@ _MODULES = ("*.json", "*.safetensors", "*.txt")
 """Files in the folders of the modules of sentence-transformers, such as 1_Pooling."""
 
 
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser of the command's arguments."""
+def push(arguments: Sequence[str]) -> None:
+    """Upload the files of a model.
+
+    Raises:
+        UserError: bad arguments, no token, files that are not as they were written, or the hub refuses.
+    """
     parser = ArgumentParser(
-        prog=prog,
+        prog="llmdistill push",
         exit_on_error=False,
         description="Upload a student, with its tokenizer and its model card, to a repository of the Hugging Face hub "
         "in one commit. Checkpoints, data, predictions and what a teacher's cache holds stay here.",
@@ -35,16 +39,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser.add_argument("folder", help=text)
     parser.add_argument("name", help="Name of the repository, USER/NAME; it is created if it does not exist.")
     parser.add_argument("--private", action="store_true", help="Create the repository as a private one.")
-    return parser
-
-
-def push(arguments: Sequence[str], prog: str = "llmdistill push") -> None:
-    """Upload the files of a model.
-
-    Raises:
-        UserError: bad arguments, no token, files that are not as they were written, or the hub refuses.
-    """
-    parsed = parse(build_parser(prog), arguments)
+    parsed = parse(parser, arguments)
     folder = model_folder(Path(parsed.folder))
     _check_name(parsed.name)
     damage = manifest_damage(folder) if (folder / MANIFEST).is_file() else None

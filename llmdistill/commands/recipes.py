@@ -13,26 +13,21 @@ from llmdistill.config.recipes import RECIPES, recipe_names, recipe_path
 from llmdistill.messages import print_result
 
 
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser of the command's arguments."""
+def recipes(arguments: Sequence[str]) -> None:
+    """List the recipes, or print one.
+
+    Raises:
+        UserError: bad arguments, or there is no such recipe.
+    """
     parser = ArgumentParser(
-        prog=prog,
+        prog="llmdistill recipes",
         exit_on_error=False,
         description="List the shipped recipes, or show one of them: it can be run as it is (--recipe NAME), with "
         "single settings changed on the command line, or be extended by one of your own (extends: NAME).",
     )
     parser.add_argument("name", nargs="?", help="Show this recipe: a shipped one, or a file.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-    return parser
-
-
-def recipes(arguments: Sequence[str], prog: str = "llmdistill recipes") -> None:
-    """List the recipes, or print one.
-
-    Raises:
-        UserError: bad arguments, or there is no such recipe.
-    """
-    parsed = parse(build_parser(prog), arguments)
+    parsed = parse(parser, arguments)
     if parsed.name is not None:
         text = recipe_path(parsed.name).read_text(encoding="utf-8")
         print_result({"name": parsed.name, "text": text} if parsed.json else text.rstrip("\n"))

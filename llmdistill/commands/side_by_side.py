@@ -13,10 +13,14 @@ from typing import NamedTuple
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import build, parse
-from llmdistill.config.mteb import MtebConfig
-from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBySideConfig
-from llmdistill.config.speed import SpeedConfig
-from llmdistill.config.zero_shot import ZeroShotConfig
+from llmdistill.config.side_by_side import (
+    AttentionConfig,
+    ChunksConfig,
+    MtebConfig,
+    SideBySideConfig,
+    SpeedConfig,
+    ZeroShotConfig,
+)
 from llmdistill.files import check_writable
 from llmdistill.messages import print_result
 from llmdistill.runtime.terminal import exit_code, quiet_transformers

@@ -28,7 +28,7 @@ from llmdistill.errors import FieldError, UserError
 DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
 _OWN = ("teacher.model", "data.train", "data.kind", "data.task.name")
-_EMBEDDED = "embedded:"
+"""Settings of a run that has no need of the embedded example, unless their values are embedded."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -36,11 +36,6 @@ _Config = TypeVar("_Config")
 
 _NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)
 """What jsonargparse raises for values that do not fit."""
-
-_EXTENDS = (
-    "Only in a recipe: the recipe that it extends, by the name of a shipped one or by a path relative to this recipe. "
-    "Its own settings have priority."
-)
 
 
 def run_parser(methods: MethodTable) -> ArgumentParser:
@@ -60,7 +55,9 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     text = f"A shipped recipe's name or a YAML file. Default: {DEFAULT_RECIPE}, the embedded example; for a teacher or "
     text += "data of your own none."
     parser.add_argument("--recipe", action="config", help=text)
-    parser.add_argument("--extends", type=str | None, help=_EXTENDS)
+    text = "Only in a recipe: the recipe that it extends, by the name of a shipped one or by a path relative to this "
+    text += "recipe. Its own settings have priority."
+    parser.add_argument("--extends", type=str | None, help=text)
     parser.add_argument(
         "--dry_run", action="store_true", help="Check the settings and say what would run; no weights or data are read."
     )
@@ -91,7 +88,6 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
 
     Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
-    arguments = list(arguments)
     topic = asked_help(arguments)
     if topic is not None:
         print(help_of(run_parser(methods), topic, methods), end="")
@@ -107,11 +103,13 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     if flags.extends is not None:
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     typed = overrides.given_flags(rest)
-    name = flags.recipe if flags.recipe is not None else _recipe_for(typed)
+    name = flags.recipe
+    if name is None and all(str(typed.get(key, "embedded:")).startswith("embedded:") for key in _OWN):
+        name = DEFAULT_RECIPE
     parser = run_parser(methods)
     recipes = {} if name is None else extended(parser, recipe_path(name))
     layers = [(flattened(values), ["--recipe", str(file)]) for file, values in recipes.items()]
-    settings = dict(settings_of(RunConfig))
+    settings = settings_of(RunConfig)
     for method, kind in _sections(methods):
         settings |= settings_of(kind, f"{method}.")
     below: dict[str, Any] = {}
@@ -130,28 +128,22 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     return build(parsed, RunConfig, methods), said
 
 
-def _recipe_for(typed: Mapping[str, Any]) -> str | None:
-    """The recipe of a command line without one; None if it names a teacher or data that are not the embedded ones."""
-    own = any(not str(typed[key]).startswith(_EMBEDDED) for key in _OWN if key in typed)
-    return None if own else DEFAULT_RECIPE
-
-
 def about_recipe(name: str | None) -> str:
     """Where the settings of a run come from, as the first line of what it prints."""
     if name is None:
         return "Recipe      none: the defaults of llmdistill, and what the command line says"
-    embedded = ", the embedded example" if name == DEFAULT_RECIPE else ""
-    return f"Recipe      {name}{embedded}"
+    return f"Recipe      {name}{', the embedded example' if name == DEFAULT_RECIPE else ''}"
 
 
 def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the flags of these names with their values (and -h), and the other words."""
+    """Split a command line into the flags of these names or sections with their values (and -h), and the rest."""
     own: list[str] = []
     rest: list[str] = []
     mine = False
     for word in arguments:
         if word.startswith("--") or word == "-h":
-            mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
+            key = word.removeprefix("--").split("=")[0]
+            mine = word == "-h" or key in names or key.split(".")[0] in names
         (own if mine else rest).append(word)
     return own, rest
 

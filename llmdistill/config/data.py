@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.config.sentences import SentencesConfig
 from llmdistill.errors import check_least, check_name
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
@@ -148,6 +147,20 @@ class TaskConfig:
             check_name(name, "data.task.out_of_domain")
         if self.languages is not None and (not self.languages or len(set(self.languages)) < len(self.languages)):
             raise ValueError(f"data.task.languages is {self.languages}: give one or more, each once, such as en,de")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencesConfig:
+    """How the embeddings of sentences are made. Files of sentence-transformers beside the teacher say it by default."""
+
+    pooling: Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"] | None = None
+    """How the outputs of the tokens become the embedding; default: as in the teacher's 1_Pooling/config.json, and
+    mean without it."""
+    triples: bool = False
+    """The training set has rows of a query (or anchor), a positive and a negative, which stay together in a batch, for
+    embedding.margin. Batches are then counted in triples."""
+    normalize: bool | None = None
+    """Whether an embedding is divided by its length; default: whether the teacher's modules.json says so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -23,20 +23,21 @@ def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[A
     return {keys: lambda value: value not in unless if by is None else value in by}
 
 
-def settings_of(config: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield every field with its dotted key, in their order, each section before what is in it."""
-    kinds = get_type_hints(config)
+def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
+    """Return every field by its dotted key, in their order, each section before what is in it."""
+    found, kinds = dict[str, Field[Any]](), get_type_hints(config)
     for each in fields(config):
-        yield f"{prefix}{each.name}", each
-        kind = kinds[each.name]
+        key, kind = f"{prefix}{each.name}", kinds[each.name]
+        found[key] = each
         if isinstance(kind, type) and is_dataclass(kind):
-            yield from settings_of(kind, f"{prefix}{each.name}.")
+            found |= settings_of(kind, f"{key}.")
+    return found
 
 
 def marked(config: type[Any], mark: str) -> list[str]:
     """Return the dotted keys of the settings with a mark, in their order; a section that has the mark is one key."""
     found: list[str] = []
-    for key, field in settings_of(config):
+    for key, field in settings_of(config).items():
         if mark in field.metadata and not any(key.startswith(f"{section}.") for section in found):
             found.append(key)
     return found

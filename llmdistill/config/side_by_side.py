@@ -86,3 +86,90 @@ class AttentionConfig(SideBySideConfig):
             raise ValueError("--text or --data: give one of them, a text or a file of texts")
         if self.heads is not None:
             self._check_list("heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedConfig(SideBySideConfig):
+    """The models to time, with speed-ups against the first, and the batches. The defaults are those of MiniLM Table 4,
+    PKD and TinyBERT."""
+
+    shapes: list[str] = field(default_factory=list)
+    """Shapes such as 6x768x12,6x384x12, separated by commas: models of the first one's family with random weights,
+    whose time is that of trained ones."""
+    batches: int = 100
+    """Number of batches, which every model reads."""
+    batch_size: int = 128
+    """Sequences in a batch."""
+    max_length: int = 128
+    """Number of tokens in a sequence, after padding."""
+    task: str | None = None
+    """Read the training examples of a task of GLUE, such as qnli, padded to the longest of their batch only. Default:
+    sequences of max_length random tokens, as the papers pad every example to max_length."""
+    data_dir: str = "glue"
+    """Folder of the task's files."""
+    training: bool = False
+    """Time a whole training step as well: forward pass, backward pass and AdamW (KroneckerBERT A.1)."""
+    warmup: int = 3
+    """Number of batches before the others that are not timed."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if there is no model, a name occurs twice, or a number is out of its range."""
+        super().__post_init__()
+        check_least(self, 1, "batches", "batch_size", "max_length", prefix="--")
+        check_least(self, 0, "warmup", prefix="--")
+        if len(set(self.shapes)) < len(self.shapes):
+            raise ValueError(f"--shapes {self.shapes}: give each once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotConfig(SideBySideConfig):
+    """The decoders to score, and the tasks of lm-evaluation-harness."""
+
+    tasks: list[str]
+    """Tasks, groups or tags of lm-evaluation-harness, separated by commas, such as arc_easy,hellaswag,piqa."""
+    task_dir: str | None = None
+    """Folder with tasks of your own, in the harness's YAML; they are added to those that come with it."""
+    num_fewshot: int | None = None
+    """Number of solved examples before each question; default: as the task says, mostly 0."""
+    limit: int | None = None
+    """Score only the first so many examples of each task, for a quick test."""
+    batch_size: int = 16
+    """Sequences in a forward pass."""
+    max_length: int | None = None
+    """Largest number of tokens of a question and its answer, whose start is cut off; default: the model's positions."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a list is empty, a name occurs twice, or a number is out of its range."""
+        super().__post_init__()
+        check_least(self, 1, "limit", "batch_size", "max_length", prefix="--")
+        check_least(self, 0, "num_fewshot", prefix="--")
+        self._check_list("tasks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtebConfig(SideBySideConfig):
+    """The encoders to score, and the tasks of MTEB."""
+
+    tasks: list[str] | None = None
+    """Tasks of MTEB, separated by commas, such as STSBenchmark,Banking77Classification.v2."""
+    benchmark: str | None = None
+    """A benchmark of MTEB instead, which stands for its tasks, such as "MTEB(eng)" for the English one."""
+    languages: list[str] | None = None
+    """Score --tasks only in these languages, by their three letters (ISO 639-3), separated by commas: eng,deu."""
+    batch_size: int = 32
+    """Texts in a forward pass."""
+    max_length: int | None = None
+    """Largest number of tokens of a text, whose end is cut off; default: as the files of sentence-transformers beside
+    the model say, else 512, and never more than the model's positions."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a list is empty, a name occurs twice, or a number is out of its range."""
+        super().__post_init__()
+        check_least(self, 1, "batch_size", "max_length", prefix="--")
+        if (self.tasks is None) == (self.benchmark is None):
+            raise ValueError("--tasks or --benchmark: give one of them, names of tasks or the name of a benchmark")
+        if self.benchmark is not None and self.languages is not None:
+            raise ValueError("--languages: a benchmark has its own languages; leave it out, or give --tasks")
+        for key in ("tasks", "languages"):
+            if getattr(self, key) is not None:
+                self._check_list(key)

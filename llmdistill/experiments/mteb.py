@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from llmdistill.artifacts import read_result, write_result
-from llmdistill.config.mteb import MtebConfig
+from llmdistill.config.side_by_side import MtebConfig
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.fingerprints import fingerprint

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config.speed import SpeedConfig
+from llmdistill.config.side_by_side import SpeedConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite

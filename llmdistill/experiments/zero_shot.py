@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from llmdistill.config.zero_shot import ZeroShotConfig
+from llmdistill.config.side_by_side import ZeroShotConfig
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.tokenizer import load_tokenizer

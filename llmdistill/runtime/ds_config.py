@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config.strict import did_you_mean
+from llmdistill.config.strict import did_you_mean, flattened
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 
@@ -99,7 +99,7 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
                 f"{path}: {key} is {given}, but the run says {value}: "
                 'write "auto" there, or give the run the same value'
             )
-    for key, value in _leaves(resolved):
+    for key, value in flattened(resolved).items():
         if value == "auto":
             raise UserError(f'{path}: {key} is "auto", which the run does not set: give it a value or remove it')
     return resolved
@@ -109,11 +109,3 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
     return bool(first == second)
-
-
-def _leaves(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        found += _leaves(value, f"{key}.") if isinstance(value, dict) else [(key, value)]
-    return found

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from llmdistill.errors import Stopped, UserError
@@ -100,12 +101,14 @@ def run_ranks(command: Sequence[str], count: int) -> None:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count))
     ranks: list[subprocess.Popen[bytes]] = []
+    ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     with signals.waiting():
         before = signals.handle_by(lambda number, _: caught.append(number))
         try:
             for number in map(str, range(count)):
                 environment = {**os.environ, **shared, "RANK": number, "LOCAL_RANK": number}
-                ranks.append(subprocess.Popen(command, env=environment, preexec_fn=_ignore_interrupts))
+                # A rank that is not ready for Ctrl-C would print a traceback; it gets the launcher's SIGTERM instead.
+                ranks.append(subprocess.Popen(command, env=environment, preexec_fn=ignore_interrupts))
             code, told, kill_at = 0, 0, math.inf
             while running := [rank for rank in ranks if rank.poll() is None]:
                 code = code or _first_code(ranks)
@@ -131,11 +134,6 @@ def run_ranks(command: Sequence[str], count: int) -> None:
 
 def _first_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return next((rank.returncode for rank in ranks if rank.returncode), 0)
-
-
-def _ignore_interrupts() -> None:
-    """A rank that is not ready to handle Ctrl-C would print a traceback; it gets the launcher's SIGTERM then."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def launched_ranks() -> int:

@@ -46,30 +46,18 @@ def _code_of(job: Callable[[], None]) -> int:
     try:
         set_level()
         job()
-    except Stopped as stop:
-        if several:
-            return _ended_rank(stop)
-        print(f"error: {stop}", file=sys.stderr, flush=True)
-        return stop.code
-    except UserError as error:
-        if several:
-            return _ended_rank(error)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception as error:
-        refused = refused_by_system(error)
-        if several:
-            return _ended_rank(error if refused is None else refused)
-        if refused is not None:
-            print(f"error: {refused}", file=sys.stderr, flush=True)
-            return 2
-        remedy = _out_of_memory(error)
-        if remedy is None:
+        return 0
+    except (Stopped, Exception) as error:
+        failure = error if isinstance(error, Stopped | UserError) else refused_by_system(error) or error
+        remedy = _out_of_memory(failure)
+        if not several and remedy is None and not isinstance(failure, Stopped | UserError):
             raise
-        traceback.print_exc()
-        print(f"error: {remedy}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    if several:
+        return _ended_rank(failure)
+    if remedy is not None:
+        traceback.print_exception(failure)
+    print(f"error: {remedy or failure}", file=sys.stderr, flush=True)
+    return failure.code if isinstance(failure, Stopped) else 2 if isinstance(failure, UserError) else 1
 
 
 _HEARING_SECONDS = 3.0
@@ -104,7 +92,7 @@ def _ended_rank(error: BaseException) -> int:
         )
     else:
         own = True
-        traceback.print_exc()
+        traceback.print_exception(error)
         said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
     if rank != 0 and isinstance(error, UserError | RankError):
         _wait_for_the_launcher()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,58 +15,48 @@ COMMANDS = (
     *("push", "evaluate", "evaluate --suite glue"),
 )
 CODE = """
-import runpy, sys
+import json, runpy, sys
 heavy = {"torch", "transformers", "deepspeed", "datasets", "matplotlib", "sklearn", "scipy", "pandas", "numpy"}
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:
-    print("code:", end.code)
-print("loaded:", *sorted(heavy & sys.modules.keys()))
+for sys.argv in json.loads(sys.argv[1]):
+    script = sys.argv[0]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        print("ended:", *sys.argv, end.code, *sorted(heavy & sys.modules.keys()))
 """
 
 
-def run(*words: str) -> tuple[list[str], str]:
-    """The exit code and the heavy libraries that a script has loaded when it ends, as two lines, and its errors."""
-    done = subprocess.run([sys.executable, "-c", CODE, *words], check=True, capture_output=True, text=True, cwd=ROOT)
-    return done.stdout.splitlines()[-2:], done.stderr
+def run(*commands: str) -> tuple[list[str], str]:
+    """Run scripts in one process, and return each with its exit code and the heavy libraries loaded, and the errors."""
+    words = [sys.executable, "-c", CODE, json.dumps([command.split() for command in commands])]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT)
+    lines = done.stdout.splitlines()
+    return [line.removeprefix("ended: ") for line in lines if line.startswith("ended: ")], done.stderr
 
 
-def test_import_loads_no_library():
-    code = "import sys\nimport llmdistill\nprint({'torch', 'transformers'} & set(sys.modules))"
+@pytest.mark.parametrize("imports", ["llmdistill", "llmdistill.methods, llmdistill.models.families"])
+def test_import_loads_no_library(imports):
+    code = f"import sys\nimport {imports}\nprint({{'torch', 'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 
 
-def test_methods_and_architectures_are_listed_without_libraries():
-    code = "import sys\nfrom llmdistill.methods import METHODS\nfrom llmdistill.models.families import FAMILIES\n"
-    code += "assert METHODS and FAMILIES\nprint({'torch', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "set()\n"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["llmdistill/cli.py", *command.split()] for command in COMMANDS),
-        *(["llmdistill/train.py"], ["eval/glue.py"], ["eval/instruct.py"]),
-    ],
-    ids=" ".join,
-)
-def test_help_loads_no_library(words):
-    assert run(*words, "--help") == (["code: 0", "loaded:"], "")
+def test_help_loads_no_library():
+    helped = [f"llmdistill/cli.py {command} --help" for command in COMMANDS]
+    helped += [f"{script} --help" for script in ("llmdistill/train.py", "eval/glue.py", "eval/instruct.py")]
+    assert run(*helped) == ([f"{each} 0" for each in helped], "")
 
 
 def test_mistyped_setting_loads_no_library():
-    ended, said = run("llmdistill/train.py", "--ds_config", "zero2", "--train.step", "3")
-    assert ended == ["code: 2", "loaded:"]
-    assert said == "error: --train.step: there is no such setting; did you mean --train.steps?\n"
+    command = "llmdistill/train.py --ds_config zero2 --train.step 3"
+    said = "error: --train.step: there is no such setting; did you mean --train.steps?\n"
+    assert run(command) == ([f"{command} 2"], said)
 
 
 def test_dry_run_loads_only_what_builds_models():
-    _, loaded = run("llmdistill/train.py", "--ds_config", "ds_configs/zero2.json", "--dry_run", "--json")[0]
-    assert not {"deepspeed", "datasets", "matplotlib", "sklearn", "pandas"} & set(loaded.split())
-    assert "torch" in loaded  # or nothing was looked at
+    (ended,), _ = run("llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json")
+    assert not {"deepspeed", "datasets", "matplotlib", "sklearn", "pandas"} & set(ended.split())
+    assert "torch" in ended.split()  # or nothing was looked at
 
 
 def test_every_command_has_its_help_tried():
