@@ -101,7 +101,8 @@ class RankServer:
         output, errors = (self._folder / f"{self._jobs}.{name}" for name in ("out", "err"))
         job = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(folder)}
         files = {"stdout": str(output), "stderr": str(errors)}
-        self._connection.send({**job, **files, "environment": environment(), "port": str(free_port())})
+        self.port = str(free_port())
+        self._connection.send({**job, **files, "environment": environment(), "port": self.port})
         return Job(self, [program, *arguments], self.receive(), output, errors)
 
     def run(

@@ -64,19 +64,6 @@ def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
     assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_memory_behind(
-    trained, settings, tmp_path
-):
-    command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path), ranks=2)
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    port = command[command.index("--master_port") + 1]
-    assert [path.name for path in Path("/dev/shm").glob("*") if port in path.name] == []
-    forked = trained(ranks=2)
-    assert largest_difference(forked, tmp_path) == 0
-    assert [row["loss"] for row in rows(forked)] == [row["loss"] for row in rows(tmp_path)]
-
-
 def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, settings, tmp_path):
     long = ("--train.steps", "30", "--train.save_every", "5")
     whole = trained(*long)
@@ -151,11 +138,12 @@ def test_two_ranks_prune_a_student_as_one_does(trained):
     assert told[0]["layers"] == [layer + 1 for layer in range(4) if layer != least]
 
 
-def test_finished_run_only_shows_its_table(trained, launch, settings):
-    folder = trained()
+def test_finished_run_only_shows_its_table_and_leaves_no_shared_memory_behind(trained, rank_server, launch, settings):
+    folder = trained(ranks=2)
     stamp = (folder / "student" / "model.safetensors").stat().st_mtime_ns
-    again = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
+    again = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), ranks=2)
     assert "trained" in again.stdout
+    assert not [path for path in Path("/dev/shm").iterdir() if rank_server.port in path.name]
     assert (folder / "student" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
@@ -178,16 +166,8 @@ def test_mistake_reaches_the_user_through_the_launcher(settings):
 
 def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
     folder = tmp_path / "run"
-    words = [
-        "--method",
-        "none",
-        "--data.valid",
-        "embedded:valid",
-        "--scoring.limit",
-        "30",
-        "--scoring.decoding",
-        "greedy",
-    ]
+    words = ["--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "30"]
+    words += ["--scoring.decoding", "greedy"]
     lengths = ["--data.max_prompt_length", "96", "--data.max_length", "104"]
     done = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *words, *lengths)
     assert "WARNING" in done.stderr

@@ -9,10 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, RobertaConfig
 
-from llmdistill.config import DataConfig, RunConfig
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
-from llmdistill.tasks import make_task
 from llmdistill.train import main
 
 DS = "ds_configs/zero2.json"
@@ -42,36 +39,20 @@ def rows(path, *lines):
     return str(path)
 
 
-def test_missing_data(fails):
-    assert "nowhere.jsonl: no such file" in fails("--data.train", "nowhere.jsonl")
-
-
-def test_malformed_data_names_the_line(fails, tmp_path):
-    good = json.dumps({"instruction": "a", "input": "", "output": "b"})
-    path = rows(tmp_path / "bad.jsonl", good, '{"instruction": ')
-    assert "bad.jsonl:2: not JSON" in fails("--data.train", path)
-
-
 @pytest.mark.parametrize("setting", ["--data.train", "--data.valid", "--data.tests.mine"])
-def test_missing_files_and_first_rows_are_seen_before_the_ranks_join(fails, tmp_path, monkeypatch, setting):
+def test_missing_files_and_bad_rows_are_seen_before_the_ranks_join(fails, tmp_path, monkeypatch, setting):
     monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_: pytest.fail("the ranks join"))
     assert "nowhere.jsonl: no such file" in fails(setting, "nowhere.jsonl")
     bad = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a"}))
     assert 'bad.jsonl:1: the key "output" is missing' in fails(setting, bad)
 
 
-def test_a_missing_text_is_seen_by_its_task():
-    task = make_task(RunConfig(ds_config="", data=DataConfig(kind="text", train="nowhere.txt")))
-    with pytest.raises(UserError, match=r"nowhere\.txt: no such file"):
-        task.check_files()
-
-
-def test_malformed_test_set_is_seen_before_training(fails, tmp_path):
-    path = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a"}))
-    assert 'bad.jsonl:1: the key "output" is missing' in fails("--data.tests.mine", path)
-
-
-def test_empty_data(fails, tmp_path):
+def test_bad_rows_of_the_training_set_name_the_file(fails, tmp_path):
+    good = json.dumps({"instruction": "a", "input": "", "output": "b"})
+    path = rows(tmp_path / "bad.jsonl", good, '{"instruction": ')
+    assert "bad.jsonl:2: not JSON" in fails("--data.train", path)
+    path = rows(tmp_path / "bad.jsonl", '{"instruction": ')
+    assert "bad.jsonl:1: not JSON" in fails("--data.train", path, "--data.streaming", "true")
     assert "empty.jsonl: holds no example" in fails("--data.train", rows(tmp_path / "empty.jsonl"))
 
 
@@ -109,65 +90,52 @@ def test_long_prompts_are_counted(fails, tmp_path):
     assert "data.long_prompts=drop" in said
 
 
-def test_rank_beyond_the_matrix(fails):
-    said = fails("--student.factorize.rank", "5000")
-    assert "5000" in said
-    assert "layers.0" in said
+FACTORIZE = "--student.factorize."
+WEIGHTED = (f"{FACTORIZE}weighting", "gradients")
+BY_LOSS = (*WEIGHTED, f"{FACTORIZE}rank", "null", f"{FACTORIZE}allocation", "loss", f"{FACTORIZE}target_params")
+ON_VALID = (f"{FACTORIZE}calibration.data", "embedded:valid")
+IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
 
 
-WEIGHTED = ("--student.factorize.weighting", "gradients")
-BY_LOSS = (*WEIGHTED, "--student.factorize.rank", "null", "--student.factorize.allocation", "loss")
-
-
-def test_weighting_of_a_student_that_is_given(fails):
-    said = fails("--recipe", "quickstart", "--student.model", "embedded:teacher", *WEIGHTED)
-    assert "student.factorize.weighting is gradients, but student.model embedded:teacher is not factorized" in said
-    said = fails("--student.shape", "2x64x4", "--student.factorize.embedding_rank", "8", *WEIGHTED)
-    assert "student.shape 2x64x4 is not factorized by this run" in said
-
-
-IMPORTANT = ("--recipe", "quickstart", "--method", "kd", "--student.init", "important")
-
-
-def test_important_parts_of_a_teacher_that_has_fewer(fails):
-    said = fails(*IMPORTANT, "--student.shape", "2x256x4")
-    assert "student.init important takes a part, but the student's width of 256 is more than the teacher's 128" in said
-    assert "a student of 7 layers cannot be made of a teacher's 6" in fails(*IMPORTANT, "--student.shape", "7x64x4")
-    said = fails(*IMPORTANT, "--student.shape", "2x96x3")
-    assert "3 heads cannot share keys and values 2 at a time" in said
-    assert "take a multiple of 2" in said
-
-
-def test_important_parts_without_calibration_data(fails):
-    calibration = ("--student.factorize.calibration.data", "nowhere.jsonl")
-    assert "nowhere.jsonl: no such file" in fails(*IMPORTANT, "--student.shape", "2x64x4", *calibration)
-
-
-def test_ranks_by_loss_without_a_target_or_with_one_out_of_reach(fails):
-    no_target = ("--student.factorize.target_params", "null")
-    assert "give target_params and weighting gradients" in fails("--recipe", "quickstart", *BY_LOSS, *no_target)
-    said = fails("--recipe", "quickstart", *BY_LOSS, "--student.factorize.target_params", "5%")
-    assert (
-        "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146,608 parameters"
-        in said
-    )
-
-
-def test_calibration_data_that_are_not_there(fails):
-    said = fails("--recipe", "quickstart", *WEIGHTED, "--student.factorize.calibration.data", "nowhere.jsonl")
-    assert "nowhere.jsonl: no such file" in said
-
-
-def test_calibration_data_on_which_nothing_is_measured(fails):
-    data = ("--student.factorize.calibration.data", "embedded:valid")
-    said = fails("--recipe", "quickstart", "--student.factorize.weighting", "none", *data)
-    assert "student.factorize.calibration.data is embedded:valid, but nothing is measured on it" in said
-    said = fails("--recipe", "quickstart", "--method", "kd", "--student.shape", "4x128x4", *data)
-    assert "nothing is measured on it" in said
-
-
-def test_batch_that_does_not_divide(fails):
-    assert "the nearest that does is 30" in fails("--train.global_batch_size", "32", "--train.micro_batch_size", "5")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((f"{FACTORIZE}rank", "5000"), "5000"),
+        (
+            ("--student.model", "embedded:teacher", *WEIGHTED),
+            "student.factorize.weighting is gradients, but student.model embedded:teacher is not factorized",
+        ),
+        (
+            ("--student.shape", "2x64x4", f"{FACTORIZE}embedding_rank", "8", *WEIGHTED),
+            "student.shape 2x64x4 is not factorized by this run",
+        ),
+        (
+            (*IMPORTANT, "2x256x4"),
+            "student.init important takes a part, but the student's width of 256 is more than the teacher's 128",
+        ),
+        ((*IMPORTANT, "7x64x4"), "a student of 7 layers cannot be made of a teacher's 6"),
+        ((*IMPORTANT, "2x96x3"), "3 heads cannot share keys and values 2 at a time"),
+        ((*IMPORTANT, "2x64x4", f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        ((*WEIGHTED, f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        ((*BY_LOSS, "null"), "give target_params and weighting gradients"),
+        (
+            (*BY_LOSS, "5%"),
+            "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146,608 para",
+        ),
+        (
+            (f"{FACTORIZE}weighting", "none", *ON_VALID),
+            "student.factorize.calibration.data is embedded:valid, but nothing is measured on it",
+        ),
+        (("--method", "kd", "--student.shape", "4x128x4", *ON_VALID), "nothing is measured on it"),
+        (("--train.global_batch_size", "32", "--train.micro_batch_size", "5"), "the nearest that does is 30"),
+        (("--method", "sft", "--data.on_policy", "0.5"), "data.on_policy is 0.5, but method sft"),
+        (("--method", "kd", "--kd.beta", "1.5"), "kd.beta is 1.5"),
+        (("--method", "kd", "--kd.divergence", "forward"), "forward_kl"),
+        (("--data.tests.valid", "embedded:seen"), "data.tests.valid"),
+    ],
+)
+def test_settings_that_do_not_fit(fails, arguments, said):
+    assert said in fails(*arguments)
 
 
 def test_ds_config_that_is_not_json(fails, tmp_path):
@@ -189,9 +157,6 @@ def test_unknown_architecture(fails, tmp_path):
     said = fails("--teacher.model", str(tmp_path), "--method", "makd")
     assert "bloom has no entry in FAMILIES" in said
     assert "take method sft, kd or seqkd" in said
-
-
-def test_encoder_is_refused(fails, tmp_path):
     BertConfig().save_pretrained(tmp_path)
     assert "is an encoder (bert)" in fails("--teacher.model", str(tmp_path))
 
@@ -233,29 +198,6 @@ def test_padded_vocabulary_is_trimmed_and_said(tmp_path, capsys, monkeypatch):
     assert "padding" in note
 
 
-def test_own_answers_without_a_teacher(fails):
-    assert "data.on_policy is 0.5, but method sft" in fails("--method", "sft", "--data.on_policy", "0.5")
-
-
-def test_divergence_out_of_range(fails):
-    assert "kd.beta is 1.5" in fails("--method", "kd", "--kd.beta", "1.5")
-    assert "forward_kl" in fails("--method", "kd", "--kd.divergence", "forward")
-
-
-def test_validation_reference_without_output(fails, tmp_path):
-    path = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a", "input": ""}))
-    assert 'bad.jsonl:1: the key "output" is missing' in fails("--data.valid", path)
-
-
-def test_test_set_with_the_name_of_the_validation_set(fails):
-    assert "data.tests.valid" in fails("--data.tests.valid", "embedded:seen")
-
-
-def test_stream_that_is_malformed_is_seen_before_anything(fails, tmp_path):
-    path = rows(tmp_path / "bad.jsonl", '{"instruction": ')
-    assert "bad.jsonl:1: not JSON" in fails("--data.train", path, "--data.streaming", "true")
-
-
 def test_adapter_without_its_base(fails, tmp_path):
     rows(tmp_path / "adapter_config.json", json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
     said = fails("--teacher.model", str(tmp_path))
@@ -278,3 +220,97 @@ def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
     text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--data.valid", "b.txt")
     text += ("--data.tests", "{}")
     assert "have only a validation loss: take loss" in fails(*best, *text)
+
+
+# Text and encoders.
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Arguments of a run on text."""
+    recipe, file = tmp_path / "text.yaml", tmp_path / "text.txt"
+    file.write_text("one line\nanother\n\nthe end\n", encoding="utf-8")
+    recipe.write_text(f"data: {{kind: text, train: {file}, max_length: 32}}\n", encoding="utf-8")
+    return ("--recipe", str(recipe))
+
+
+def encoder(tmp_path, kind=BertConfig, architecture="BertForPreTraining"):
+    """A folder with nothing but a config, which is all that is looked at."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
+    kind(**sizes, architectures=[architecture]).save_pretrained(tmp_path / "teacher")
+    return ("--teacher.model", str(tmp_path / "teacher"))
+
+
+MINILM = ("--method", "minilm", "--student.shape")
+MINILMV2 = ("--method", "minilmv2", "--student.shape", "2x32x4")
+FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            MINILMV2,
+            "minilmv2.relation_heads is 48: it must divide the width of what is related, 48 in the teacher and 32 in "
+            "the student; give one of 1, 2, 4, 8, 16",
+        ),
+        ((*MINILM, "2x32x2"), "minilmv2"),
+        ((*MINILM, "2x32"), "student.shape"),
+        ((*MINILM, "2x32x5"), "1, 2, 4, 8, 16, 32"),
+        (("--student.shape", "2x32x4"), "factorize the teacher"),
+        (
+            ("--data.text.next_sentence", "true", "--data.text.pairs", "false"),
+            "data.text.next_sentence is true, but data.text.pairs is false",
+        ),
+        (("--method", "minilmv2", "--minilmv2.teacher_layer", "auto"), "name a text there"),
+        ((*FEW_HEADS, "--minilmv2.teacher_layer", "7"), "minilmv2.teacher_layer"),
+    ],
+)
+def test_settings_that_do_not_fit_an_encoder(fails, text, tmp_path, arguments, said):
+    assert said in fails(*text, *encoder(tmp_path), *arguments)
+
+
+def test_heads_that_a_teacher_lacks(fails, text, tmp_path):
+    rank = ("--student.factorize.rank", "4")
+    roberta = encoder(tmp_path, RobertaConfig, "RobertaForMaskedLM")
+    said = fails(*text, *roberta, *rank, "--data.text.next_sentence", "true")
+    assert "roberta has no next-sentence head" in said
+    said = fails(*text, *encoder(tmp_path, architecture="BertModel"), *rank)
+    assert "is a BertModel without language-model head, but logits compare its output" in said
+    decoder = ("--method", "kd", "--student.shape", "2x32x4", "--data.text.pairs", "true")
+    assert "data.text.pairs is true, but llama is a decoder" in fails(*text, *decoder)
+
+
+CHAIN = (*FEW_HEADS, "--student.assistants", "4x32x4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--student.factorize.rank", "4", "--data.train", "nowhere.txt"), "nowhere.txt: no such file"),
+        (("--method", "seqkd"), "method seqkd learns answers"),
+        (("--data.train", "embedded:train"), "holds instructions, but data.kind is text"),
+        (("--data.tests.a", "b.jsonl"), "data.tests.a b.jsonl is no text, but data.kind is text"),
+        (("--data.text.mask_share", "1.5"), "data.text.mask_share is 1.5"),
+        (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
+        (("--also", '["makd"]'), "name each method once"),
+        (("--student.assistants", '["2x32x4"]'), "give student.shape"),
+        (("--student.assistant_training.steps", "9"), "give student.assistants"),
+        (
+            (*CHAIN, "--student.assistant_training.stepps", "9"),
+            "student.assistant_training.stepps: there is no such setting; did you mean student.assistant_training.s",
+        ),
+        ((*CHAIN, "--student.assistant_training.steps", "many"), "steps: 'many' does not fit"),
+        (
+            ("--student.shape", "2x32x4", "--student.assistants", '["2x32x4"]', "--method", "none"),
+            "student.assistants teach, but method none has no teacher",
+        ),
+        (("--minilm.teacher_layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
+        (("--minilmv2.relations", '["qq", "qq"]'), "each once"),
+        (("--minilmv2.relations", '["qx"]'), "qx"),
+        (("--tinybert.hidden", "-1"), "tinybert.hidden is -1.0"),
+        (("--distilbert.soft", "0", "--distilbert.label", "0", "--distilbert.cosine", "0"), "no term is left"),
+    ],
+)
+def test_settings_of_a_text_that_contradict(fails, text, arguments, said):
+    assert said in fails(*text, *arguments)

@@ -18,14 +18,14 @@ from llmdistill.runtime.ds_config import read_ds_config
 DS = ["--ds_config", "zero2.json"]
 
 
-def write_recipe(folder, text):
-    path = folder / "mine.yaml"
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
 def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
-    recipe = write_recipe(tmp_path, "train: {steps: 7, learning_rate: 0.5}\n")
+    recipe = write(tmp_path / "mine.yaml", "train: {steps: 7, learning_rate: 0.5}\n")
     before, _ = parse_run(["--train.steps", "3", "--recipe", recipe, *DS], METHODS)
     after, _ = parse_run([*DS, f"--recipe={recipe}", "--train.steps=3"], METHODS)
     assert before.train.steps == after.train.steps == 3
@@ -33,7 +33,7 @@ def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
 
 
 def test_default_folder_names_recipe_and_ds_config(tmp_path):
-    config, _ = parse_run(["--recipe", write_recipe(tmp_path, "seed: 1\n"), *DS], METHODS)
+    config, _ = parse_run(["--recipe", write(tmp_path / "mine.yaml", "seed: 1\n"), *DS], METHODS)
     assert config.output_dir == "runs/mine-zero2"
 
 
@@ -64,7 +64,7 @@ def test_mistakes_are_one_sentence(arguments, expected):
 
 def test_a_run_has_zero2_where_no_ds_config_is_given(tmp_path):
     assert read_ds_config(parse_run([], METHODS)[0].ds_config)["zero_optimization"]["stage"] == 2
-    recipe = write_recipe(tmp_path, "ds_config: zero3\n")
+    recipe = write(tmp_path / "mine.yaml", "ds_config: zero3\n")
     assert parse_run(["--recipe", recipe], METHODS)[0].ds_config == "zero3"
 
 
@@ -101,13 +101,7 @@ def test_the_embedded_example_is_only_for_runs_without_a_teacher_or_data_of_thei
 )
 def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):
     with pytest.raises(UserError, match=expected):
-        parse_run([*DS, "--recipe", write_recipe(tmp_path, text)], METHODS)
-
-
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", text)], METHODS)
 
 
 def test_a_recipe_extends_another(tmp_path):
@@ -234,7 +228,7 @@ def test_configuration_is_plain_json_values():
 
 
 def test_target_may_be_a_bare_number_in_yaml(tmp_path):
-    recipe = write_recipe(tmp_path, "student: {factorize: {target_params: 690000000}}\n")
+    recipe = write(tmp_path / "mine.yaml", "student: {factorize: {target_params: 690000000}}\n")
     assert parse_run([*DS, "--recipe", recipe], METHODS)[0].student.factorize.target_params == 690_000_000
     share, _ = parse_run([*DS, "--recipe", recipe, "--student.factorize.target_params=62%"], METHODS)
     assert share.student.factorize.target_params == "62%"
