@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 
 _LONGEST = 3000
@@ -72,6 +73,19 @@ def check_least(
         value = getattr(settings, key)
         if value is not None and value < least:
             raise error(f"{prefix}{key} is {value}: give {least} or more")
+
+
+def check_list(settings: object, *keys: str, prefix: str = "--", wanted: str = "", least: float = -math.inf) -> None:
+    """Raise a ValueError if one of these settings is an empty list or repeats a value; a setting may be None.
+
+    `wanted` says which values there are; numbers must not be below the `least`.
+    """
+    for key in keys:
+        values = getattr(settings, key)
+        if values is None:
+            continue
+        if not values or len(set(values)) < len(values) or (least > -math.inf and min(values) < least):
+            raise ValueError(f"{prefix}{key} {list(values)}: give one or more, each once{wanted}")
 
 
 _LONGEST_NAME = 200

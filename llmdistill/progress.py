@@ -118,11 +118,9 @@ class Activity:
         return f"{text}, {time_text}{f': {detail}' if detail else ''}"
 
 
-def progress(items: Iterable[Value], what: str, unit: str, *, total: int | None = None) -> Iterator[Value]:
-    """Yield the items as one Activity; `total` is their number where they have no length."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with Activity(what, total, unit) as activity:
+def progress(items: Iterable[Value], what: str, unit: str) -> Iterator[Value]:
+    """Yield the items as one Activity."""
+    with Activity(what, len(items) if isinstance(items, Sized) else None, unit) as activity:
         for item in items:
             yield item
             activity.advance()

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
-from llmdistill.errors import Stopped, UserError
+from llmdistill.errors import Stopped, UserError, check_least
 from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
     Suite,
@@ -66,10 +66,7 @@ class CompareConfig:
         Raises:
             ValueError: a setting is out of range, or two settings contradict each other.
         """
-        if self.seeds < 1:
-            raise ValueError(f"--seeds {self.seeds}: give 1 or more")
-        if self.trials_at_once < 1:
-            raise ValueError(f"--trials_at_once {self.trials_at_once}: give 1 or more")
+        check_least(self, 1, "seeds", "trials_at_once", prefix="--")
         if self.suite is not None and self.methods is not None:
             raise ValueError("--suite and --methods both say what is compared: leave one out")
         if self.rows is not None and self.suite not in table_names():

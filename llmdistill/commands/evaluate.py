@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
@@ -21,9 +21,6 @@ from llmdistill.files import check_writable, file_name
 from llmdistill.messages import print_result, say
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, TEXTS, suite_sets
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -180,7 +177,7 @@ def default_output(model: str, decoding: str) -> Path:
     return Path("runs") / "evaluate" / f"{file_name(model)}-{decoding}"
 
 
-def print_scores(result: dict[str, Any], console: Console | None = None) -> None:
+def print_scores(result: dict[str, Any]) -> None:
     """Print the scores of evaluate_model, one row per set."""
     from llmdistill.report.tables import print_table
     from llmdistill.tasks.perplexity import show_perplexity
@@ -202,10 +199,10 @@ def print_scores(result: dict[str, Any], console: Console | None = None) -> None
         for name, score in result["sets"].items()
     ]
     if rows:
-        print_table(title, header, rows, console=console)
+        print_table(title, header, rows)
     if result["texts"]:
         of_texts = f"{result['model']}: {result['params']:,} parameters, {result['dtype']}"
-        print_table(of_texts, *text_cells(result["texts"]), console=console)
+        print_table(of_texts, *text_cells(result["texts"]))
 
 
 def text_cells(texts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.errors import check_least
+from llmdistill.errors import check_least, check_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,7 @@ class SideBySideConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a list is empty, a name occurs twice, or a number is out of its range."""
-        self._check_list("model")
-
-    def _check_list(self, key: str) -> None:
-        values = getattr(self, key)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"--{key} {values}: give one or more, each once")
+        check_list(self, "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +49,7 @@ class ChunksConfig(SideBySideConfig):
         super().__post_init__()
         check_least(self, 1, "chunks", "batch_size", prefix="--")
         check_least(self, 0, "unlabeled", "held_out", prefix="--")
-        self._check_list("seeds")
-        if min(self.seeds) < 0:
-            raise ValueError(f"--seeds {self.seeds}: give none below 0")
+        check_list(self, "seeds", wanted=", none below 0", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +77,7 @@ class AttentionConfig(SideBySideConfig):
         check_least(self, 2, "max_length", prefix="--")
         if (self.text is None) == (self.data is None):
             raise ValueError("--text or --data: give one of them, a text or a file of texts")
-        if self.heads is not None:
-            self._check_list("heads")
+        check_list(self, "heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +135,7 @@ class ZeroShotConfig(SideBySideConfig):
         super().__post_init__()
         check_least(self, 1, "limit", "batch_size", "max_length", prefix="--")
         check_least(self, 0, "num_fewshot", prefix="--")
-        self._check_list("tasks")
+        check_list(self, "tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +162,4 @@ class MtebConfig(SideBySideConfig):
             raise ValueError("--tasks or --benchmark: give one of them, names of tasks or the name of a benchmark")
         if self.benchmark is not None and self.languages is not None:
             raise ValueError("--languages: a benchmark has its own languages; leave it out, or give --tasks")
-        for key in ("tasks", "languages"):
-            if getattr(self, key) is not None:
-                self._check_list(key)
+        check_list(self, "tasks", "languages")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.training import MOST_LEARNING_RATE, WHY_MOST
-from llmdistill.errors import check_name
+from llmdistill.errors import check_least, check_list, check_name
 
 ProtocolName = Literal["makd", "minilm", "minilm_v1", "minilmv2", "kroneckerbert", "custom"]
 
@@ -76,35 +77,17 @@ class GridConfig:
         """Raise a ValueError if a number is out of its range."""
         for name in self.out_of_domain:
             check_name(name, f"{self.prefix}out_of_domain")
-        for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{self.prefix}{key} {value}: give 1 or more")
+        sizes = ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer")
+        check_least(self, 1, *sizes, prefix=self.prefix)
+        check_least(self, 0, "weight_decay", prefix=self.prefix)
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"{self.prefix}warmup_ratio {self.warmup_ratio}: give a share between 0 and 1")
-        if self.weight_decay is not None and self.weight_decay < 0:
-            raise ValueError(f"{self.prefix}weight_decay {self.weight_decay}: give 0 or more")
-        self._check_list("learning_rates", self.learning_rates, wanted="all over 0", over=0)
+        check_list(self, "learning_rates", prefix=self.prefix, wanted=", all over 0", least=sys.float_info.min)
         if any(rate > MOST_LEARNING_RATE for rate in self.learning_rates or []):
             rates = list(self.learning_rates or [])
             raise ValueError(f"{self.prefix}learning_rates {rates}: give {MOST_LEARNING_RATE} or less, {WHY_MOST}")
-        self._check_list("epochs", self.epochs, wanted="all 1 or more", least=1)
-        self._check_list("seeds", self.seeds, wanted="none below 0", least=0)
-
-    def _check_list(
-        self,
-        key: str,
-        values: Collection[Any] | None,
-        *,
-        wanted: str,
-        least: float | None = None,
-        over: float | None = None,
-    ) -> None:
-        if values is None:
-            return
-        fits = all((least is None or value >= least) and (over is None or value > over) for value in values)
-        if not values or len(set(values)) < len(values) or not fits:
-            raise ValueError(f"{self.prefix}{key} {list(values)}: give one or more, each once, {wanted}")
+        check_list(self, "epochs", prefix=self.prefix, wanted=", all 1 or more", least=1)
+        check_list(self, "seeds", prefix=self.prefix, wanted=", none below 0", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +170,9 @@ class FineTuningConfig(GridConfig):
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range, or the methods contradict the teacher or each other."""
         super().__post_init__()
-        if self.trials_at_once < 1:
-            raise ValueError(f"--trials_at_once {self.trials_at_once}: give 1 or more")
-        self._check_list("tasks", self.tasks, wanted="such as rte,cola")
-        self._check_list("tsne", self.tsne, wanted="such as runs/glue/TEACHER")
+        check_least(self, 1, "trials_at_once", prefix="--")
+        check_list(self, "tasks", wanted=", such as rte,cola")
+        check_list(self, "tsne", wanted=", such as runs/glue/TEACHER")
         self._check_methods()
 
     def _check_methods(self) -> None:

@@ -99,7 +99,7 @@ def test_a_terminal_gets_a_bar_that_goes_away_and_no_lines(at_once):
 def test_work_that_is_over_soon_shows_nothing(loud):
     for stream in (io.StringIO(), Terminal()):
         with redirect_stderr(stream):
-            assert list(progress(iter("ab"), "Scoring", "batches", total=2)) == ["a", "b"]
+            assert list(progress("ab", "Scoring", "batches")) == ["a", "b"]
         assert stream.getvalue().strip() == ""
 
 

@@ -245,7 +245,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         (command(data, teacher, held_out=47), "--held_out 47: "),
         (command(data, teacher, chunks=0), "--chunks is 0: give 1 or more"),
         (command(data, teacher, seeds="1,1"), "--seeds [1, 1]: give one or more, each once"),
-        (command(data, teacher, seeds="-1"), "--seeds [-1]: give none below 0"),
+        (command(data, teacher, seeds="-1"), "--seeds [-1]: give one or more, each once, none below 0"),
         ([*command(data, teacher), "--num_gpus", "2"], "--num_gpus: --suite conll2000 runs in one process"),
     ]
     for words, message in mistakes:

@@ -96,7 +96,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--suite", "makd-table5", "--methods", "sft"], "leave one out"),
         (["--starts", "plain,magic"], "there is no start 'magic' (there are plain, activations, gradients, loss)"),
         (["--starts", "plain,loss", "--sizes", "9%"], "9%"),
-        (["--seeds", "0"], "--seeds 0: give 1 or more"),
+        (["--seeds", "0"], "--seeds is 0: give 1 or more"),
         (["--learning_rates", "1e-3,-1"], "all over 0"),
         (["--train.stepz", "3"], "did you mean --train.steps?"),
         (["--data.tests", "{}"], "data.tests is empty"),

@@ -58,7 +58,7 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
         (["--seeds", "1,1"], "--seeds [1, 1]: give one or more, each once"),
         (["--learning_rates", "0"], "all over 0"),
         (["--epochs", "0"], "all 1 or more"),
-        (["--batch_size", "0"], "--batch_size 0: give 1 or more"),
+        (["--batch_size", "0"], "--batch_size is 0: give 1 or more"),
         (["--batch_size", "6", "--micro_batch_size", "4"], "train.global_batch_size 6 does not divide by"),
         (["--warmup_ratio", "2"], "--warmup_ratio 2.0: give a share"),
         (["--max_length", "3"], "max_length is 3"),

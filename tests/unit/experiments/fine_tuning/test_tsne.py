@@ -126,7 +126,7 @@ def test_earlier_runs_stand_beside_this_one(evaluate, engine, data, tmp_path, mo
     _, said = evaluate(*both, "--tsne_layer", "3", folder="no", code=2)
     assert "--tsne_layer 3: " in said
     assert "has 2 layers; give 1 to 2" in said
-    assert "--tsne_layer 0: give 1 or more" in evaluate(*both, "--tsne_layer", "0", folder="no", code=2)[1]
+    assert "--tsne_layer is 0: give 1 or more" in evaluate(*both, "--tsne_layer", "0", folder="no", code=2)[1]
     assert engine.built == 2
 
 
