@@ -15,6 +15,8 @@ student:
   factorize: {target_params: 34%, weighting: gradients, allocation: loss}
 """
 
+KEPT = {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}
+
 
 def factorize_of(tmp_path, text, *words):
     recipe = tmp_path / "mine.yaml"
@@ -25,25 +27,16 @@ def factorize_of(tmp_path, text, *words):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}),
+        ([], KEPT),
         (["--student.factorize.rank", "30"], {"rank": 30, "weighting": "gradients"}),
         (["--student.factorize.rank=30"], {"rank": 30, "weighting": "gradients"}),
-        (
-            ["--student.factorize.rank", "null"],
-            {"target_params": "34%", "weighting": "gradients", "allocation": "loss"},
-        ),
+        (["--student.factorize.rank", "null"], KEPT),
         (["--student.factorize.ranks", "{'*q*': 3}"], {"ranks": {"*q*": 3}, "weighting": "gradients"}),
-        (
-            ["--student.factorize.target_params", "50%"],
-            {"target_params": "50%", "weighting": "gradients", "allocation": "loss"},
-        ),
+        (["--student.factorize.target_params", "50%"], {**KEPT, "target_params": "50%"}),
         (["--student.factorize.weighting", "activations"], {"target_params": "34%", "weighting": "activations"}),
-        (
-            ["--student.factorize.weighting", "gradients"],
-            {"target_params": "34%", "weighting": "gradients", "allocation": "loss"},
-        ),
+        (["--student.factorize.weighting", "gradients"], KEPT),
         # What the recipe says already changes nothing.
-        (["--student.method", "svd"], {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}),
+        (["--student.method", "svd"], KEPT),
         (["--student.shape", "3x128x4"], {"target_params": "34%"}),
         (["--student.model", "some/where"], {"target_params": "34%"}),
         (["--student.method=kronecker", "--student.factorize.shapes", "{'*': 8x2}"], {"shapes": {"*": "8x2"}}),
