@@ -87,11 +87,11 @@ BREAKS = [
         f"{OVERRIDES}::test_the_command_line_replaces_the_rivals_of_its_settings",
     ),
     Break(
-        "given-settings-are-taken-back",
+        "repeated-setting-replaces-rivals",
         "llmdistill/config/overrides.py",
-        'and not any(f"{each}.".startswith(f"{key}.") for each in given)',
-        "and True",
-        f"{OVERRIDES}::test_settings_of_one_layer_do_not_replace_each_other",
+        "if key in below and value == below[key]:",
+        "if False:",
+        f"{OVERRIDES}::test_the_command_line_replaces_the_rivals_of_its_settings",
     ),
     Break(
         "abandoned-folders-stay",
