@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, measure, parse, time_ratio
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, time_ratio
 from benching_table import Line, Table
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
@@ -48,7 +48,6 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def make_row(row: dict[str, Any], device: torch.device) -> Work:
-    """The time to make a cache, and its size."""
     from llmdistill.config.cache import CacheConfig
     from llmdistill.run.cache import make_cache
     from llmdistill.runtime.distributed import World
@@ -108,7 +107,6 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
-    """Every cache beside the live teacher."""
     import llmdistill
 
     llmdistill.compress("embedded:teacher", output=folder / "student", target_params="34%")
@@ -121,27 +119,24 @@ def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
         sizes: dict[str, dict[str, Any]] = {}
         for content in contents:
             cached = {**row, "content": content, "cache": str(folder / f"{method}-{content}")}
-            made = measure(__file__, {"make": {"work": "make", **cached}}, settings, timed=(), weighed=())
-            sizes[content] = made["make"].facts
+            sizes[content] = facts_of(__file__, {"work": "make", **cached}, settings)
             rows[content] = {"work": "train", **cached}
         found = measure(__file__, rows, settings, weighed=())
         live = found["live"].median / steps * found["live"].facts["steps"]
         for content in contents:
             ratio, facts = time_ratio(found[content], found["live"]), sizes[content]
-            a_token = facts["bytes"] / facts["tokens"]
-            saved = live * (1 - ratio)
-            epochs = facts["seconds"] / saved if saved > 0 else float("nan")
-            name, size = f"{method} from {content}", f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"
-            making = facts["seconds"] / live
-            table.add(
-                Line(f"{name}: epoch / live epoch", ratio, None, f"{live * ratio:.1f} s / {live:.1f} s an epoch"),
-                Line(f"{name}: made / live epoch", making, None, f"{facts['seconds']:.1f} s"),
-                Line(f"{name}: pays off after", epochs, None, "epochs"),
-                Line(f"{name}: bytes a token", a_token, None, size),
-            )
+            made, a_token, saved = facts["seconds"], facts["bytes"] / facts["tokens"], live * (1 - ratio)
+            epochs = made / saved if saved > 0 else float("nan")
+            for what, value, detail in (
+                ("epoch / live epoch", ratio, f"{live * ratio:.1f} s / {live:.1f} s an epoch"),
+                ("made / live epoch", made / live, f"{made:.1f} s"),
+                ("pays off after", epochs, "epochs"),
+                ("bytes a token", a_token, f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"),
+            ):
+                table.add(Line(f"{method} from {content}: {what}", value, None, detail))
             figures[f"{method}-{content}"] = {
                 "epoch_ratio": ratio,
-                "seconds_to_make": facts["seconds"],
+                "seconds_to_make": made,
                 "live_epoch_seconds": live,
                 "bytes_per_token": a_token,
                 "epochs_until_it_pays": epochs,
@@ -164,7 +159,7 @@ def part_of_data(folder: Path) -> str:
 
 
 def main() -> None:
-    settings, arguments = parse(__doc__, build)
+    settings, arguments = parse(bench_parser(__doc__), build)
     table = Table(settings, silent=arguments.json)
     with tempfile.TemporaryDirectory() as folder:
         figures = bench(settings, table, Path(folder))

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, measure, parse, positive, time_ratio, wait
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, positive, time_ratio, wait
 from benching_table import Line, Table, in_seconds
 
 Groups = list[list[tuple[int, int]]]
@@ -45,17 +45,14 @@ GIB_OF_A_PASS = 16
 
 
 def llama_layer(width: int, keys: int, inner: int) -> Groups:
-    """The linears of a Llama layer."""
     return [[(width, width), (keys, width), (keys, width)], [(width, width)], [(inner, width)] * 2, [(width, inner)]]
 
 
 def gpt2_layer(width: int) -> Groups:
-    """The linears of a GPT-2 layer."""
     return [[(3 * width, width)], [(width, width)], [(4 * width, width)], [(width, 4 * width)]]
 
 
 def weights(groups: Groups) -> int:
-    """Number of weights of a layer."""
     return sum(m * n for group in groups for m, n in group)
 
 
@@ -153,23 +150,22 @@ def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
         both = {way: {**row, "work": way} for way in ("pass", "plain")}
         found = measure(__file__, both, settings, weighed=("pass",))
         one, other = found["pass"], found["plain"]
-        ratio, of_statistics = time_ratio(one, other), 2 * 4 * entries(groups)
+        of_statistics = 2 * 4 * entries(groups)
         tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
         matrices = 2 * weights(groups) + vocabulary * groups[0][0][1]
         expected = (2 * matrices + 2 * summed(groups)) / (3 * matrices)
         detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
-        table.add(
-            Line(f"{name}: pass / forward and backward", ratio, None, detail),
-            Line(f"{name}: memory / statistics", one.bytes / of_statistics, None, f"{one.bytes / 1e6:.0f} MB"),
-        )
+        passes = Line(f"{name}: pass / forward and backward", time_ratio(one, other), None, detail)
         figures[kind] = {
             "seconds_per_token": one.median / tokens,
-            "ratio": ratio,
+            "ratio": table.add(passes),
             "ratio_by_multiply_adds": expected,
             "bytes": one.bytes,
             "statistics_bytes": of_statistics,
         }
+        kept = one.bytes / of_statistics
+        table.add(Line(f"{name}: memory / statistics", kept, None, f"{one.bytes / 1e6:.0f} MB"))
     return figures
 
 
@@ -179,11 +175,9 @@ def bench_decomposition(settings: Settings, table: Table) -> dict[str, float]:
     shapes = dict.fromkeys(shape for layer in groups for group in layer for shape in group)
     seconds = {}
     for m, n in shapes:
-        row = {"work": "decompose", "m": m, "n": n}
-        seconds[f"{m}x{n}"] = measure(__file__, {"one": row}, settings, timed=(), weighed=())["one"].facts["seconds"]
-        rate = decomposition(m, n) / seconds[f"{m}x{n}"] / 1e9
-        detail = f"{rate:.1f} billion multiply-adds a second"
-        table.add(Line(f"{m}x{n} decomposed", seconds[f"{m}x{n}"], None, detail, unit=" s"))
+        took = facts_of(__file__, {"work": "decompose", "m": m, "n": n}, settings)["seconds"]
+        detail = f"{decomposition(m, n) / took / 1e9:.1f} billion multiply-adds a second"
+        seconds[f"{m}x{n}"] = table.add(Line(f"{m}x{n} decomposed", took, None, detail, unit=" s"))
     return seconds
 
 
@@ -195,14 +189,13 @@ def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for size, (layers, *widths) in LLAMAS.items():
         groups = llama_layer(*widths)
-        shapes = {
-            f"{i}.{j}.{k}": shape
+        named = [
+            {f"{i}.{j}.{k}": shape for k, shape in enumerate(group)}
             for i in range(layers)
             for j, group in enumerate(groups)
-            for k, shape in enumerate(group)
-        }
-        named = [[f"{i}.{j}.{k}" for k in range(len(group))] for i in range(layers) for j, group in enumerate(groups)]
-        passes = len(plan_passes(named, shapes, gradients=True, memory=GIB_OF_A_PASS))
+        ]
+        shapes = {name: shape for group in named for name, shape in group.items()}
+        passes = len(plan_passes([list(group) for group in named], shapes, gradients=True, memory=GIB_OF_A_PASS))
         of_statistics = 4 * layers * entries(groups)
         backward = (passes + 1) / 2  # a pass goes back to the first layer that it measures
         ratio = ((passes + backward) * weights(groups) + summed(groups)) / (3 * weights(groups))
@@ -307,16 +300,10 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     (one,) = measure.plan_passes(shared_inputs(model, names, batches[0]), names, gradients=True, memory=math.inf)
     kept = one.bytes
     peak = max(peaks.values())
-    table.add(
-        Line("all / forward and backward", wall / of_plain, 1.6, f"{wall:.0f} s / {of_plain:.0f} s"),
-        Line("the same in CPU seconds", cpu / cpu_of_plain, 1.6, f"{cpu:.0f} s / {cpu_of_plain:.0f} s"),
-        Line(
-            "(peak - statistics) / teacher in fp32",
-            (peak - kept) / teacher,
-            1.5,
-            f"({peak:,} - {kept:,}) / {teacher:,}",
-        ),
-    )
+    table.add(Line("all / forward and backward", wall / of_plain, 1.6, f"{wall:.0f} s / {of_plain:.0f} s"))
+    table.add(Line("the same in CPU seconds", cpu / cpu_of_plain, 1.6, f"{cpu:.0f} s / {cpu_of_plain:.0f} s"))
+    above = f"({peak:,} - {kept:,}) / {teacher:,}"
+    table.add(Line("(peak - statistics) / teacher in fp32", (peak - kept) / teacher, 1.5, above))
     for name, (took, _) in seconds.items():
         table.add(Line(name, took, None, f"peak {peaks.get(name, 0) / 1e6:,.0f} MB", unit=" s"))
     return {
@@ -329,13 +316,12 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
 
 
 def main() -> None:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", help="folder of a decoder, for the whole calibration of a real model")
-        parser.add_argument("--text", help="with --model: a plain text")
-        parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
-        parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
-
-    settings, arguments = parse(__doc__, build, add=add)
+    parser = bench_parser(__doc__)
+    parser.add_argument("--model", help="folder of a decoder, for the whole calibration of a real model")
+    parser.add_argument("--text", help="with --model: a plain text")
+    parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
+    parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
+    settings, arguments = parse(parser, build)
     table = Table(settings, silent=arguments.json)
     if arguments.model is not None:
         table.finish(bench_model(arguments, settings, table))

@@ -12,56 +12,70 @@ stream are the CPU seconds of each rank for the same steps. The last line is JSO
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from benching import Work, bench_parser, facts_of, measure, parse
+
 GLOBAL_BATCH = 256
 STEPS_SHARE = 4
 """The stream goes through one part of this many of the set."""
+TASK_KINDS = {"pairs": ("rte", 128), "questions": ("squad1", 384)}
+"""A task of each kind of data, and its largest number of tokens."""
+TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1": "mapped, next start"}
 
 
 def main() -> None:
-    """Measure the rows and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5,000 examples")
-    parser.add_argument(
-        "--data", choices=["instructions", *TASK_KINDS], default="instructions", help="kind of examples"
-    )
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.row is not None:
-        kind, *numbers = arguments.row.split("-")
-        print(json.dumps(ROWS[kind](Path(arguments.folder), *map(int, numbers))))
-        return
+    parser = bench_parser(__doc__)
+    kinds, help_text = ["instructions", *TASK_KINDS], "kind of examples"
+    parser.add_argument("--data", choices=kinds, default="instructions", help=help_text)
+    settings, arguments = parse(parser, build)
+    from llmdistill.runtime.launch import free_port
+
+    settings = replace(settings, threads=1)  # one thread a rank, as several ranks share a node
+    count, kind = 5_000 if arguments.quick else 100_000, arguments.data
     with tempfile.TemporaryDirectory() as folder:
-        count = 5_000 if arguments.quick else 100_000
-        (write if arguments.data == "instructions" else write_tasks)(Path(folder), count)
-        kind = "" if arguments.data == "instructions" else f"{arguments.data}_"
-        names = {f"{kind}{row}": title for row, title in TITLES.items()}
-        rows = {name: measure(name, folder) for name in names}
-        for ranks in (1, 2) if arguments.data == "instructions" else ():
+        os.environ |= {"TOKENIZERS_PARALLELISM": "false", "LLMDISTILL_CACHE": f"{folder}/cache"}
+        (write if kind == "instructions" else write_tasks)(Path(folder), count)
+        names = {name if kind == "instructions" else f"{kind}_{name}": name for name in TITLES}
+        row = {"data": kind, "folder": folder}
+        rows = {key: facts_of(__file__, {**row, "way": name}, settings) for key, name in names.items()}
+        for ranks in (1, 2) if kind == "instructions" else ():
             port = free_port()
-            started = [start(f"stream-{rank}-{ranks}-{port}", folder) for rank in range(ranks)]
-            rows |= {f"stream, rank {rank} of {ranks}": ended(each) for rank, each in enumerate(started)}
-    for name, row in rows.items():
-        per = f"{row['private'] / count:9,.1f} private bytes an example" if "private" in row else ""
-        print(f"{names.get(name, name):22} {row['seconds']:7.2f} s  {row['cpu']:7.2f} CPU s  {per}")
+            streams = {
+                f"stream, rank {rank} of {ranks}": {**row, "way": "stream", "rank": rank, "size": ranks, "port": port}
+                for rank in range(ranks)
+            }
+            found = measure(__file__, streams, settings, timed=(), weighed=())
+            rows |= {name: each.facts for name, each in found.items()}
+    for key, each in rows.items():
+        per = f"{each['private'] / count:9,.1f} private bytes an example" if "private" in each else ""
+        title = TITLES[names[key]] if key in names else key
+        if not arguments.json:
+            print(f"{title:22} {each['seconds']:7.2f} s  {each['cpu']:7.2f} CPU s  {per}")
     print(json.dumps({"examples": count, **rows}))
+
+
+def build(row: dict[str, Any], _device: torch.device) -> Work:
+    """One row: {"data": a kind, "way": lists, mapped-0 (the first start, which makes it), mapped-1 or stream, ...}."""
+    folder = Path(row["folder"])
+    if row["way"] == "stream":
+        return Work(None, stream(folder, row["rank"], row["size"], row["port"]))
+    job = read_instructions if row["data"] == "instructions" else partial(read_task, row["data"])
+    return Work(None, measured(job(folder, as_lists=row["way"] == "lists")))
 
 
 def write(folder: Path, count: int) -> None:
@@ -98,92 +112,45 @@ def write_tasks(folder: Path, count: int) -> None:
         (folder / "squad1" / f"{split}-v1.1.json").write_text(json.dumps(articles), encoding="utf-8")
 
 
-def measure(row: str, folder: str) -> dict[str, float]:
-    """Measure a row in a process of its own."""
-    return ended(start(row, folder))
-
-
-def start(row: str, folder: str) -> subprocess.Popen[str]:
-    """Start the process of a row; one thread a rank, as several ranks share a node."""
-    command = [sys.executable, __file__, "--row", row, "--folder", folder]
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "LLMDISTILL_CACHE": f"{folder}/cache"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet})
-
-
-def ended(process: subprocess.Popen[str]) -> dict[str, float]:
-    """Return what the process of a row says last."""
-    said, _ = process.communicate()
-    if process.returncode:
-        sys.exit(f"{process.args}: exit code {process.returncode}")
-    return dict(json.loads(said.splitlines()[-1]))
-
-
-def free_port() -> int:
-    """Return a port for two ranks to meet."""
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def lists(folder: Path) -> dict[str, float]:
-    """Every example as Python lists."""
+def read_instructions(folder: Path, *, as_lists: bool) -> Callable[[], object]:
+    """Read every example as Python lists, or as the tokens on disk, which the first start makes."""
+    from llmdistill.data.example_store import open_examples, store_examples
     from llmdistill.data.instruct import encode
     from llmdistill.data.sources import read_examples
 
-    tokenizer, limits = setting()
-    return measured(lambda: encode(read_examples(folder / "rows.jsonl"), tokenizer, limits))
+    (tokenizer, limits), rows = setting(), folder / "rows.jsonl"
+    if as_lists:
+        return lambda: encode(read_examples(rows), tokenizer, limits)
+    return lambda: open_examples(store_examples(rows, tokenizer, limits))
 
 
-def mapped(folder: Path, again: int) -> dict[str, float]:
-    """The tokens on disk; the first start makes them."""
-    from llmdistill.data.example_store import open_examples, store_examples
-
-    tokenizer, limits = setting()
-    assert (folder / "cache").exists() == bool(again)
-    return measured(lambda: open_examples(store_examples(folder / "rows.jsonl", tokenizer, limits)))
-
-
-def task_of(kind: str, folder: Path) -> tuple[Any, Any]:
-    """A task of a kind, and the models that read it."""
+def read_task(kind: str, folder: Path, *, as_lists: bool) -> Callable[[], object]:
+    """Read text and tokens of a task's training examples as Python objects, or as the tokens on disk."""
     from transformers import BertConfig
 
     from llmdistill.config import DataConfig, RunConfig, TaskConfig
+    from llmdistill.data.pairs import encode_pairs
+    from llmdistill.data.windows import WindowLimits, encode_windows
     from llmdistill.embedded import locate
     from llmdistill.objective import Objective
     from llmdistill.tasks import make_task
     from llmdistill.tasks.base import Models
 
-    config, path, (name, length) = BertConfig(), locate("embedded:teacher"), TASK_KINDS[kind]
+    (tokenizer, _), config, path = setting(), BertConfig(), locate("embedded:teacher")
+    name, length = TASK_KINDS[kind]
     data = DataConfig(kind="task", max_length=length, task=TaskConfig(name=name, dir=str(folder)))
+    task: Any = make_task(RunConfig(ds_config="", data=data))
     models = Models(
         teacher=config, student=config, teacher_path=path, tokenizer_path=path, causal=False, objective=Objective()
     )
-    return make_task(RunConfig(ds_config="", data=data)), models
-
-
-def task_lists(kind: str, folder: Path) -> dict[str, float]:
-    """Text and tokens of every training example as Python objects."""
-    from llmdistill.data.pairs import encode_pairs
-    from llmdistill.data.windows import WindowLimits, encode_windows
-
-    (task, _), (tokenizer, _) = task_of(kind, folder), setting()
 
     def read() -> object:
-        files, length = task.read_files(), TASK_KINDS[kind][1]
+        files = task.read_files()
         if kind == "pairs":
             return files, encode_pairs(files.train, tokenizer, length)
         return files, encode_windows(files.train, tokenizer, WindowLimits(length, 128, 64), learned=True)
 
-    return measured(read)
-
-
-def task_mapped(kind: str, folder: Path, again: int) -> dict[str, float]:
-    """The tokens on disk; the first start makes them."""
-    (task, models), _ = task_of(kind, folder), setting()
-    assert (folder / "cache").exists() == bool(again)
-    return measured(lambda: task.read(models))
+    return read if as_lists else lambda: task.read(models)
 
 
 def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
@@ -208,16 +175,6 @@ def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
     loader.micro_batches(0)
     found = measured(lambda: loader.micro_batches(steps))
     return {key: found[key] for key in ("seconds", "cpu")}
-
-
-TASK_KINDS = {"pairs": ("rte", 128), "questions": ("squad1", 384)}
-"""A task of each kind of data, and its largest number of tokens."""
-TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1": "mapped, next start"}
-ROWS: dict[str, Callable[..., dict[str, float]]] = {
-    **{"lists": lists, "mapped": mapped, "stream": stream},
-    **{f"{kind}_lists": partial(task_lists, kind) for kind in TASK_KINDS},
-    **{f"{kind}_mapped": partial(task_mapped, kind) for kind in TASK_KINDS},
-}
 
 
 def setting() -> tuple[Any, Any]:

@@ -17,7 +17,6 @@ and of the text (tokenize).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, measure, median_ratio, parse
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, time_ratio
 from benching_table import Line, Table
 from torch import Tensor
 
@@ -175,29 +174,29 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+def speedup(settings: Settings, table: Table, name: str, row: dict[str, Any]) -> dict[str, float]:
+    """Ours against the full SVD of the same matrix: a line, and its figures."""
+    found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, weighed=())
+    ours, full = found["ours"], found["full"]
+    excess = ours.facts["error"] / full.facts["error"] - 1
+    detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: {excess:.1e}"
+    return {
+        "seconds": ours.median,
+        "seconds_full_svd": full.median,
+        "speedup": table.add(Line(f"{name}: speed-up", time_ratio(full, ours), None, detail)),
+        "relative_error_over_optimum": excess,
+    }
+
+
 def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
     """Three matrices; the figures of the first."""
     n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
     figures: list[dict[str, Any]] = []
     for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
         row = {"work": "svd", "n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
-        both = {way: {**row, "way": way} for way in ("ours", "full")}
-        found = measure(__file__, both, settings, weighed=())
-        ours, full = found["ours"], found["full"]
-        of_matrix = {
-            "matrix": f"{rows}x{columns}",
-            "spectrum": spectrum,
-            "rank": rank,
-            "seconds": ours.median,
-            "seconds_full_svd": full.median,
-            "speedup": median_ratio(full.seconds, ours.seconds),
-            "relative_error_over_optimum": ours.facts["error"] / full.facts["error"] - 1,
-        }
-        detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: "
-        detail += f"{of_matrix['relative_error_over_optimum']:.1e}"
-        name = f"SVD {of_matrix['matrix']} {spectrum}, rank {rank}: speed-up"
-        table.add(Line(name, of_matrix["speedup"], None, detail))
-        figures.append(of_matrix)
+        matrix = {"matrix": f"{rows}x{columns}", "spectrum": spectrum, "rank": rank}
+        name = f"SVD {matrix['matrix']} {spectrum}, rank {rank}"
+        figures.append({**matrix, **speedup(settings, table, name, row)})
     return figures[0]
 
 
@@ -214,20 +213,12 @@ def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
     """Single matrices against the full SVD, and all of BERT-base."""
     figures: dict[str, Any] = {}
     for name, matrix in list(KRONECKER.items())[: 1 if settings.quick else None]:
-        both = {way: {"work": "kronecker", **matrix, "way": way} for way in ("ours", "full")}
-        found = measure(__file__, both, settings, weighed=())
-        ours, full = found["ours"], found["full"]
-        speedup = median_ratio(full.seconds, ours.seconds)
-        excess = ours.facts["error"] / full.facts["error"] - 1
-        detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: {excess:.1e}"
-        table.add(Line(f"Kronecker, {name} {matrix['m']}x{matrix['n']}: speed-up", speedup, None, detail))
-        seconds = {"seconds": ours.median, "seconds_full_svd": full.median}
-        figures[name] = {**matrix, **seconds, "speedup": speedup, "relative_error_over_optimum": excess}
+        text = f"Kronecker, {name} {matrix['m']}x{matrix['n']}"
+        figures[name] = {**matrix, **speedup(settings, table, text, {"work": "kronecker", **matrix})}
     layers = 1 if settings.quick else 12
     ways = {"thin": {"up": "16x2", "down": "2x16"}, "square": {"up": "64x24", "down": "24x64"}}
     for name, shapes in list(ways.items())[: 1 if settings.quick else None]:
-        row = {"work": "bert", "layers": layers, **shapes}
-        facts = measure(__file__, {"bert": row}, settings, timed=(), weighed=())["bert"].facts
+        facts = facts_of(__file__, {"work": "bert", "layers": layers, **shapes}, settings)
         text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
         table.add(Line(text, facts["seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
         figures[f"all, {name}"] = facts
@@ -235,38 +226,28 @@ def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
 
 
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, Any]:
-    """A model factorized and loaded."""
     config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
-    rank = RANK["quick" if config is SMALL else "full"]
-    row = {"work": "model", "config": config, "rank": rank}
-    facts = measure(__file__, {"model": row}, settings, timed=(), weighed=())["model"].facts
-    layers = config["num_hidden_layers"]
+    layers, rank = config["num_hidden_layers"], RANK["quick" if config is SMALL else "full"]
+    facts = facts_of(__file__, {"work": "model", "config": config, "rank": rank}, settings)
     name = f"{layers} Llama layers {config['hidden_size']} wide, rank {rank}"
-    loads = facts["load_student_seconds"], facts["load_dense_seconds"]
-    table.add(
-        Line(f"{name}: compress", facts["compress_seconds"], None, f"{facts['matrices']} matrices", unit=" s"),
-        Line(f"{name}: load student / dense", loads[0] / loads[1], None, f"{loads[0]:.3f} s / {loads[1]:.3f} s"),
-    )
+    student, dense = facts["load_student_seconds"], facts["load_dense_seconds"]
+    table.add(Line(f"{name}: compress", facts["compress_seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
+    table.add(Line(f"{name}: load student / dense", student / dense, None, f"{student:.3f} s / {dense:.3f} s"))
     return {"layers": layers, "rank": rank, **facts}
 
 
 def bench_text(settings: Settings, table: Table) -> dict[str, Any]:
-    """A text tokenized, and taken from the cache."""
-    row = {"work": "text", "lines": 5_000 if settings.quick else 200_000}
-    facts = measure(__file__, {"text": row}, settings, timed=(), weighed=())["text"].facts
+    facts = facts_of(__file__, {"work": "text", "lines": 5_000 if settings.quick else 200_000}, settings)
     first, again = facts["first_seconds"], facts["cached_seconds"]
     detail = f"{again:.4f} s / {first:.3f} s, {facts['tokens']:,} tokens"
     table.add(Line("text from the cache / tokenized", again / first, None, detail))
     return facts
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this bench has beside the others."""
-    parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
-
-
 def main() -> None:
-    settings, arguments = parse(__doc__, build, add=add_arguments)
+    parser = bench_parser(__doc__)
+    parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
+    settings, arguments = parse(parser, build)
     table = Table(settings, silent=arguments.json)
     figures = bench_svd(settings, table)
     kronecker = bench_kronecker(settings, table)

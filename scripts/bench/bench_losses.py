@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benching import Measured, Settings, Work, measure, parse, time_ratio
-from benching_table import Line, Table, in_megabytes, in_seconds
+from benching import Settings, Work, bench_parser, facts_of, measure, parse
+from benching_table import Line, Table
 from torch import Tensor
 
 Call = Callable[[], Tensor]
@@ -34,8 +34,8 @@ FULL = {"attention": (512, 1024, 2048), "rows": (1024, 4096), "vocabulary": 5025
 QUICK = {"attention": (512,), "rows": (512,), "vocabulary": 16384, "relation": 256, "matrix": 2048}
 
 ATTENTION_TARGETS = {512: (1.0, 0.14), 1024: (0.35, 0.12), 2048: (0.35, 0.06)}
-HEAD_TARGETS = {1024: (0.85, 1.15, 0.26), 4096: (0.78, 1.09, 0.06)}
-"""By rows: time over naive, time over the products, memory over naive."""
+HEAD_TARGETS = {1024: (0.85, 0.26, 1.15), 4096: (0.78, 0.06, 1.09)}
+"""By rows: time over naive, memory over naive, time over the products."""
 RELATION_MEMORY = 0.12
 GRADIENTS = {"fp32": 1e-5, "bf16": 1e-2}
 
@@ -50,7 +50,6 @@ class Draw:
     """A coarser format that the numbers have been through."""
 
     def __call__(self, *shape: int, learned: bool, scale: float = 1.0) -> Tensor:
-        """One tensor."""
         numbers = (scale * torch.randn(shape)).to(self.rounded)
         return numbers.to(self.device, self.dtype).requires_grad_(learned)
 
@@ -190,21 +189,25 @@ def relative_difference(fused: Tensor, naive: Tensor) -> float:
     return float((fused - naive).abs().max() / naive.abs().max())
 
 
-def pair(settings: Settings, ways: tuple[str, ...], row: dict[str, Any]) -> dict[str, Measured]:
-    """One comparison of several ways of the same."""
-    return measure(__file__, {way: {**row, "way": way} for way in ways}, settings)
-
-
 def compared(
-    table: Table, name: str, found: dict[str, Measured], *, time: float | None, memory: float | None
+    settings: Settings,
+    table: Table,
+    name: str,
+    row: dict[str, Any],
+    beside: str = "",
+    targets: tuple[float | None, ...] = (None, None),
 ) -> dict[str, Any]:
-    """Fused over naive: two lines and their figures."""
+    """Fused over naive: a line of time and one of memory, and their figures; `beside` is a third way, with its time."""
+    ways = ("fused", "naive", beside) if beside else ("fused", "naive")
+    found = measure(__file__, {way: {**row, "way": way} for way in ways}, settings)
     fused, naive = found["fused"], found["naive"]
-    figures = {"time_over_naive": time_ratio(fused, naive), "memory_over_naive": fused.bytes / naive.bytes}
-    table.add(
-        Line(f"{name}: time / naive", figures["time_over_naive"], time, in_seconds(fused, naive)),
-        Line(f"{name}: memory / naive", figures["memory_over_naive"], memory, in_megabytes(fused, naive)),
-    )
+    figures = {
+        "time_over_naive": table.time(f"{name}: time / naive", fused, naive, targets[0]),
+        "memory_over_naive": table.memory(f"{name}: memory / naive", fused, naive, targets[1]),
+    }
+    if beside:
+        against = f"{name}: time / {'four bare products' if beside == 'products' else beside}"
+        figures[f"time_over_{beside}"] = table.time(against, fused, found[beside], *targets[2:])
     return figures
 
 
@@ -212,68 +215,50 @@ def bench_attention(settings: Settings, table: Table, sizes: dict[str, Any]) -> 
     """By tokens; the worse of causal and not, and both."""
     figures = {}
     for tokens in sizes["attention"]:
-        time, memory = ATTENTION_TARGETS[tokens]
         each = {}
         for kind in ("full",) if settings.quick else ("full", "causal"):
             row = {"loss": "attention_kl", "tokens": tokens, "causal": kind == "causal"}
-            found = pair(settings, ("fused", "naive"), row)
-            each[kind] = compared(table, f"attention KL {kind} T={tokens}", found, time=time, memory=memory)
+            name, targets = f"attention KL {kind} T={tokens}", ATTENTION_TARGETS[tokens]
+            each[kind] = compared(settings, table, name, row, targets=targets)
         worse = {key: max(one[key] for one in each.values()) for key in each["full"]}
         figures[str(tokens)] = {**worse, **each}
     return figures
 
 
 def bench_head(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
-    """By rows."""
     figures = {}
     for rows in sizes["rows"]:
-        time, products, memory = HEAD_TARGETS.get(rows, (None, None, None))
         row = {"loss": "head_kl", "tokens": rows, "vocabulary": sizes["vocabulary"]}
-        found = pair(settings, ("fused", "naive", "products"), row)
-        name = f"head + KL N={rows}"
-        of_size = compared(table, name, found, time=time, memory=memory)
-        of_size["time_over_products"] = time_ratio(found["fused"], found["products"])
-        detail = in_seconds(found["fused"], found["products"])
-        table.add(Line(f"{name}: time / four bare products", of_size["time_over_products"], products, detail))
-        figures[str(rows)] = of_size
+        targets = HEAD_TARGETS.get(rows, (None, None, None))
+        figures[str(rows)] = compared(settings, table, f"head + KL N={rows}", row, "products", targets)
     return figures
 
 
 def bench_relation(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
-    """By tokens."""
-    tokens = sizes["relation"]
-    found = pair(settings, ("fused", "naive"), {"loss": "relation_kl", "tokens": tokens})
-    name = f"relation KL, 48 heads T={tokens}"
-    return {str(tokens): compared(table, name, found, time=None, memory=RELATION_MEMORY)}
+    row = {"loss": "relation_kl", "tokens": sizes["relation"]}
+    name, targets = f"relation KL, 48 heads T={row['tokens']}", (None, RELATION_MEMORY)
+    return {str(row["tokens"]): compared(settings, table, name, row, targets=targets)}
 
 
 def bench_matrix(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
     """By tokens; on a GPU against the plain version too."""
     on_gpu = settings.device == "cuda"
-    tokens, dtype = sizes["matrix"], "bf16" if on_gpu else "fp32"
-    ways = ("fused", "naive", "plain") if on_gpu else ("fused", "naive")
-    found = pair(settings, ways, {"loss": "matrix_mse", "tokens": tokens, "dtype": dtype})
-    name = f"squared error T={tokens}, {dtype}"
-    figures = compared(table, name, found, time=None, memory=None)
-    if on_gpu:
-        figures["time_over_plain"] = time_ratio(found["fused"], found["plain"])
-        detail = in_seconds(found["fused"], found["plain"])
-        table.add(Line(f"{name}: time / plain", figures["time_over_plain"], None, detail))
-    return {str(tokens): figures}
+    row = {"loss": "matrix_mse", "tokens": sizes["matrix"], "dtype": "bf16" if on_gpu else "fp32"}
+    name = f"squared error T={row['tokens']}, {row['dtype']}"
+    return {str(row["tokens"]): compared(settings, table, name, row, "plain" if on_gpu else "")}
 
 
 def bench_gradients(settings: Settings, table: Table) -> dict[str, float]:
     """The largest over the losses, by number format; small sizes, as nothing is timed."""
-    row = {"way": "check", "tokens": 300, "causal": True, "vocabulary": 5000}
-    found = measure(__file__, {"check": row}, settings, timed=(), weighed=())["check"].facts
+    found = facts_of(__file__, {"way": "check", "tokens": 300, "causal": True, "vocabulary": 5000}, settings)
     for loss, of_loss in found.items():
         for kind, target in GRADIENTS.items():
-            table.add(Line(f"{loss}: gradients against naive, {kind}", of_loss[kind], target, ""))
+            table.add(Line(f"{loss}: gradients against naive, {kind}", of_loss[kind], target))
     return {kind: max(of_loss[kind] for of_loss in found.values()) for kind in GRADIENTS}
 
 
 def main() -> None:
-    settings, arguments = parse(__doc__, build)
+    settings, arguments = parse(bench_parser(__doc__), build)
     table = Table(settings, silent=arguments.json)
     sizes = QUICK if settings.quick else FULL
     figures = {

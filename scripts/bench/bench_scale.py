@@ -24,13 +24,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import step_rows
 import torch
-from benching import Measured, Settings, Work, measure, median_ratio, parse, time_ratio
+from benching import Measured, Settings, Work, bench_parser, measure, parse, time_ratio
 from benching_table import Line, Table, in_seconds
 from step_setting import make_setting
 from torch import nn
@@ -48,11 +47,8 @@ SMALL_GROWN = {**GROWN, **GROWN_SIZE, "width": 128, "vocabulary": 2048, "rank": 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: a step of bench_step, or with {"ranks": ..., "ds_config": ..., "apart": ...} one of several ranks."""
-    return ranked(row, device) if "ranks" in row else grown(row, device)
-
-
-def grown(row: dict[str, Any], device: torch.device) -> Work:
-    """A step without DeepSpeed, and its multiply-adds."""
+    if "ranks" in row:
+        return ranked(row, device)
     from llmdistill.runtime.tracing import Tracer
 
     work = step_rows.build(row, device)
@@ -65,12 +61,12 @@ def grown(row: dict[str, Any], device: torch.device) -> Work:
 
 def ranked(row: dict[str, Any], device: torch.device) -> Work:
     """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
-    others = []
+    others: list[subprocess.Popen[str]] = []
     if "RANK" not in os.environ:
         from llmdistill.runtime.launch import free_port
 
-        joined = 1 if row["apart"] else row["ranks"]
-        size = {"WORLD_SIZE": str(joined), "LOCAL_SIZE": str(joined), "LOCAL_WORLD_SIZE": str(joined)}
+        joined = "1" if row["apart"] else str(row["ranks"])
+        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
         for rank in range(row["ranks"]):
             port = str(free_port()) if rank == 0 or row["apart"] else os.environ["MASTER_PORT"]
             place = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -83,10 +79,12 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
 
     def on_all_ranks() -> float:
         for other in others:
-            tell(other)
+            print("step", file=other.stdin, flush=True)
         loss = step()
         for other in others:
-            hear(other)
+            assert other.stdout is not None
+            if "done\n" not in other.stdout:  # which reads up to that line
+                raise RuntimeError(f"another rank ended with {other.wait()}")
         return loss
 
     if os.environ["LOCAL_RANK"] == "0":
@@ -99,34 +97,10 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
 
 def start_rank(row: dict[str, Any], device: torch.device, variables: dict[str, str]) -> subprocess.Popen[str]:
     """Another rank, which ends when this process does, as its standard input then ends."""
-    threads = ["--threads", str(torch.get_num_threads())]
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--row",
-        json.dumps(row),
-        "--device",
-        device.type,
-        *threads,
-    ]
+    command = [sys.executable, str(Path(__file__).resolve()), "--row", json.dumps(row), "--device", device.type]
+    command += ["--threads", str(torch.get_num_threads())]
     environment = {**os.environ, **variables}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def tell(rank: subprocess.Popen[str]) -> None:
-    """Have another rank take a step."""
-    assert rank.stdin is not None
-    rank.stdin.write("step\n")
-    rank.stdin.flush()
-
-
-def hear(rank: subprocess.Popen[str]) -> None:
-    """Wait until another rank has taken its step."""
-    assert rank.stdout is not None
-    for line in rank.stdout:
-        if line == "done\n":
-            return
-    raise RuntimeError(f"another rank ended with {rank.wait()}")
 
 
 def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
@@ -162,58 +136,54 @@ def ranks(settings: Settings, table: Table) -> dict[str, Any]:
         rows = {"one": {**row, "ranks": 1}, "two": {**row, "ranks": 2}, "apart": {**row, "ranks": 2, "apart": True}}
         found = measure(__file__, rows, settings, weighed=())
         one, two, apart = (found[name] for name in ("one", "two", "apart"))
-        efficiency, alone, talk = time_ratio(one, two), time_ratio(one, apart), time_ratio(apart, two)
-        figures[ds_config] = {"efficiency": efficiency, "apart": alone, "over_apart": talk}
-        size = f"{row['batch']}×{row['tokens']} a rank"
-        table.add(
-            Line(f"{ds_config}, {size}: 1 → 2 ranks", efficiency, EFFICIENCY, in_seconds(one, two), at_least=True),
-            Line(f"{ds_config}, {size}: two that do not talk", alone, None, in_seconds(one, apart)),
-            Line(f"{ds_config}, {size}: two over two that do not talk", talk, None, in_seconds(apart, two)),
-        )
+        name = f"{ds_config}, {row['batch']}×{row['tokens']} a rank"
+        efficiency = time_ratio(one, two), EFFICIENCY, in_seconds(one, two)
+        figures[ds_config] = {
+            "efficiency": table.add(Line(f"{name}: 1 → 2 ranks", *efficiency, at_least=True)),
+            "apart": table.time(f"{name}: two that do not talk", one, apart),
+            "over_apart": table.time(f"{name}: two over two that do not talk", apart, two),
+        }
     return figures
 
 
 def growth(settings: Settings, table: Table) -> dict[str, Any]:
     """Steps that have more of one thing, beside the one that they grew from."""
     base: dict[str, Any] = SMALL_GROWN if settings.quick else {**GROWN, **GROWN_SIZE}
-    rows = {"base": base}
-    rows |= {f"length {base['tokens'] * times}": {**base, "tokens": base["tokens"] * times} for times in (2, 4)}
-    rows |= {f"vocabulary {base['vocabulary'] * 4}": {**base, "vocabulary": base["vocabulary"] * 4}}
-    rows |= {
-        f"layers {base['layers'] * 2}": {**base, **dict.fromkeys(("layers", "student_layers"), base["layers"] * 2)}
+    layers = 2 * base["layers"]
+    rows = {
+        "base": base,
+        **{f"length {base['tokens'] * times}": {**base, "tokens": base["tokens"] * times} for times in (2, 4)},
+        f"vocabulary {base['vocabulary'] * 4}": {**base, "vocabulary": base["vocabulary"] * 4},
+        f"layers {layers}": {**base, "layers": layers, "student_layers": layers},
     }
     found = measure(__file__, rows, settings, weighed=())
     start = found.pop("base")
     figures = {name: grew(start, each) for name, each in found.items()}
     for name, figure in figures.items():
-        share, products = figure["time_over_multiply_adds"], figure["multiply_adds"]
-        detail = (
-            f"{figure['time']:.3g} × the time; {products:.3g} × the multiply-adds; {in_seconds(found[name], start)}"
-        )
+        detail = f"{figure['time']:.3g} × the time; {figure['multiply_adds']:.3g} × the multiply-adds; "
+        detail += in_seconds(found[name], start)
+        share = figure["time_over_multiply_adds"]
         table.add(Line(f"MaKD step, {name}: time / multiply-adds", share, None, detail))
     return figures
 
 
 def grew(start: Measured, larger: Measured) -> dict[str, float]:
     """How much more time and multiply-adds a larger step takes."""
-    time = median_ratio(larger.seconds, start.seconds)
+    time = time_ratio(larger, start)
     products = larger.facts["multiply_adds"] / start.facts["multiply_adds"]
     return {"time": time, "multiply_adds": products, "time_over_multiply_adds": time / products}
 
 
-def add_arguments(parser: Any) -> None:
-    """What this bench has beside the others."""
-    parser.add_argument("--only", choices=("ranks", "growth"), help="one of the two parts alone")
-
-
 def main() -> None:
-    settings, arguments = parse(__doc__, build, add=add_arguments)
+    parser = bench_parser(__doc__)
+    parser.add_argument("--only", choices=("ranks", "growth"), help="one of the two parts alone")
+    settings, arguments = parse(parser, build)
     table = Table(settings, silent=arguments.json)
-    parts = {"ranks": partial(ranks, settings, table), "growth": partial(growth, settings, table)}
+    parts = {"ranks": ranks, "growth": growth}
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         table.say("two ranks need two GPUs, so that the part `ranks` is left out")
         del parts["ranks"]
-    table.finish({name: part() for name, part in parts.items() if arguments.only in (None, name)})
+    table.finish({name: part(settings, table) for name, part in parts.items() if arguments.only in (None, name)})
 
 
 if __name__ == "__main__":

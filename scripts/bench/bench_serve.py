@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from benching import Settings, Work, measure, parse, positive, time_ratio
+from benching import Settings, Work, bench_parser, measure, parse, positive, time_ratio
 from benching_table import Line, Table
 
 SHARE = 0.8
@@ -167,27 +167,22 @@ def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> di
     return {"prefill": prefill, "generate": new * (first + last) / 2}
 
 
-def graph(model: str, folder: Path) -> Path:
-    """The folder of a model's ONNX in fp32 and int8, written unless it is there."""
+def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
+    """What a runtime opens, and its bytes; the ONNX of a model, in fp32 and int8, is written unless it is there."""
+    if not runtime.startswith("onnx"):
+        return model, sum(each.stat().st_size for each in Path(model).glob("*.safetensors"))
+    folder = graphs / name
     if not folder.exists():
         from llmdistill.factorize.onnx_export import export_onnx
 
         export_onnx(model, folder, int8=True)
-    return folder
-
-
-def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
-    """What a runtime opens, and its bytes."""
-    if not runtime.startswith("onnx"):
-        return model, sum(each.stat().st_size for each in Path(model).glob("*.safetensors"))
-    file = graph(model, graphs / name) / {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}[runtime]
-    return str(file), sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))
+    file = folder / {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}[runtime]
+    return str(file), sum(each.stat().st_size for each in folder.glob(f"{file.name}*"))
 
 
 def compare(
     settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], arguments: Any
 ) -> dict[str, Any]:
-    """All models in one runtime."""
     opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
@@ -199,23 +194,17 @@ def compare(
         tokens = row["tokens"] if work == "prefill" else row["new"]
         figures[work] = {}
         for name, measured in found.items():
-            speed, adds = tokens / measured.median, products[name][work] / tokens
-            figures[work][name] = {
-                "tokens_per_second": speed,
-                "multiply_adds_per_token": adds,
-                "bytes": opened[name][1],
-            }
-            detail = (
-                f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {opened[name][1] / 1e6:.1f} MB"
-            )
+            speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
+            figures[work][name] = {"tokens_per_second": speed, "multiply_adds_per_token": adds, "bytes": size}
+            detail = f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {size / 1e6:.1f} MB"
             if name == TEACHER:
                 table.say(f"{runtime}, {work}: {name}: {detail}")
                 continue
             saved = 1 - products[name][work] / products[TEACHER][work]
             share = (1 - time_ratio(measured, found[TEACHER])) / saved
-            figures[work][name]["share"] = share
             target = SHARE if runtime.startswith("onnx") else None
-            table.add(Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True))
+            line = Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True)
+            figures[work][name]["share"] = table.add(line)
     return figures
 
 
@@ -233,15 +222,14 @@ def small(folder: Path) -> dict[str, str]:
 
 
 def named(text: str) -> tuple[str, str]:
-    """NAME=DIR of the command line."""
     name, separator, folder = text.partition("=")
     if not (name and separator and folder):
         raise argparse.ArgumentTypeError(f"{text}: give NAME=DIR with the folder of a student")
     return name, folder
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this bench has beside the others."""
+def main() -> None:
+    parser = bench_parser(__doc__)
     parser.add_argument("--teacher", help="model folder or package:NAME, without --quick")
     parser.add_argument("--student", type=named, action="append", default=[], help="NAME=DIR; may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
@@ -249,10 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
     parser.add_argument("--tokens", type=positive, default=256, help="of the prompt")
     parser.add_argument("--new", type=positive, default=64, help="tokens that are generated")
-
-
-def main() -> None:
-    settings, arguments = parse(__doc__, build, add=add_arguments)
+    settings, arguments = parse(parser, build)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
         raise SystemExit("give --teacher, --student and --graphs, or --quick")
     table = Table(settings, silent=arguments.json)

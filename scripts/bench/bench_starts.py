@@ -21,7 +21,7 @@ import argparse
 import heapq
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,7 +122,6 @@ class Bench:
     """The model, its calibration and its starts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Load the model and read the calibration's examples."""
         self.options, self.folder, self.world = options, Path(options.output), World.alone()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(Path(options.model))
@@ -236,17 +235,17 @@ class Bench:
             found, params, weights = Weighted(ranks={}, factors={}, predicted_loss=0.0), self.linears, {}
         else:
             settings, found = self.student(start, share)
-            params = self._params(found, settings.form)
+            params = self.linears
+            for name, rank in found.ranks.items():
+                m, n = self.shapes[name]
+                params += factor_params(m, n, rank, settings.form) - m * n
             weights = {name: matrix(self._module(name)).detach().clone() for name in found.ranks}
             for name, rank in found.ranks.items():
                 cut = found.factors[name].leading(rank)
                 matrix(self._module(name)).data.copy_((cut.left * cut.values) @ cut.right)
         made = time.perf_counter() - began
         try:
-            row = {
-                **score_windows(self.model, windows, batch_size=4, world=self.world),
-                **self._rouge(),
-            }
+            row = {**score_windows(self.model, windows, batch_size=4, world=self.world), **self._rouge()}
         finally:
             for name, weight in weights.items():
                 matrix(self._module(name)).data.copy_(weight)
@@ -263,14 +262,9 @@ class Bench:
         }
 
     def score_student(self, folder: str, windows: Windows) -> dict[str, Any]:
-        """Score a student that is in a folder."""
         student = load_model(Path(folder), dtype=torch.float32, device=self.world.device).eval()
         share = count_parameters(student) / count_parameters(self.model)
         return {**score_windows(student, windows, batch_size=4, world=self.world), "all": share, "folder": folder}
-
-    def _params(self, found: Weighted, form: Any) -> int:
-        sizes = ((m * n, found.ranks.get(name), m, n) for name, (m, n) in self.shapes.items())
-        return sum(dense if rank is None else factor_params(m, n, rank, form) for dense, rank, m, n in sizes)
 
     def _rouge(self) -> dict[str, Any]:
         options = self.options
@@ -283,17 +277,7 @@ class Bench:
         return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
 
 
-def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """All figures of the table, the teacher's first."""
-    yield "teacher", 1.0
-    for share in map(float, options.sizes.split(",")):
-        for start in STARTS:
-            if options.only is None or start in options.only:
-                yield start, share / 100
-
-
 def main() -> None:
-    """Make the figures that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a decoder")
     parser.add_argument("--calibration", required=True, help="a text, or a file of instructions")
@@ -324,8 +308,12 @@ def main() -> None:
     )
     asked = {key: getattr(options, key) for key in ("window", "windows", "prompts", "num_prompts")}
     asked["windows"] = windows.count
-    left = [each for each in wanted(options) if not any(_is(row, *each, asked) for row in rows)]
-    for start, share in left:
+    sizes = [float(percent) / 100 for percent in options.sizes.split(",")]
+    starts = [start for start in STARTS if options.only is None or start in options.only]
+    done = [(row["start"], row["share"]) for row in rows if row["asked"] == asked]
+    for start, share in [("teacher", 1.0), *((start, share) for share in sizes for start in starts)]:
+        if (start, share) in done:
+            continue
         if time.perf_counter() - began > 60 * options.minutes:
             print(f"{start} at {100 * share:.0f} % and what follows is left for the next call", flush=True)
             raise SystemExit(3)
@@ -347,22 +335,21 @@ def main() -> None:
         draw([*rows, *trained], count_parameters(bench.model)).savefig(options.figure, dpi=160)
 
 
-def _is(row: Mapping[str, Any], start: str, share: float, asked: Mapping[str, Any]) -> bool:
-    return (row["start"], row["share"], row["asked"]) == (start, share, asked)
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return perplexity (and ROUGE-L) by start and size, as Markdown."""
     shares = sorted({row["share"] for row in rows if row["start"] != "teacher"}, reverse=True)
     found = {(row["start"], row["share"]): row for row in rows}
-    show: Callable[[Any], str] = lambda row: (  # noqa: E731
-        "" if row is None else f"{row['perplexity']:,.4g}" + (f" / {row['rougeL']:.1f}" if "rougeL" in row else "")
-    )
+
+    def show(start: str, share: float) -> str:
+        if (row := found.get((start, share))) is None:
+            return ""
+        return f"{row['perplexity']:,.4g}" + (f" / {row['rougeL']:.1f}" if "rougeL" in row else "")
+
     lines = ["| start | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |"]
     lines.append("|---" * (len(shares) + 1) + "|")
     for start in STARTS:
-        lines.append(f"| {start} | " + " | ".join(show(found.get((start, share))) for share in shares) + " |")
-    lines.append(f"\nteacher: {show(found.get(('teacher', 1.0)))}")
+        lines.append(f"| {start} | " + " | ".join(show(start, share) for share in shares) + " |")
+    lines.append(f"\nteacher: {show('teacher', 1.0)}")
     return "\n".join(lines)
 
 

@@ -48,7 +48,6 @@ def cpu_seconds(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    """Measure, print a table, and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two processes each")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")

@@ -16,14 +16,14 @@ is speedup over multiply_adds. --profile adds where the time of a call goes, by 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from benching import Settings, Work, measure, median_ratio, parse
+from benching import Settings, Work, bench_parser, measure, parse, time_ratio
 from benching_table import Line, Table
 from step_setting import bert, gpt2
 from torch.profiler import ProfilerActivity, profile
@@ -69,7 +69,18 @@ QUICK: dict[str, dict[str, Any]] = {
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: the work of JOBS, with or without what makes the model a student."""
-    work = (_answer if "new" in row else _encode)(row, device)
+    model = gpt2({**row, "way": "generate"}, row["layers"]) if "new" in row else bert(row, row["layers"])
+    if "factorize" in row:
+        from llmdistill.config import FactorizeConfig
+        from llmdistill.factorize.install import install
+        from llmdistill.factorize.sizes import plan
+
+        # Factors of random weights: a call costs the same whatever they hold.
+        factorize = row["factorize"]
+        install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))
+    model.eval().requires_grad_(False).to(device)
+    ids = torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=torch.Generator().manual_seed(1))
+    work = _answers(model, ids.tolist(), row["new"]) if "new" in row else partial(model.base_model, ids.to(device))
     with FlopCounterMode(display=False) as counter:
         work()
     facts = {"multiply_adds": counter.get_total_flops() / 2}
@@ -80,51 +91,19 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     return Work(work, facts)
 
 
-def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
+def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Callable[[], None]:
+    """Answers of so many tokens each, by the package's own generation."""
     from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 
-    model = gpt2({**row, "way": "generate"}, row["layers"])
-    _factorize(model, row)
-    model.eval().requires_grad_(False).to(device)
     # An end token that no answer holds: all rows then write the same number of tokens.
     tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
-    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=False), max_new_tokens=row["new"])
-    prompts = _ids(row).tolist()
+    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=False), max_new_tokens=new)
 
     def answer() -> None:
         rows = engine.answer(prompts, [0] * len(prompts))
-        assert all(len(each) == row["new"] for each in rows), "an answer ended early"
+        assert all(len(each) == new for each in rows), "an answer ended early"
 
     return answer
-
-
-def _encode(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    model = bert(row, row["layers"])
-    _factorize(model, row)
-    model.eval().requires_grad_(False).to(device)
-    ids = _ids(row).to(device)
-
-    def encode() -> None:
-        model.base_model(ids)
-
-    return encode
-
-
-def _ids(row: dict[str, Any]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=generator)
-
-
-def _factorize(model: PreTrainedModel, row: dict[str, Any]) -> None:
-    """Factors of random weights, if the row has any: a call costs the same whatever they hold."""
-    if "factorize" not in row:
-        return
-    from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.install import install
-    from llmdistill.factorize.sizes import plan
-
-    factorize = row["factorize"]
-    install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> dict[str, float]:
@@ -136,7 +115,7 @@ def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *,
     name = "plain student" if "against" in work else "teacher"
     found = measure(__file__, {"student": student, name: whole}, settings, weighed=())
     one, other = found["student"], found[name]
-    speedup = median_ratio(other.seconds, one.seconds)
+    speedup = time_ratio(other, one)
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
     tokens = work["batch"] * (work["new"] if work.get("new", 1) > 1 else work["tokens"])
     detail = f"{tokens / one.median:,.0f} / {tokens / other.median:,.0f} tokens/s; {fewer:.3f} × fewer multiply-adds"
@@ -156,14 +135,11 @@ def _factorize_of(recipe: str) -> dict[str, Any]:
     return factorize
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this bench has beside the others."""
+def main() -> None:
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-
-
-def main() -> None:
-    settings, arguments = parse(__doc__, build, add=add_arguments)
+    settings, arguments = parse(parser, build)
     table = Table(settings, silent=arguments.json)
     figures: dict[str, Any] = {}
     for job in arguments.only or JOBS:

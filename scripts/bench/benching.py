@@ -25,10 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,19 +68,13 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Seconds."""
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
 
 def time_ratio(one: Measured, other: Measured) -> float:
-    """The median over the rounds of one's time over the other's."""
-    return median_ratio(one.seconds, other.seconds)
-
-
-def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Median of the ratios of pairs taken right after each other; NaN without any."""
-    assert len(ones) == len(others), f"{len(ones)} rounds of one and {len(others)} of the other"
-    return statistics.median(a / b for a, b in zip(ones, others, strict=True)) if ones else float("nan")
+    """The median of the ratios of their rounds, which were taken right after each other; NaN without any."""
+    rounds = zip(one.seconds, other.seconds, strict=True)
+    return statistics.median([a / b for a, b in rounds] or [float("nan")])
 
 
 @dataclass(frozen=True)
@@ -107,6 +100,7 @@ class _Row:
         arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
         arguments += ["--clock", settings.clock]
         pinned = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        more = _MAPPED if mapped else {}
         self._process = subprocess.Popen(
             [python, str(Path(script).resolve()), *arguments],
             stdin=subprocess.PIPE,
@@ -114,13 +108,7 @@ class _Row:
             stderr=self._errors,
             text=True,
             # Threads wait as they do in the main job (llmdistill/train.py).
-            env={
-                "GOMP_SPINCOUNT": "1000",
-                **os.environ,
-                **pinned,
-                **(_MAPPED if mapped else {}),
-                "HF_HUB_OFFLINE": "1",
-            },
+            env={"GOMP_SPINCOUNT": "1000", **os.environ, **pinned, **more, "HF_HUB_OFFLINE": "1"},
         )
 
     def asked(self, order: str) -> dict[str, Any]:
@@ -172,45 +160,39 @@ def measure(
     found = {name: Measured() for name in rows}
     turn = [name for name in rows if timed is None or name in timed]
     heavy = [name for name in rows if weighed is None or name in weighed]
-    start = partial(_started, script, rows, settings, {} if pythons is None else pythons)
     apart = bool(turn) and bool(heavy) and not settings.quick and settings.device == "cpu"
-    with start([name for name in rows if not apart or name in turn], mapped=not apart and bool(heavy)) as running:
+
+    def start(stack: ExitStack, names: Sequence[str], *, mapped: bool) -> dict[str, _Row]:
+        running = {}
+        for name in names:
+            python = (pythons or {}).get(name, sys.executable)
+            running[name] = stack.enter_context(closing(_Row(script, rows[name], settings, python, mapped=mapped)))
         for name, row in running.items():
-            found[name].facts = row.answer()
+            found[name].facts = {**row.answer(), **found[name].facts}
+        return running
+
+    def weigh(running: Mapping[str, _Row]) -> None:
+        for name in heavy:
+            found[name].bytes = running[name].asked("memory")["bytes"]
+
+    with ExitStack() as stack:
+        running = start(stack, turn if apart else list(rows), mapped=not apart and bool(heavy))
         for repeat in range(-1, settings.repeats):
             for name in turn if repeat % 2 == 0 else reversed(turn):
                 seconds = running[name].asked("time")["seconds"]
                 if repeat >= 0:  # the one before warms up
                     found[name].seconds.append(seconds)
         if not apart:
-            for name in heavy:
-                found[name].bytes = running[name].asked("memory")["bytes"]
+            weigh(running)
     if apart:
-        with start(heavy, mapped=True) as running:
-            for name, row in running.items():
-                found[name].facts = {**row.answer(), **found[name].facts}
-                found[name].bytes = row.asked("memory")["bytes"]
+        with ExitStack() as stack:
+            weigh(start(stack, heavy, mapped=True))
     return found
 
 
-@contextmanager
-def _started(
-    script: str,
-    rows: Mapping[str, Mapping[str, Any]],
-    settings: Settings,
-    pythons: Mapping[str, str],
-    names: Sequence[str],
-    *,
-    mapped: bool,
-) -> Iterator[dict[str, _Row]]:
-    running: dict[str, _Row] = {}
-    try:
-        for name in names:
-            running[name] = _Row(script, rows[name], settings, pythons.get(name, sys.executable), mapped=mapped)
-        yield running
-    finally:
-        for started in running.values():
-            started.close()
+def facts_of(script: str, row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The facts of one row of a bench, whose process is neither timed nor weighed."""
+    return measure(script, {"row": row}, settings, timed=(), weighed=())["row"].facts
 
 
 def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: str = "wall") -> None:
@@ -224,6 +206,7 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: s
         first = work.call()
         if isinstance(first, float):
             facts["first"] = first
+        del first
     say(facts)
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
@@ -231,12 +214,10 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: s
 
 
 def say(answer: Mapping[str, Any]) -> None:
-    """Tell the process that started this one."""
     print(said(answer), flush=True)
 
 
 def said(answer: Mapping[str, Any]) -> str:
-    """The line that tells an answer."""
     return _MARK + json.dumps(answer)
 
 
@@ -293,10 +274,8 @@ def _resident(key: str) -> float:
     return float("nan")
 
 
-def parse(
-    description: str | None, build: Build, *, add: Callable[[argparse.ArgumentParser], None] | None = None
-) -> tuple[Settings, argparse.Namespace]:
-    """Read the command line; a process that was started for a row does its work here and exits."""
+def bench_parser(description: str | None) -> argparse.ArgumentParser:
+    """The command line of every bench, which may add to it."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -306,8 +285,11 @@ def parse(
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall", help=clocks)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--row", help=argparse.SUPPRESS)
-    if add is not None:
-        add(parser)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, build: Build) -> tuple[Settings, argparse.Namespace]:
+    """Read the command line; a process that was started for a row does its work here and exits."""
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
@@ -319,7 +301,6 @@ def parse(
 
 
 def positive(text: str) -> int:
-    """A number from 1, for a command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: give 1 or more")

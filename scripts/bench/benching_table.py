@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benching import Measured, Settings
+from benching import Measured, Settings, time_ratio
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Line:
 
     measure: str
     value: float
-    target: float | None
-    detail: str
+    target: float | None = None
+    detail: str = ""
     """What the value is made of, such as seconds on both sides."""
     unit: str = ""
     at_least: bool = False
@@ -45,21 +45,28 @@ class Table:
         self.say(f"{'measure':<58} {'value':>9} {'target':>9} {'':<5} detail")
 
     def say(self, text: str) -> None:
-        """Print a note."""
         if not self._silent:
             print(text, flush=True)
 
-    def add(self, *lines: Line) -> None:
-        """Print lines."""
-        for line in lines:
-            sign = "≥" if line.at_least else "≤"
-            target = "" if line.target is None else f"{sign} {line.target:.3g}{line.unit}"
-            value = f"{line.value:.2e}" if 0 < abs(line.value) < 1e-3 else f"{line.value:.3f}"
-            verdict = line.verdict(quick=self._settings.quick)
-            self.say(f"{line.measure:<58} {value + line.unit:>9} {target:>9} {verdict:<5} {line.detail}")
+    def add(self, line: Line) -> float:
+        """Print a line, and return its value."""
+        sign = "≥" if line.at_least else "≤"
+        target = "" if line.target is None else f"{sign} {line.target:.3g}{line.unit}"
+        value = f"{line.value:.2e}" if 0 < abs(line.value) < 1e-3 else f"{line.value:.3f}"
+        verdict = line.verdict(quick=self._settings.quick)
+        self.say(f"{line.measure:<58} {value + line.unit:>9} {target:>9} {verdict:<5} {line.detail}")
+        return line.value
+
+    def time(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> float:
+        """Print one's time over the other's, and return it."""
+        return self.add(Line(measure, time_ratio(one, other), target, in_seconds(one, other)))
+
+    def memory(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> float:
+        """Print one's memory over the other's, and return it."""
+        detail = f"{one.bytes / 1e6:.0f} MB / {other.bytes / 1e6:.0f} MB"
+        return self.add(Line(measure, one.bytes / other.bytes, target, detail))
 
     def finish(self, figures: Mapping[str, Any]) -> None:
-        """Print the JSON line, the last."""
         print(json.dumps(finite(figures)), flush=True)
 
 
@@ -75,10 +82,4 @@ def finite(value: Any) -> Any:
 
 
 def in_seconds(one: Measured, other: Measured) -> str:
-    """Both medians, for a line's detail."""
     return f"{one.median:.4g} s / {other.median:.4g} s"
-
-
-def in_megabytes(one: Measured, other: Measured) -> str:
-    """Both peaks, for a line's detail."""
-    return f"{one.bytes / 1e6:.0f} MB / {other.bytes / 1e6:.0f} MB"

@@ -85,7 +85,6 @@ class Engine:
 
 
 def plain_engine(student: nn.Module) -> Engine:
-    """The engine with the optimizer of the benches."""
     return Engine(student, adamw(student))
 
 

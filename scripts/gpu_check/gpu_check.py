@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -110,7 +110,6 @@ class Runner:
                     raise
 
     def stop(self) -> None:
-        """End what runs, and begin nothing more."""
         self._stopped = True
         for process in list(self._running):
             end(process)
@@ -123,7 +122,6 @@ def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def part_command(name: str, arguments: argparse.Namespace) -> list[str]:
-    """The command of a part's process, or of its ranks."""
     words = [str(Path(__file__).resolve()), "--part", name, "--device", arguments.device]
     words += ["--small"] if arguments.small else []
     if not PARTS[name].all_gpus or arguments.ranks == 1:
@@ -182,13 +180,7 @@ def look(name: str, request: Request) -> None:
             say({"left_out": found} if isinstance(found, str) else finite(asdict(found)))
 
 
-def longest(parts: Mapping[str, Part]) -> int:
-    """Seconds that all stages take at most on a GPU."""
-    return sum(max(sum(parts[name].seconds for name in row) for row in rows) for rows in STAGES)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
@@ -198,11 +190,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--patience", type=float, help="multiplies the parts' limits of time; 1, or 4 on a CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-    return parser
-
-
-def main() -> int:
-    parser = build_parser()
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")

@@ -71,7 +71,6 @@ class Setting:
 
 
 def config_of(setting: Setting) -> PreTrainedConfig:
-    """The configuration of both models."""
     # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
     if setting.family == "llama":
         return LlamaConfig(
@@ -147,7 +146,6 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
 
 
 def method_of(setting: Setting, config: PreTrainedConfig) -> Method:
-    """The method of a setting with its defaults."""
     kind = METHODS[setting.method].settings
     own = {} if kind is None else {setting.method: kind()}
     return build_method([setting.method], own, config, config)
@@ -231,7 +229,6 @@ class CudaMemory:
         return torch.cuda.memory_allocated(self._device)
 
     def resident(self) -> int:
-        """Bytes."""
         return self._allocated() - self._before
 
     def peak(self, work: Callable[[], object]) -> int:
@@ -258,7 +255,6 @@ class CpuMemory:
         return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
 
     def resident(self) -> int:
-        """Bytes."""
         return sum(size for key, size in self._storages().items() if key not in self._before)
 
     def peak(self, work: Callable[[], object]) -> int:

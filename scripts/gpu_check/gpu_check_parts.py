@@ -50,7 +50,6 @@ class Part:
 
 
 def kernels(request: Request) -> Iterator[Line | str]:
-    """The fused losses against plain ones in fp64."""
     from gpu_check_kernels import FULL, SMALL, kernels
 
     yield from kernels(SMALL if request.small else FULL, request.device)
@@ -82,7 +81,6 @@ class Ended:
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Pytest's hook."""
         if self._only_marked:
             items[:] = [
                 item
@@ -91,7 +89,6 @@ class Ended:
             ]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Pytest's hook."""
         if report.failed:
             self.failed.append(report.nodeid.rpartition("/")[2])
         elif report.skipped:
@@ -101,7 +98,6 @@ class Ended:
 
 
 def marked_tests(_: Request) -> Iterator[Line | str]:
-    """The tests that are skipped where there is no GPU."""
     files = sorted(file for file in (ROOT / "tests" / "unit").rglob("test_*.py") if NEEDS_GPU in file.read_text())
     yield from run_tests(files, only_marked=True)
 
@@ -138,12 +134,10 @@ def steps(request: Request) -> Iterator[Line | str]:
 
 
 def losses(request: Request) -> Iterator[Line | str]:
-    """The losses alone, fused against plain."""
     yield from figures(bench(request, "bench_losses.py"))
 
 
 def trl(request: Request) -> Iterator[Line | str]:
-    """A step beside that of TRL's trainer."""
     found = bench(request, "bench_step.py", "--only", "kd", "--peers")["kd_step"]
     beside = {key: value for key, value in found.items() if key.endswith("_over_trl")}
     if not beside:

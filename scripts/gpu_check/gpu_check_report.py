@@ -39,7 +39,6 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether the command fails with it."""
         return self.state in ("failed", "out of time")
 
 
@@ -59,7 +58,6 @@ class Report:
         self.results: dict[str, Result] = {}
 
     def add(self, name: str, result: Result) -> None:
-        """Print, keep and write a result."""
         with self._lock:
             self.results[name] = result
             print(f"{result.state:<12} {name:<14} {result.seconds:5.0f} s  {result.why}".rstrip(), flush=True)
@@ -73,7 +71,6 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """Write gpu_check.json and gpu_check.md."""
         record = make_record(self._command, self._ranks, LIBRARIES)
         about = {"device": self._device, "cuda": torch.version.cuda, "seconds": time.monotonic() - self._began}
         parts = {name: _as_json(self.results[name]) for name in self._order if name in self.results}

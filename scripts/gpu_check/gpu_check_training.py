@@ -61,9 +61,9 @@ def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
 
 def waits(small: bool, world: World) -> Iterator[Line]:
     """Places in a step at which the host waits for the device."""
-    with watch(world.device) as watched:
+    with watch(world.device) as places:
         torch.ones(1, device=world.device).item()
-    assert watched.places, "the watch sees no wait at all"
+    assert places, "the watch sees no wait at all"
     for stage in STAGES:
         setting = replace(SMALL if small else FULL, stage=stage, dtype="bf16")
         trainer = make_trainer(setting, world)
@@ -73,16 +73,16 @@ def waits(small: bool, world: World) -> Iterator[Line]:
         )
         for _ in range(2):  # ZeRO-3 compares the ranks' order of layers in the first steps
             trainer.train_step([batch])
-        with watch(world.device) as watched:
+        with watch(world.device) as places:
             for each in (batch, shorter):
                 trainer.train_step([each])
         del trainer
         free_memory(world.device)
-        theirs = {place for place in watched.places if origin(place) == "deepspeed"}
+        theirs = {place for place in places if origin(place) == "deepspeed"}
         norm = {place for place in theirs if is_norm(place)}
         # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
         harmless = "llmdistill/losses" if world.device.type == "cpu" else None
-        ours = {place for place in watched.places - theirs if origin(place) != harmless}
+        ours = {place for place in places - theirs if origin(place) != harmless}
         detail = f"DeepSpeed's look at the norm {len(norm)}, elsewhere in DeepSpeed {len(theirs - norm)}"
         for place in sorted({shown(each) for each in ours | theirs - norm}):
             detail += f", {place}"

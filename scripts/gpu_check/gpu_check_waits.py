@@ -5,11 +5,11 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,15 +22,31 @@ ORIGINS = ("llmdistill/losses", "llmdistill", "transformers", "deepspeed")
 """The folders of code whose waits are told apart, inner folders first."""
 
 
-class Waits(Protocol):
-    """Collects the places at which the host waits."""
+@contextmanager
+def watch(device: torch.device) -> Iterator[set[Stack]]:
+    """Collects, within its block, where the host waits for a device.
 
-    places: set[Stack]
+    On CUDA by torch's own warnings; what NCCL and events wait for is not among them.
+    """
+    if device.type != "cuda":
+        with AskedValues() as asked:
+            yield asked.places
+        return
+    places: set[Stack] = set()
 
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if "called a synchronizing" in str(message):
+            places.add(_stack())
 
-def watch(device: torch.device) -> AbstractContextManager[Waits]:
-    """Collects, within its block, where the host waits for a device."""
-    return _watch_cuda() if device.type == "cuda" else AskedValues()
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # is called where the warning arises
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def _stack() -> Stack:
@@ -48,30 +64,6 @@ class AskedValues(TorchDispatchMode):
         if func in ASKS:
             self.places.add(_stack())
         return func(*args, **(kwargs or {}))
-
-
-class _Reported:
-    def __init__(self) -> None:
-        self.places: set[Stack] = set()
-
-    def show(self, message: Warning | str, *_: object, **__: object) -> None:
-        """Stands for `warnings.showwarning`, which is called where the warning arises."""
-        if "called a synchronizing" in str(message):
-            self.places.add(_stack())
-
-
-@contextmanager
-def _watch_cuda() -> Iterator[Waits]:
-    """By torch's own warnings; what NCCL and events wait for is not among them."""
-    found, before = _Reported(), torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = found.show
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 @cache

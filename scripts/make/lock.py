@@ -23,7 +23,6 @@ _NAMED = 60
 
 
 def main() -> None:
-    """Ask pip, and write both files."""
     found = sorted(resolved(), key=lambda each: each["metadata"]["name"].lower())
     others = [each for each in found if each["metadata"]["name"] not in _OWN]
     (ROOT / "scripts" / "hashes.txt").write_text(hashes(others), encoding="utf-8")

@@ -38,7 +38,6 @@ PAD, END = "<|pad|>", "<|end|>"
 
 
 def teacher_examples() -> list[Example]:
-    """The teacher's corpus, one output a row."""
     rows = corpus.splits()["teacher"]
     return [
         Example(row.instruction, row.input, (corpus.training_output(row, index),)) for index, row in enumerate(rows)
@@ -165,7 +164,6 @@ def score(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Remake the corpus, and unless told otherwise the tokenizer and the teacher."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", action="store_true", help="only write the corpus")
     parser.add_argument("--steps", type=int, default=2400, help="training steps of the teacher")
