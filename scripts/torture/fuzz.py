@@ -64,11 +64,9 @@ class Watch:
         sys.addaudithook(self._hook)
 
     def begin(self) -> None:
-        """Watch from now on."""
         self._seen = []
 
     def end(self) -> None:
-        """Raise an AssertionError if something was seen."""
         seen, self._seen = self._seen, None
         assert not seen, f"the reader did {seen[0]}"
 
@@ -191,7 +189,6 @@ def _finding(code: int | None, said: str) -> str | None:
 
 
 def main() -> int:
-    """Try the readers one after the other, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for each reader")
     parser.add_argument(

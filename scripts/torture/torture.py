@@ -26,7 +26,8 @@ from torture_bytes import bytes_flipped
 from torture_disk import disk
 from torture_kills import kills
 from torture_memory import memory
-from torture_runs import ROOT, Shop, Tally
+from torture_results import Tally
+from torture_runs import ROOT, Shop
 from torture_signals import signals
 
 PROPERTY_TESTS = "tests/unit/test_properties.py"
@@ -61,7 +62,6 @@ def inputs(quick: bool) -> Tally:
 
 
 def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[], Tally]]:
-    """The work of each section, by its name."""
     quick, case = arguments.quick, arguments.case
 
     def cases(short: int, long: int) -> int:
@@ -82,7 +82,6 @@ def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[]
 
 
 def timed(name: str, work: Callable[[], Tally]) -> Tally:
-    """Do the work of a section and say how long it took."""
     start = time.monotonic()
     tally = work()
     print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
@@ -102,7 +101,6 @@ def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
 
 
 def main() -> int:
-    """Run the sections one after the other, print the page and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases of each section, about a minute")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="this section alone; can be repeated")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torture_child import Fault
-from torture_results import PAGES, differences, move_records
-from torture_runs import SCENARIOS, Done, Scenario, Shop, Tally, in_parallel
+from torture_results import PAGES, Tally, differences, move_records
+from torture_runs import SCENARIOS, Done, Scenario, Shop, in_parallel
 
 NAMED, REFUSED, REPAIRED, HARMLESS, UNREAD = "named", "refused without its name", "repaired", "no effect", "not read"
 SILENT, TRACEBACK = "used silently", "traceback"
@@ -38,6 +37,10 @@ class Damaged:
     spare: str = ""
     """Files whose path begins so are no results, and a finished command need not read them."""
 
+    def run(self, shop: Shop, folder: Path) -> Done:
+        """Give the command on one rank, or without a launcher, over a copy of the folder."""
+        return shop.run(self.scenario, folder, ranks=min(1, self.scenario.ranks[0]), more=self.more(folder))
+
 
 @dataclass
 class Flip:
@@ -54,94 +57,72 @@ class Flip:
 _KILLED_STEP = 5
 
 
-def unfinished(shop: Shop) -> Path:
+def made_once(name: str, fill: Callable[[Shop, Path], object]) -> Callable[[Shop], Path]:
+    """Returns a folder that is filled when it is first asked for."""
+
+    def make(shop: Shop) -> Path:
+        folder = shop.folder / "damaged" / name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            fill(shop, folder)
+        return folder
+
+    return make
+
+
+def unfinished(shop: Shop, folder: Path) -> None:
     """What a kill in step 5, behind the checkpoint of step 4, leaves."""
-    folder = shop.folder / "damaged" / "unfinished"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        done = shop.run(SCENARIOS["train"], folder, ranks=1, fault=Fault("kill", mark="training", call=_KILLED_STEP))
-        assert done.struck is not None, done.said
-    return folder
+    done = shop.run(SCENARIOS["train"], folder, ranks=1, fault=Fault("kill", mark="training", call=_KILLED_STEP))
+    assert done.struck is not None, done.said
 
 
-def cached(shop: Shop) -> Path:
-    """A finished cache of a teacher."""
-    return shop.reference(SCENARIOS["cache"], 1)
-
-
-def unfinished_cache(shop: Shop) -> Path:
+def unfinished_cache(shop: Shop, folder: Path) -> None:
     """What a kill in the last third of the shards leaves."""
-    folder = shop.folder / "damaged" / "unfinished-cache"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        changes = [change[0] for change in shop.changes(SCENARIOS["cache"], 1, 0)]
-        late = [n for n, event in enumerate(changes, 1) if event == "write"][-2]
-        done = shop.run(SCENARIOS["cache"], folder, ranks=1, fault=Fault("kill", change=late))
-        assert done.struck is not None, done.said
-    return folder
+    changes = [change[0] for change in shop.changes(SCENARIOS["cache"], 1, 0)]
+    late = [n for n, event in enumerate(changes, 1) if event == "write"][-2]
+    done = shop.run(SCENARIOS["cache"], folder, ranks=1, fault=Fault("kill", change=late))
+    assert done.struck is not None, done.said
 
 
-def calibrated(shop: Shop) -> Path:
+def calibrated(shop: Shop, folder: Path) -> None:
     """A calibration without the run that has made it."""
-    folder = shop.folder / "damaged" / "calibrated"
-    if not folder.exists():
-        shutil.copytree(shop.reference(SCENARIOS["weighted"], 1) / "cal", folder / "cal")
-    return folder
+    shutil.copytree(shop.reference(SCENARIOS["weighted"], 1) / "cal", folder / "cal")
 
 
-def tokens(shop: Shop) -> Path:
+def tokens(shop: Shop, folder: Path) -> None:
     """The tokens of a run's data, in a folder of its own."""
-    folder = shop.folder / "damaged" / "tokens"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        more = (f"--data.cache_dir={folder / 'tokens'}",)
-        assert shop.run(SCENARIOS["train"], folder, ranks=1, more=more).code == 0
-        shutil.rmtree(folder / "run")
-    return folder
+    assert shop.run(SCENARIOS["train"], folder, ranks=1, more=own_tokens(folder)).code == 0
+    shutil.rmtree(folder / "run")
+
+
+def own_tokens(folder: Path) -> Sequence[str]:
+    return [f"--data.cache_dir={folder / 'tokens'}"]
+
+
+def finished(scenario: Scenario) -> Callable[[Shop], Path]:
+    """Returns the folder of a scenario's undisturbed run."""
+    return lambda shop: shop.reference(scenario, 1)
 
 
 TRAIN, CACHE, GENERATE = (SCENARIOS[name] for name in ("train", "cache", "generate"))
-FROM_CACHE = Scenario(
-    "cached",
-    TRAIN.program,
-    lambda shop, folder: [*TRAIN.arguments(shop, folder), "--method=kd", f"--teacher.cache={folder / 'cache'}"],
-    (),
+FROM_CACHE = replace(
+    TRAIN,
+    arguments=lambda shop, folder: [*TRAIN.arguments(shop, folder), "--method=kd", f"--teacher.cache={folder}/cache"],
 )
-EXPORT = Scenario(
-    "exported",
-    SCENARIOS["export"].program,
-    lambda shop, folder: [
-        "export",
-        "--to",
-        "dense",
-        f"--model={folder / 'run/student'}",
-        f"--output={folder / 'dense'}",
-    ],
-    (),
-    (0,),
+EXPORT = replace(
+    SCENARIOS["export"],
+    arguments=lambda _, folder: ["export", "--to=dense", f"--model={folder}/run/student", f"--output={folder}/dense"],
 )
 TARGETS = (
-    Damaged(
-        "finished run, same command",
-        lambda shop: shop.reference(TRAIN, 1),
-        TRAIN,
-        finished=True,
-        spare="run/checkpoints",
-    ),
-    Damaged("finished run, export", lambda shop: shop.reference(TRAIN, 1), EXPORT, within="run/student"),
-    Damaged("unfinished run", unfinished, TRAIN),
-    Damaged("finished cache, training from it", cached, FROM_CACHE, within="cache"),
-    Damaged("finished cache, same command", cached, CACHE, finished=True),
-    Damaged("unfinished cache", unfinished_cache, CACHE),
-    Damaged("calibration folder", calibrated, SCENARIOS["weighted"], within="cal"),
-    Damaged("answers, same command", lambda shop: shop.reference(GENERATE, 1), GENERATE, finished=True),
-    Damaged(
-        "tokens of the data",
-        tokens,
-        TRAIN,
-        more=lambda folder: (f"--data.cache_dir={folder / 'tokens'}",),
-        within="tokens",
-    ),
+    Damaged("finished run, same command", finished(TRAIN), TRAIN, finished=True, spare="run/checkpoints"),
+    Damaged("finished run, export", finished(TRAIN), EXPORT, within="run/student"),
+    Damaged("unfinished run", made_once("unfinished", unfinished), TRAIN),
+    Damaged("finished cache, training from it", finished(CACHE), FROM_CACHE, within="cache"),
+    Damaged("finished cache, same command", finished(CACHE), CACHE, finished=True),
+    Damaged("unfinished cache", made_once("unfinished-cache", unfinished_cache), CACHE),
+    Damaged("calibration folder", made_once("calibrated", calibrated), SCENARIOS["weighted"], within="cal"),
+    Damaged("answers, same command", finished(GENERATE), GENERATE, finished=True),
+    Damaged("tokens of the data", made_once("tokens", tokens), TRAIN, more=own_tokens, within="tokens"),
 )
 
 
@@ -162,57 +143,38 @@ def flip(shop: Shop, number: int, target: Damaged, name: str, place: int, expect
     folder = shop.folder / "flips" / str(number)
     shutil.copytree(target.make(shop), folder)
     file, found = folder / name, Flip(number, target.name, name, place)
-    before = file.read_bytes()
-    content = bytearray(before)
+    content = bytearray(file.read_bytes())
     content[place] ^= 1 << shop.random("bit", number).randrange(8)
     file.write_bytes(content)
     move_records(folder, target.make(shop), besides=file)
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        os.utime(path, (1_000_000_000, path.stat().st_mtime))
     damaged = file.read_bytes()
     try:
-        done = shop.run(target.scenario, folder, ranks=min(1, target.scenario.ranks[0]), more=target.more(folder))
+        done = target.run(shop, folder)
     except (AssertionError, RuntimeError) as error:
         found.outcome, found.said = TRACEBACK, str(error)[-200:]
         return found
     found.said = done.reason
-    was_read = not file.is_file() or file.read_bytes() != damaged or file.stat().st_atime > 1_000_000_001
-    differs = differences(expected, folder)
-    here = [each for each in differs if not each.startswith(name)]
-    new = _lines(done, folder) - _lines(plain, expected)
-    found.outcome = _judged(target, file, name, done, new, damaged, was_read, here)
+    repaired = not file.is_file() or file.read_bytes() != damaged
+    changed = any(not each.startswith(name) for each in differences(expected, folder))
+    # Lines that the command does not print over the undamaged folder.
+    new, parent = _lines(done, folder) - _lines(plain, expected), str(Path(name).parent)
+    if "Traceback" in done.said:
+        found.outcome = TRACEBACK
+    elif any(file.name in line or (parent != "." and parent in line) for line in new):
+        found.outcome = NAMED
+    elif done.code != 0:
+        found.outcome = REFUSED
+    elif repaired:
+        found.outcome = SILENT if changed else REPAIRED
+    elif name.endswith(PAGES):
+        found.outcome = UNREAD
+    elif target.finished and not (target.spare and name.startswith(target.spare)):
+        found.outcome = SILENT
+    else:
+        found.outcome = SILENT if changed else HARMLESS
     if found.outcome not in BAD:
         shutil.rmtree(folder)
     return found
-
-
-def _judged(
-    target: Damaged,
-    file: Path,
-    name: str,
-    done: Done,
-    new: set[str],
-    damaged: bytes,
-    was_read: bool,
-    differs: list[str],
-) -> str:
-    """What came of a flipped byte; `new` are the lines that the command does not print over the undamaged folder."""
-    if "Traceback" in done.said:
-        return TRACEBACK
-    folder = str(Path(name).parent)
-    if any(file.name in line or (folder != "." and folder in line) for line in new):
-        return NAMED
-    if done.code != 0:
-        return REFUSED
-    if not file.is_file() or file.read_bytes() != damaged:
-        return SILENT if differs else REPAIRED
-    if name.endswith(PAGES):
-        return UNREAD
-    if target.finished and not (target.spare and name.startswith(target.spare)):
-        return SILENT
-    if not was_read:
-        return UNREAD
-    return SILENT if differs else HARMLESS
 
 
 def _lines(done: Done, folder: Path) -> set[str]:
@@ -237,7 +199,7 @@ def bytes_flipped(
         folder = shop.folder / "plain" / target.name.replace(" ", "-")
         shutil.copytree(target.make(shop), folder)
         move_records(folder, target.make(shop))
-        done = shop.run(target.scenario, folder, ranks=min(1, target.scenario.ranks[0]), more=target.more(folder))
+        done = target.run(shop, folder)
         assert done.code == 0, f"{target.name}: {done.said}"
         plain[target.name] = (folder, done)
     flips: list[Flip] = in_parallel(

@@ -13,14 +13,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -96,7 +95,6 @@ class Torture:
             self._arm_mark()
 
     def write_changes(self) -> None:
-        """Leave the list of changes."""
         if self._fault.folder:
             Path(self._fault.folder, f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
 
@@ -203,58 +201,9 @@ def _write_half(works: Callable[..., Any], given: tuple[Any, ...], named: dict[s
     os.truncate(given[1], os.path.getsize(given[1]) // 2)
 
 
-class ForkedTrial:
-    """Stands for subprocess.Popen where a study starts a trial: a fork, which has the libraries loaded."""
-
-    def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], preexec_fn: Any, **_: Any) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._run(command[2:], stdout.fileno(), env, preexec_fn)
-
-    def _run(self, words: list[str], output: int, env: dict[str, str], prepare: Callable[[], None]) -> NoReturn:
-        os.setsid()
-        prepare()
-        for number in (1, 2):
-            os.dup2(output, number)
-        os.environ.clear()
-        os.environ.update(env)
-        end_process(run_program(words[0], words[1:]))
-
-    def poll(self) -> int | None:
-        """As Popen's."""
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if done else None
-        return self.returncode
-
-    def wait(self) -> int:
-        """As Popen's."""
-        while self.poll() is None:
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-
-def _start_trial(command: list[str], **named: Any) -> Any:
-    if command[:2] == [sys.executable, "-m"]:
-        return ForkedTrial(command, **named)
-    return subprocess.Popen(command, **named)
-
-
-def end_process(code: int) -> NoReturn:
-    """End a forked process, as Python's end does, but without what the server registered for its own."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def main() -> int:
     """Arm the fault and run the program; a launched program's --local_rank is dropped."""
     file, program, *arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    launcher = importlib.import_module("llmdistill.experiments.launcher")
-    launcher.subprocess = type("Forking", (), {**vars(subprocess), "Popen": staticmethod(_start_trial)})  # type: ignore[attr-defined]
     torture = Torture(Fault(**json.loads(Path(file).read_text())))
     torture.arm()
     try:

@@ -9,28 +9,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torture_child import Fault, phase_of
-from torture_runs import SCENARIOS, Done, Shop, Tally, in_parallel, repeated, verdict
+from torture_results import Case, Tally
+from torture_runs import SCENARIOS, Done, Shop, in_parallel, repeated, verdict
 
 KINDS = ("full", "full", "read-only", "failing")
 
 
 @dataclass
-class Outcome:
-    """What came of a case."""
+class Fallen(Case):
+    """A case, and what came of it."""
 
-    number: int
-    what: str
-    wrong: list[str] = field(default_factory=list)
     traceback: bool = False
-    struck: bool = False
 
 
-def attempt(shop: Shop, number: int) -> Outcome:
+def attempt(shop: Shop, number: int) -> Fallen:
     """Let a change fail, and all after it; then repeat the command on a disk that works."""
     dice = shop.random("disk", number)
     scenario = list(SCENARIOS.values())[number % len(SCENARIOS)]
@@ -38,56 +35,50 @@ def attempt(shop: Shop, number: int) -> Outcome:
     changes = shop.changes(scenario, ranks, 0)
     place = dice.randint(1, len(changes))
     phase = phase_of(changes[place - 1])
-    outcome = Outcome(number, f"{scenario.name}, {kind} at change {place} ({phase}: {' '.join(changes[place - 1])})")
-    folder = shop.folder / "disk" / str(number)
-    folder.mkdir(parents=True)
-    try:
-        done = shop.run(scenario, folder, ranks=ranks, fault=Fault(kind, change=place))
-        outcome.struck = done.struck is not None
-        outcome.traceback = "Traceback" in done.said
-        if outcome.struck and done.code == 0 and phase != "scoring":
-            outcome.wrong += [f"it ended with 0: {each}" for each in verdict(shop, scenario, ranks, folder)]
-        if outcome.traceback:
-            outcome.wrong.append(f"a traceback: {done.reason}")
-        outcome.wrong += repeated(shop, scenario, ranks, folder)
-    except (AssertionError, RuntimeError) as error:
-        outcome.wrong.append(str(error)[:300])
-    if not outcome.wrong:
-        shutil.rmtree(folder)
-    return outcome
+    case = Fallen(number, f"{scenario.name}, {kind} at change {place} ({phase}: {' '.join(changes[place - 1])})")
+
+    def work(folder: Path) -> list[str]:
+        done, wrong = shop.run(scenario, folder, ranks=ranks, fault=Fault(kind, change=place)), []
+        case.struck, case.traceback = done.struck is not None, "Traceback" in done.said
+        if case.struck and done.code == 0 and phase != "scoring":
+            wrong += [f"it ended with 0: {each}" for each in verdict(shop, scenario, ranks, folder)]
+        if case.traceback:
+            wrong.append(f"a traceback: {done.reason}")
+        return wrong + repeated(shop, scenario, ranks, folder)
+
+    case.attempt(shop.folder / "disk" / str(number), work)
+    return case
 
 
-def really_full(shop: Shop, kilobytes: int) -> Outcome:
+def really_full(shop: Shop, kilobytes: int) -> Fallen:
     """A file system for the run's folder that has no room, is filled while the run writes, read-only, and well again.
 
     Args:
         shop: the place of work.
         kilobytes: what is left free when it has written its first row.
     """
-    scenario = SCENARIOS["train"]
-    outcome = Outcome(kilobytes, f"a file system, filled up to {kilobytes} kB while the run writes")
-    folder = shop.folder / "disk" / f"full-{kilobytes}"
-    folder.mkdir(parents=True)
-    if not _mount(folder, f"size={_SMALL}k"):
-        return outcome
-    filler = folder / "filler"
-    try:
-        done = shop.run(scenario, folder, ranks=1)
-        outcome.wrong += _not_refused("too small", done, "free some")
-        _mount(folder, "remount,size=64m")
-        done = shop.run(scenario, folder, ranks=1, watch=lambda _: _fill(folder, filler, kilobytes))
-        outcome.struck, outcome.traceback = done.code != 0, "Traceback" in done.said
-        outcome.wrong += _not_refused("full", done, "no space left on device")
-        filler.unlink()
-        _mount(folder, "remount,ro")
-        outcome.wrong += _not_refused("read-only", shop.run(scenario, folder, ranks=1), "read-only")
-        _mount(folder, "remount,rw")
-        outcome.wrong += repeated(shop, scenario, 1, folder)
-    except (AssertionError, RuntimeError) as error:
-        outcome.wrong.append(str(error)[:300])
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=False)
-    return outcome
+    case = Fallen(kilobytes, f"a file system, filled up to {kilobytes} kB while the run writes")
+
+    def work(folder: Path) -> list[str]:
+        if not _mount(folder, f"size={_SMALL}k"):
+            return []
+        run, filler = partial(shop.run, SCENARIOS["train"], folder, ranks=1), folder / "filler"
+        try:
+            wrong = _not_refused("too small", run(), "free some")
+            _mount(folder, "remount,size=64m")
+            done = run(watch=lambda _: _fill(folder, filler, kilobytes))
+            case.struck, case.traceback = done.code != 0, "Traceback" in done.said
+            wrong += _not_refused("full", done, "no space left on device")
+            filler.unlink()
+            _mount(folder, "remount,ro")
+            wrong += _not_refused("read-only", run(), "read-only")
+            _mount(folder, "remount,rw")
+            return wrong + repeated(shop, SCENARIOS["train"], 1, folder)
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+    case.attempt(shop.folder / "disk" / f"full-{kilobytes}", work)
+    return case
 
 
 _SMALL = 400
@@ -121,17 +112,14 @@ def _mount(folder: Path, options: str) -> bool:
 
 def disk(shop: Shop, numbers: Sequence[int], sizes: Sequence[int]) -> Tally:
     """Injected faults with these numbers, and real file systems that are filled up to so many kB."""
-    outcomes: list[Outcome] = in_parallel(
-        shop, [*(partial(attempt, shop, number) for number in numbers), *(partial(really_full, shop, k) for k in sizes)]
-    )
+    jobs = [*(partial(attempt, shop, number) for number in numbers), *(partial(really_full, shop, k) for k in sizes)]
+    cases: list[Fallen] = in_parallel(shop, jobs)
     tally = Tally("disk")
-    struck = [each for each in outcomes if each.struck]
+    struck = [each for each in cases if each.struck]
     survived = sum(all(wrong.startswith("a traceback") for wrong in each.wrong) for each in struck)
     tally.add("faults of the disk", f"{len(struck)}, of which {survived} survived")
-    kinds = Counter(each.what.split(",")[1].split()[0] if "," in each.what else "small file system" for each in struck)
+    kinds = Counter(each.what.split(", ")[1].split()[0] for each in struck)
     tally.add("  by kind", ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
-    tally.add("  met by a traceback", sum(each.traceback for each in outcomes))
-    for each in outcomes:
-        if each.wrong:
-            tally.failures.append(f"disk --case {each.number} ({each.what}): {'; '.join(each.wrong[:3])}")
+    tally.add("  met by a traceback", sum(each.traceback for each in cases))
+    tally.add_failures(cases)
     return tally

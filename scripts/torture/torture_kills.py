@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from torture_child import Fault, phase_of
-from torture_results import differences, left_behind
-from torture_runs import SCENARIOS, Done, Scenario, Shop, Tally, in_parallel, verdict
+from torture_results import Case, Tally, differences, left_behind
+from torture_runs import SCENARIOS, Scenario, Shop, in_parallel, verdict
 
 _CALLS = {"training": 5, "saving": 3, "caching": 5, "generating": 6, "comparing": 4}
 """How often a phase's mark comes at least."""
@@ -33,18 +32,14 @@ class Slot:
     """change or mark."""
 
 
-@dataclass
-class Outcome:
-    """What came of a case."""
+@dataclass(kw_only=True)
+class Kill(Case):
+    """A case, and what came of it."""
 
-    number: int
     slot: Slot = field(repr=False)
-    kills: list[tuple[str, str]]
-    """Phase and place of those that struck."""
-    wrong: list[str]
-    left: list[str]
-    longest: float = 0.0
-    """Seconds until the last process of a killed job had ended."""
+    phases: list[str] = field(default_factory=list)
+    """Those of the kills that struck."""
+    left: list[str] = field(default_factory=list)
     is_exact: bool = False
     """Whether the results are bit-equal to the undisturbed run's."""
 
@@ -75,65 +70,52 @@ def draw(shop: Shop, slot: Slot, dice: random.Random) -> Fault:
     return Fault(kind, rank=rank, mark=slot.phase, call=dice.randint(1, _CALLS.get(slot.phase, 1)), delay=delay)
 
 
-def attempt(shop: Shop, number: int) -> Outcome:
+def attempt(shop: Shop, number: int) -> Kill:
     """Kill once, half of the time once more in another phase, and repeat the command to its end."""
     dice, every = shop.random("kills", number), slots()
     slot = every[number % len(every)]
     others = [each for each in every if (each.scenario, each.ranks) == (slot.scenario, slot.ranks)]
     drawn = [slot, dice.choice(others)] if dice.random() < 0.5 else [slot]
-    folder = shop.folder / "kills" / str(number)
-    folder.mkdir(parents=True)
-    outcome, done = Outcome(number, slot, [], [], []), None
-    try:
+    case = Kill(number, f"{slot.scenario.name}, {slot.ranks} ranks, {slot.victim}", slot=slot)
+
+    def work(folder: Path) -> list[str]:
+        run = partial(shop.run, slot.scenario, folder, ranks=slot.ranks)
         for each in drawn:
-            done = shop.run(slot.scenario, folder, ranks=slot.ranks, fault=draw(shop, each, dice))
+            done = run(fault=draw(shop, each, dice))
             if done.struck is None:
                 break
-            outcome.kills.append((each.phase, done.struck))
-            outcome.longest = max(outcome.longest, done.grace)
-        _finish(shop, slot, folder, outcome, done)
-    except (AssertionError, RuntimeError) as error:
-        outcome.wrong.append(str(error)[:300])
-    if not outcome.wrong:
-        shutil.rmtree(folder)
-    return outcome
+            case.phases.append(each.phase)
+            case.what += f", {done.struck}"
+            case.grace = max(case.grace, done.grace)
+        if done.struck is not None or done.code != 0:
+            done = run()
+        if done.code != 0:
+            return [done.reason]
+        reference = shop.reference(slot.scenario, slot.ranks)
+        case.left = left_behind(reference, folder)
+        case.is_exact = not differences(reference, folder)
+        return verdict(shop, slot.scenario, slot.ranks, folder)
 
-
-def _finish(shop: Shop, slot: Slot, folder: Path, outcome: Outcome, done: Done | None) -> None:
-    if done is None or done.struck is not None or done.code != 0:
-        done = shop.run(slot.scenario, folder, ranks=slot.ranks)
-    if done.code != 0:
-        outcome.wrong.append(done.reason)
-        return
-    outcome.wrong += verdict(shop, slot.scenario, slot.ranks, folder)
-    reference = shop.reference(slot.scenario, slot.ranks)
-    outcome.left = left_behind(reference, folder)
-    outcome.is_exact = not differences(reference, folder)
+    case.attempt(shop.folder / "kills" / str(number), work)
+    return case
 
 
 def kills(shop: Shop, numbers: Sequence[int]) -> Tally:
-    """Run the cases with these numbers."""
-    outcomes: list[Outcome] = in_parallel(shop, [partial(attempt, shop, number) for number in numbers])
+    cases: list[Kill] = in_parallel(shop, [partial(attempt, shop, number) for number in numbers])
     tally = Tally("kills")
-    struck = [(outcome, phase) for outcome in outcomes for phase, _ in outcome.kills]
-    survived = sum(not outcome.wrong for outcome, _ in struck)
-    tally.add("SIGKILLs", f"{len(struck)}, of which {survived} survived, in {len(outcomes)} runs")
+    struck = [(case, phase) for case in cases for phase in case.phases]
+    survived = sum(not case.wrong for case, _ in struck)
+    tally.add("SIGKILLs", f"{len(struck)}, of which {survived} survived, in {len(cases)} runs")
     by_phase = Counter(phase for _, phase in struck)
     tally.add("  by phase", ", ".join(f"{phase} {count}" for phase, count in by_phase.items()))
-    by_victim = Counter(f"{o.slot.victim} of {max(1, o.slot.ranks)}" for o, _ in struck)
+    by_victim = Counter(f"{case.slot.victim} of {max(1, case.slot.ranks)}" for case, _ in struck)
     tally.add("  by victim", ", ".join(f"{victim} {count}" for victim, count in sorted(by_victim.items())))
     for ranks in (1, 2):
-        own = [outcome for outcome in outcomes if max(1, outcome.slot.ranks) == ranks and not outcome.wrong]
-        tally.add(f"  bit-equal results on {ranks} rank(s)", f"{sum(o.is_exact for o in own)} of {len(own)} runs")
-    tally.add("  longest until all processes had ended", f"{max((o.longest for o in outcomes), default=0):.1f} s")
-    kept = Counter(Path(name).name for outcome in outcomes for name in outcome.left)
-    tally.add("  runs with files left behind", sum(bool(outcome.left) for outcome in outcomes))
+        own = [case for case in cases if max(1, case.slot.ranks) == ranks and not case.wrong]
+        tally.add(f"  bit-equal results on {ranks} rank(s)", f"{sum(each.is_exact for each in own)} of {len(own)} runs")
+    tally.add("  longest until all processes had ended", f"{max((each.grace for each in cases), default=0):.1f} s")
+    kept = Counter(Path(name).name for case in cases for name in case.left)
+    tally.add("  runs with files left behind", sum(bool(case.left) for case in cases))
     tally.notes += [f"left behind {count} times: {name}" for name, count in kept.most_common(8)]
-    for outcome in outcomes:
-        if outcome.wrong:
-            where = "; ".join(place for _, place in outcome.kills)
-            tally.failures.append(
-                f"kills --case {outcome.number} ({outcome.slot.scenario.name}, {outcome.slot.ranks} ranks, "
-                f"{outcome.slot.victim}, {where}): {'; '.join(outcome.wrong[:4])}"
-            )
+    tally.add_failures(cases)
     return tally

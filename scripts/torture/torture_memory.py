@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
-from torture_runs import SCENARIOS, Shop, Tally, alive
+import psutil
+from torture_results import Tally
+from torture_runs import SCENARIOS, Shop, alive
 
 from support import PATIENCE
 
@@ -30,17 +33,12 @@ class Sample:
     resident: int
     files: int
     threads: int
-    logged: int
 
 
 def slope(samples: list[Sample], of: str) -> float:
     """Least squares: units a thousand steps, after the warm share."""
-    last = samples[-1].step
-    points = [(each.step / 1000, float(getattr(each, of))) for each in samples if each.step >= WARM * last]
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else float("nan")
+    warm = [each for each in samples if each.step >= WARM * samples[-1].step]
+    return linear_regression([each.step / 1000 for each in warm], [getattr(each, of) for each in warm]).slope
 
 
 def memory(shop: Shop, steps: int) -> Tally:
@@ -110,14 +108,9 @@ def _sample(run: Path, group: int, samples: list[Sample], over: threading.Event)
             file.seek(place)
             new = file.read()
         seen, place = seen + new.count(b"\n"), place + len(new)
-        processes = [each for each in alive(group) if each != group]
+        processes = [each for each in alive(group) if each.pid != group]
         if not processes or (samples and seen == samples[-1].step):
             continue
-        folder = Path(f"/proc/{processes[0]}")
-        try:
-            status = (folder / "status").read_text()
-            files = len(os.listdir(folder / "fd"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        values = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1}
-        samples.append(Sample(seen, 1024 * int(values["VmRSS"]), files, int(values["Threads"]), place))
+        process = processes[0]
+        with suppress(psutil.NoSuchProcess), process.oneshot():
+            samples.append(Sample(seen, process.memory_info().rss, process.num_fds(), process.num_threads()))

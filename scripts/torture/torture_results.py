@@ -1,12 +1,59 @@
-"""Compares what a disturbed run leaves with what an undisturbed one does."""
+"""What came of disturbed runs: what they leave is compared with what an undisturbed one does, and counted."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass
+class Tally:
+    """What a section tried and found."""
+
+    name: str
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    """Lines of the page: what, and how many."""
+    failures: list[str] = field(default_factory=list)
+    """Each with the command that repeats it."""
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing and no failure."""
+
+    def add(self, what: str, value: object) -> None:
+        self.figures.append((what, str(value)))
+
+    def add_failures(self, cases: Sequence[Case]) -> None:
+        for each in cases:
+            if each.wrong:
+                self.failures.append(f"{self.name} --case {each.number} ({each.what}): {'; '.join(each.wrong[:4])}")
+
+
+@dataclass
+class Case:
+    """A disturbed run, and what came of it."""
+
+    number: int
+    what: str
+    wrong: list[str] = field(default_factory=list)
+    struck: bool = False
+    grace: float = 0.0
+    """Seconds from the fault to the end of the last process."""
+
+    def attempt(self, folder: Path, work: Callable[[Path], Sequence[str]]) -> None:
+        """Do the work in a folder, which is kept if something is wrong; the work returns what is."""
+        folder.mkdir(parents=True)
+        try:
+            self.wrong += work(folder)
+        except (AssertionError, RuntimeError) as error:
+            self.wrong.append(str(error)[:300])
+        if not self.wrong:
+            shutil.rmtree(folder)
+
 
 _VOLATILE = (
     *("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions"),
@@ -32,7 +79,6 @@ def differences(expected: Path, found: Path, *, noise: float = 0.0) -> list[str]
 
 
 def left_behind(expected: Path, found: Path) -> list[str]:
-    """Files that an undisturbed run does not leave."""
     return sorted(_names(found).keys() - _names(expected).keys())
 
 
@@ -102,7 +148,6 @@ def _close(one: Any, other: Any, noise: float) -> bool:
 
 
 def logged_steps(folder: Path) -> list[int]:
-    """The steps of a run's log, in order."""
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -9,20 +9,20 @@ import json
 import os
 import queue
 import random
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+import psutil
 from torture_child import Fault
 from torture_results import differences, logged_steps
 
@@ -63,32 +63,13 @@ class Done:
 
     @property
     def said(self) -> str:
-        """All that it printed."""
         return self.output + self.errors
 
     @property
     def reason(self) -> str:
-        """The last line with something to say."""
         lines = [line for line in self.said.splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line]
         return f"exit code {self.code}: {(errors or lines or ['nothing was printed'])[-1][:300]}"
-
-
-@dataclass
-class Tally:
-    """What a section tried and found."""
-
-    name: str
-    figures: list[tuple[str, str]] = field(default_factory=list)
-    """Lines of the page: what, and how many."""
-    failures: list[str] = field(default_factory=list)
-    """Each with the command that repeats it."""
-    notes: list[str] = field(default_factory=list)
-    """What is worth knowing and no failure."""
-
-    def add(self, what: str, value: object) -> None:
-        """Add a line."""
-        self.figures.append((what, str(value)))
 
 
 class Shop:
@@ -104,10 +85,11 @@ class Shop:
         self._references: dict[tuple[str, int], Path] = {}
         self._locks: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
-        self.teacher = make_teacher(folder / "teacher")
+        from tiny import save_decoder  # after --help, as it loads torch
+
+        self.teacher = save_decoder(folder / "teacher")
 
     def close(self) -> None:
-        """End the servers that this shop has started."""
         for server in self._own:
             server.close()
 
@@ -196,24 +178,6 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def make_teacher(folder: Path) -> Path:
-    """A random Llama of four tiny layers with the embedded tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from llmdistill.embedded import locate
-
-    source = locate("embedded:teacher")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    words = LlamaConfig.from_pretrained(source).vocab_size
-    LlamaForCausalLM(LlamaConfig(vocab_size=words, initializer_range=0.2, **sizes, **heads)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder)
-    return folder
-
-
 def _settings(shop: Shop) -> list[str]:
     values = {
         "teacher.model": shop.teacher,
@@ -280,16 +244,12 @@ SCENARIOS = {
 }
 
 
-def alive(group: int) -> list[int]:
-    """The processes of a group that still run."""
+def alive(group: int) -> list[psutil.Process]:
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            values = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(values[2]) == group and values[0] != "Z":
-            found.append(int(stat.parent.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
@@ -299,7 +259,7 @@ def wait_for_group(group: int, seconds: float = 60) -> None:
     while processes := alive(group):
         if time.monotonic() > patience:
             for process in processes:
-                os.kill(process, 9)
+                process.kill()
             raise RuntimeError(f"{len(processes)} processes still ran {seconds:.0f} seconds after their launcher's end")
         time.sleep(0.02)
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from llmdistill.embedded import locate
+from tiny import save_decoder
 
 from support import MAIN_JOB
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @pytest.fixture(scope="session")
@@ -34,26 +28,7 @@ def launch(rank_server):
 @pytest.fixture(scope="session")
 def tiny_teacher(tmp_path_factory) -> Path:
     """A random Llama with grouped-query attention and the embedded tokenizer."""
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
-    source = locate("embedded:teacher")
-    vocabulary = LlamaConfig.from_pretrained(source).vocab_size
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.2,  # outputs far from uniform, so that there is something to learn
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, folder)
-    return folder
+    return save_decoder(tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from torture import page
 from torture_bytes import TARGETS, Damaged, bytes_flipped
 from torture_child import Fault, phase_of
 from torture_kills import kills, slots
-from torture_results import differences, left_behind, move_records
-from torture_runs import SCENARIOS, Shop, Tally, verdict
+from torture_results import Tally, differences, left_behind, move_records
+from torture_runs import SCENARIOS, Shop, verdict
 
 pytestmark = [pytest.mark.dist, pytest.mark.tools]
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from pages import PAGES, blocks
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from tiny import save_decoder
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import llmdistill
 from llmdistill import losses
-from llmdistill.embedded import locate
 
 NOT_RUN = {
     ("evaluate.md", 'scores = llmdistill.evaluate("runs/glue/'): "a model that is fine-tuned on RTE, and GLUE's files",
@@ -31,7 +31,11 @@ NOT_RUN = {
 """Page and first line of each block that is only compiled -> what it needs."""
 
 SHORTER = {
-    "README.md": {'"steps": 120': '"steps": 2', 'decoding="greedy"': 'decoding="greedy", limit=2'},
+    "README.md": {
+        '"examples": 256': '"examples": 16',
+        '"steps": 120': '"steps": 2',
+        'decoding="greedy"': 'decoding="greedy", limit=2',
+    },
     "students.md": {'"examples": 64': '"examples": 8'},
     "train.md": {"}] * 64": "}] * 8", "steps=10": "steps=2"},
 }
@@ -147,12 +151,16 @@ WITHOUT = {
 
 
 def examples_of(documented: Any) -> str:
-    """All blocks of code in a docstring, with few steps and a rank that fits the small model."""
+    """All blocks of code in a docstring, with few steps and a rank that fits the small model, and without ONNX.
+
+    ONNX takes 20 seconds; factorize/test_onnx_export.py has it.
+    """
     text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(documented) or "", flags=re.MULTILINE)[0]
     parts = text.split("\n\n")
     found = "\n".join(textwrap.dedent(part) for part in parts if part.startswith("    "))
     assert found, f"{documented} has no example"
-    for long, short in (("steps=200", "steps=2"), ("rank=48", "rank=8"), ('"40%"', '"90%"')):
+    shorter = {"steps=200": "steps=2", "rank=48": "rank=8", '"40%"': '"90%"', 'to="onnx", int8=True': 'to="dense"'}
+    for long, short in shorter.items():
         found = found.replace(long, short)
     return found
 
@@ -166,13 +174,7 @@ def test_every_public_name_has_an_example():
 def folder(tmp_path_factory) -> Path:
     """A tiny decoder with the embedded teacher's tokenizer."""
     path = tmp_path_factory.mktemp("model")
-    source = locate("embedded:teacher")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=LlamaConfig.from_pretrained(source).vocab_size, num_key_value_heads=2, **sizes)
-    LlamaForCausalLM(config).save_pretrained(path)
-    AutoTokenizer.from_pretrained(source).save_pretrained(path)
-    return path
+    return save_decoder(path, num_hidden_layers=2, tie_word_embeddings=False, initializer_range=0.02)
 
 
 @pytest.mark.parametrize("documented", PUBLIC, ids=lambda each: each.__name__)

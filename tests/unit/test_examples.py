@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pages import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from tiny import save_decoder
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
@@ -28,16 +29,8 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     METHODS.pop("mine", None)
 
 
-def save_teacher(folder: str, model: Any) -> str:
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(locate("embedded:teacher")).save_pretrained(folder)
-    return folder
-
-
 def decoder() -> str:
-    torch.manual_seed(0)
-    words = LlamaConfig.from_pretrained(locate("embedded:teacher")).vocab_size
-    return save_teacher("decoder", LlamaForCausalLM(LlamaConfig(vocab_size=words, num_key_value_heads=2, **SIZES)))
+    return str(save_decoder(Path("decoder"), num_hidden_layers=2, tie_word_embeddings=False, initializer_range=0.02))
 
 
 def rows() -> str:
@@ -69,8 +62,9 @@ def test_compress_my_llama(capsys):
 
 def test_small_encoder_for_retrieval(capsys, monkeypatch):
     torch.manual_seed(0)
-    words = LlamaConfig.from_pretrained(locate("embedded:teacher")).vocab_size
-    teacher = save_teacher("encoder", BertModel(BertConfig(vocab_size=words, initializer_range=0.5, **SIZES)))
+    tokenizer, teacher = AutoTokenizer.from_pretrained(locate("embedded:teacher")), "encoder"
+    BertModel(BertConfig(vocab_size=len(tokenizer), initializer_range=0.5, **SIZES)).save_pretrained(teacher)
+    tokenizer.save_pretrained(teacher)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     Path(teacher, "modules.json").write_text(json.dumps(modules))
