@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "messages", "objective", "progress"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
@@ -33,37 +33,38 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+@cache
+def imported(path: Path) -> list[str]:
+    """The modules that a file imports; of the package itself the names."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = (
-                [node.module] if node.module != "llmdistill" else [f"llmdistill.{alias.name}" for alias in node.names]
-            )
+            inner = [f"llmdistill.{alias.name}" for alias in node.names]
+            names += inner if node.module == "llmdistill" else [node.module]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("llmdistill.")}
-    return rooms
+            names += [alias.name for alias in node.names]
+    return names
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_keep_their_direction(path):
-    room = room_of(path)
-    if room == "__init__":
-        return
-    assert not (imported_rooms(path) - {room}) & FORBIDDEN.get(room, set())
+def imported_rooms(path: Path) -> set[str]:
+    """The other rooms that a file imports."""
+    rooms = {name.split(".")[1] for name in imported(path) if name.startswith("llmdistill.")}
+    return rooms - {room_of(path), "__version__"}
+
+
+def test_imports_keep_their_direction():
+    wrong = {path: imported_rooms(path) & FORBIDDEN.get(room_of(path), set()) for path in FILES}
+    assert {path: rooms for path, rooms in wrong.items() if rooms} == {}
 
 
 def test_every_room_is_known():
-    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
-    assert rooms <= LOWEST | PARTS | ABOVE_PARTS
+    assert {room_of(path) for path in FILES} - {"__init__"} <= LOWEST | PARTS | ABOVE_PARTS
 
 
 def test_rooms_have_no_circles():
     graph: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        graph.setdefault(room_of(path), set()).update(imported_rooms(path) - {room_of(path), "__version__"})
+    for path in FILES:
+        graph.setdefault(room_of(path), set()).update(imported_rooms(path))
     done: set[str] = set()
     while len(done) < len(graph):
         ready = {room for room, needs in graph.items() if room not in done and needs <= done}
@@ -72,15 +73,12 @@ def test_rooms_have_no_circles():
 
 
 def test_only_command_lines_read_what_was_typed():
-    readers = {room_of(path) for path in PACKAGE.rglob("*.py") if "sys.argv" in path.read_text(encoding="utf-8")}
+    readers = {room_of(path) for path in FILES if "sys.argv" in path.read_text(encoding="utf-8")}
     assert readers <= {"train", "commands", "cli"}
 
 
 def test_library_does_not_import_programs():
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                assert (node.module or "").split(".")[0] not in ("eval", "scripts", "tests")
+    assert not {name.split(".")[0] for path in FILES for name in imported(path)} & {"eval", "scripts", "tests"}
 
 
 def test_no_module_shadows_another_when_train_runs_as_a_script():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 from pages import ROOT
@@ -33,6 +34,7 @@ def text_of(node: ast.expr) -> str | None:
     return None
 
 
+@cache
 def messages() -> dict[str, str]:
     """The message of each exception that is raised or made for a user, by its file and line."""
     found = {}
