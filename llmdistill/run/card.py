@@ -13,8 +13,8 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import plain
-from llmdistill.config import FactorizeConfig
-from llmdistill.config.command_line import config_of, to_dict
+from llmdistill.config import FactorizeConfig, RunConfig
+from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.data.sources import hub_name
 from llmdistill.embedded import locate
@@ -45,6 +45,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     teacher = Teacher.of(str(teacher_name), plan.models.teacher, plan.models.sizes["teacher_params"])
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
+    defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
     asked = {key: value for key, value in to_dict(plan.asked).items() if key not in _NO_SETTING}
     data, is_task = config.data, config.data.kind == "task"
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
@@ -69,7 +70,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Versions", describe_versions(record)),
         ],
         datasets=[] if hub is None else [hub],
-        settings={"method": config.method, **_changed(plain(asked), plain(to_dict(config_of({}, {}, METHODS))))},
+        settings={"method": config.method, **_changed(plain(asked), plain(to_dict(defaults)))},
         scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,

@@ -53,9 +53,7 @@ def attempt(shop: Shop, number: int) -> Fallen:
 def really_full(shop: Shop, kilobytes: int) -> Fallen:
     """A file system for the run's folder that has no room, is filled while the run writes, read-only, and well again.
 
-    Args:
-        shop: the place of work.
-        kilobytes: what is left free when it has written its first row.
+    So many kilobytes are left free when the run has written its first row.
     """
     case = Fallen(kilobytes, f"a file system, filled up to {kilobytes} kB while the run writes")
 

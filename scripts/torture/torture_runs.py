@@ -83,8 +83,7 @@ class Shop:
         for server in (*servers, *self._own):
             self._free.put(server)
         self._references: dict[tuple[str, int], Path] = {}
-        self._locks: dict[tuple[str, int], threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         from tiny import save_decoder  # after --help, as it loads torch
 
         self.teacher = save_decoder(folder / "teacher")
@@ -108,20 +107,10 @@ class Shop:
         watch: Callable[[int], None] | None = None,
         seconds: float = PATIENCE,
     ) -> Done:
-        """Run a scenario's command in its folder.
+        """Run a scenario's command in its folder; beside it FOLDER.fault tells what the fault did.
 
-        Args:
-            scenario: the command.
-            folder: its folder; beside it another one, FOLDER.fault, tells what the fault did.
-            ranks: how many; 0 without a launcher.
-            fault: what strikes it.
-            more: further arguments.
-            watch: called with the number of its process group when it has started.
-            seconds: in which it must end.
-
-        Raises:
-            AssertionError: it does not end.
-            RuntimeError: one of its processes does not end.
+        `watch` is called with the number of its process group when it has started. Raises AssertionError if it does not
+        end in time, RuntimeError if one of its processes does not.
         """
         own = _made(folder.parent / f"{folder.name}.fault")
         armed = replace(fault or Fault(), folder=str(own), watched=[str(folder)])
@@ -154,8 +143,6 @@ class Shop:
         """The folder of an undisturbed run, which is made at the first call."""
         key = (scenario.name, ranks)
         with self._lock:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
             if key not in self._references:
                 folder = _made(self.folder / "references" / f"{scenario.name}-{ranks}")
                 done = self.run(scenario, folder, ranks=ranks)
