@@ -76,6 +76,7 @@ def test_every_command_runs_from_a_wheel(python, tmp_path):
     """In a folder without anything of ours, one after the other in one process, which imports everything once."""
     short = "--train.steps 2 --train.global_batch_size 4 --train.warmup_steps 1 --train.dtype fp32 --train.log_every 1"
     short += " --scoring.limit 2 --scoring.models [student]"
+    short += " --student.factorize.weighting none --student.factorize.allocation uniform"
     limits = "--max_prompt_length 96 --max_length 112 --decoding greedy --limit 2 --dtype fp32"
     commands = (
         f"train --num_gpus 1 --ds_config zero2 --output_dir out {short}",
