@@ -257,7 +257,9 @@ class TaskStudy:
         missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
         if missing:
             tokenizer: Any = load_tokenizer(self.config.model)
-            model = load_model(self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head)
+            model = load_model(
+                self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head
+            )
             best = ScoredModel(
                 model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
             )
