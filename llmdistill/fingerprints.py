@@ -99,13 +99,18 @@ def _model_fingerprint(folder: Path) -> str:
         raise UserError(f"{folder}: no safetensors there; save the model's weights as safetensors")
     tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
     files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
-    return content_fingerprint([base, _stable(config), files])
+    try:
+        return content_fingerprint([base, _stable(config), files])
+    except RecursionError as error:
+        raise UserError(f"{folder}: its config file is nested too deeply: fix or replace it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise UserError(f"{file}: nested too deeply: fix or replace it") from error
+    except ValueError as error:
         raise UserError(f"{file}: not valid JSON: fix or replace it") from error
     if not isinstance(config, dict):
         raise UserError(f"{file}: not a JSON object: fix or replace it")

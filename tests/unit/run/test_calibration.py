@@ -100,14 +100,14 @@ def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_
     monkeypatch.undo()
     others = ({"form": "pivoted", "rank": 28, **one_rank}, {"weighting": "activations", **one_rank})
     own = [made(teacher, **other) for other in others]
-    monkeypatch.setattr(HookSums, "counting", fails)
+    monkeypatch.setattr(HookSums, "count", fails)
     assert [same(made(teacher, kept, **other), each) for other, each in zip(others, own, strict=True)] == [True] * 2
 
 
 def test_a_pass_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path, monkeypatch):
     whole, passes = made(teacher, calibration=ONE_BY_ONE), []
     monkeypatch.setattr(measure, "KEEP_SECONDS", 0.0)
-    real = HookSums.counting
+    real = HookSums.count
 
     def killed(sums, mask):
         passes.append(mask)
@@ -115,7 +115,7 @@ def test_a_pass_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path
             raise KeyboardInterrupt
         return real(sums, mask)
 
-    monkeypatch.setattr(HookSums, "counting", killed)
+    monkeypatch.setattr(HookSums, "count", killed)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             made(teacher, tmp_path / "kept", calibration=ONE_BY_ONE)

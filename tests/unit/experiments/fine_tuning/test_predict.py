@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from llmdistill.batch import Outputs, Taps
+from llmdistill.config import DataConfig, RunConfig
+from llmdistill.config.data import TaskConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
+from llmdistill.tasks import make_task
 from llmdistill.tasks.classification import chance_score, predict, write_answers
-from llmdistill.tasks.glue import _metric_of
 from llmdistill.tasks.glue_files import GLUE_TASKS
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
@@ -45,16 +47,18 @@ def test_answers_stand_in_the_items_order(batch_size) -> None:
 
 
 def test_ranks_put_their_answers_together(monkeypatch) -> None:
-    def share(rank: int) -> list[tuple[int, float]]:
-        kept: list[list[tuple[int, float]]] = []
-        monkeypatch.setattr(
-            dist,
-            "all_gather_object",
-            lambda shares, mine, group: kept.append(mine) or shares.__setitem__(slice(None), [[] for _ in shares]),
-        )
-        predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
-        return kept[0]
+    class Sent(Exception):
+        """Ends a rank where it sends its share."""
 
+    def sent(_: list, mine: list, group: object) -> None:
+        raise Sent(mine)
+
+    def share(rank: int) -> list[tuple[int, float]]:
+        with pytest.raises(Sent) as caught:
+            predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
+        return caught.value.args[0]
+
+    monkeypatch.setattr(dist, "all_gather_object", sent)
     shares = [share(0), share(1)]
     assert all(shares)
     assert sorted(index for part in shares for index, _ in part) == list(range(len(ITEMS)))
@@ -77,9 +81,9 @@ def test_chance_is_the_best_single_answer() -> None:
 
 
 def test_a_metric_that_the_task_does_not_have() -> None:
-    assert (_metric_of("MRPC", None), _metric_of("MRPC", "accuracy")) == ("f1", "accuracy")
+    task = TaskConfig(name="rte", metric="f1")
     with pytest.raises(UserError, match=r"^data\.task\.metric is f1: RTE has accuracy; name one of them$"):
-        _metric_of("RTE", "f1")
+        make_task(RunConfig(ds_config="", data=DataConfig(kind="task", task=task)))
 
 
 def test_written_answers(tmp_path) -> None:

@@ -244,7 +244,7 @@ def test_mistakes_are_found_before_the_first_stage(
         (
             f"index\tsentence1\tsentence2\tlabel\n0\t{'w1 ' * 40}\tw2\tentailment\n",
             128,
-            "an example of RTE has 44 tokens, but a model has positions for 32; give 32 or less",
+            "an example of rte has 44 tokens, but a model has positions for 32; give 32 or less",
         ),
     ],
 )
