@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -212,6 +213,7 @@ def be_launcher(job: dict[str, Any]) -> NoReturn:
 def main() -> NoReturn:
     """Serve jobs from the connection whose file descriptor is the argument, until its other end is closed."""
     connection = Connection(int(sys.argv[1]))
+    faulthandler.register(signal.SIGUSR1)  # for a job that does not end, see support.Job.wait
     gc.disable()  # until everything is imported
     import_everything()
     for stream in (sys.stdout, sys.stderr):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -143,20 +144,24 @@ class Job:
         """Wait for its end; AssertionError if it does not come in time."""
         try:
             code = self._server.receive(seconds)
-        except AssertionError:
-            self._end_group()
-            raise
-        texts = [file.read_text() if file.is_file() else "" for file in (self.output, self.errors)]
-        return subprocess.CompletedProcess(self._command, code, *texts)
+        except AssertionError as error:
+            self._signal(signal.SIGUSR1)  # each process of it writes where its threads stand
+            time.sleep(2)
+            self.kill()
+            raise AssertionError("\n".join((str(error), " ".join(self._command), *self._texts()))) from None
+        return subprocess.CompletedProcess(self._command, code, *self._texts())
 
     def kill(self) -> None:
         """SIGKILL for all its ranks."""
-        self._end_group()
+        self._signal(signal.SIGKILL)
         self._server.receive()
 
-    def _end_group(self) -> None:
+    def _texts(self) -> list[str]:
+        return [file.read_text() if file.is_file() else "" for file in (self.output, self.errors)]
+
+    def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.group, signal.SIGKILL)
+            os.killpg(self.group, number)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.messages import logger
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler
+from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler, stale_locks
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
     check_port,
@@ -91,6 +92,9 @@ def init_distributed(command: str = "") -> World:
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"
         )
+    for lock in stale_locks():
+        text = f"waiting: {lock} is of a compilation that was killed, and DeepSpeed waits for its end: remove the file"
+        logger.warning("%s", text)
     choose_accelerator()
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed

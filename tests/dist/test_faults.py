@@ -48,3 +48,12 @@ def test_the_next_start_goes_on(rank_server, launch, trained, arguments, tmp_pat
     launch(*more, ranks=2)
     first, second = weights(trained(ranks=2)), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_job_that_does_not_end_shows_where_it_stands_and_leaves_nothing_to_the_next(rank_server, tmp_path):
+    stuck, short = tmp_path / "stuck.py", tmp_path / "short.py"
+    stuck.write_text("import time\ntime.sleep(600)\n")
+    short.write_text("")
+    with pytest.raises(AssertionError, match=r'stuck\.py", line 2'):
+        rank_server.start([], ranks=2, program=str(stuck)).wait(1)
+    assert rank_server.run([], program=str(short)).returncode == 0
