@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
-from llmdistill.factorize.moments import judged, judged_rows, run_sampled, tapped_output
+from llmdistill.factorize.sampled import judged, judged_rows, run_sampled, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses

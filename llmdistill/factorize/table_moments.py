@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.factorize.install import tied_heads, token_embedding
-from llmdistill.factorize.moments import run_sampled
+from llmdistill.factorize.sampled import run_sampled
 from llmdistill.models.passes import HookSums
 
 

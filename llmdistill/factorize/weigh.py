@@ -20,7 +20,7 @@ from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
 from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.measure import Measurement
-from llmdistill.factorize.moments import graph_tokens
+from llmdistill.factorize.sampled import graph_tokens
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, rank_budget
 from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
 from llmdistill.models.families import base_name

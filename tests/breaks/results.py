@@ -53,14 +53,14 @@ BREAKS = [
     ),
     Break(
         "sampled-gradient-sign",
-        f"{FACTORIZE}/moments.py",
+        f"{FACTORIZE}/sampled.py",
         "p_NV.new_full((), -1.0)",
         "p_NV.new_full((), 1.0)",
         f"{FACTORIZE_TESTS}/test_moments.py::test_moments_are_those_of_a_loop_over_tokens",
     ),
     Break(
         "calibration-seed-not-used",
-        f"{FACTORIZE}/moments.py",
+        f"{FACTORIZE}/sampled.py",
         "(seed * 0x9E3779B97F4A7C15 + int(each[0]))",
         "int(each[0])",
         f"{FACTORIZE_TESTS}/test_moments.py::test_the_seed_draws_other_labels",

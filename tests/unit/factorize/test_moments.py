@@ -22,7 +22,7 @@ from transformers import (
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.factorize import moments as module
+from llmdistill.factorize import sampled as module
 from llmdistill.factorize.counting import layer_linears
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix

@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.factorize import moments as module
+from llmdistill.factorize import sampled as module
 from llmdistill.factorize.install import tied_heads, token_embedding
 from llmdistill.factorize.table_moments import measure_table
 
