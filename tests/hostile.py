@@ -51,10 +51,10 @@ def outcome(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def refuses(said: str, call: Any, *arguments: Any) -> None:
+def refuses(said: str, call: Any, *arguments: Any, **named: Any) -> None:
     """Check that a call is refused by one sentence, in which this is said."""
     with pytest.raises(UserError) as caught:
-        call(*arguments)
+        call(*arguments, **named)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
 

@@ -96,12 +96,6 @@ def test_an_example_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
     assert pa.total_allocated_bytes() == allocated, "the ranks of a node share the pages of the file"
 
 
-def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path) -> None:
-    kept(tmp_path, {"train": (CLASSES, PAIRS)}, np.uint16)
-    table = pa.ipc.open_file(str(tmp_path / "set" / "0.arrow")).read_all()
-    assert (table["input_ids"].type, table["token_type_ids"].type) == (pa.list_(pa.uint16()), pa.list_(pa.uint8()))
-
-
 @pytest.mark.parametrize("name", ["0.arrow", "meta.json"])
 def test_damage_is_named(tmp_path: Path, name: str) -> None:
     kept(tmp_path, {"train": (CLASSES, PAIRS)})

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
 import shutil
-import threading
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import pairwise
@@ -20,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
 from llmdistill.data.corpus import Corpus, tokenize
-from llmdistill.data.store import tokenizer_fingerprint
 from llmdistill.errors import UserError
 
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
@@ -90,12 +87,6 @@ class TestPlainText:
         path.write_bytes("\ufeffa\u2028b\n".encode())
         assert read(tokenize(path, letters(more="\u2028"))) == [["a\u2028b"]]
 
-    def test_more_segments_than_are_tokenized_at_once(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_AT_ONCE", 2)
-        lines = [f"line {number}" if number % 4 else "" for number in range(1, 30)]
-        expected = [part.split("\n") for part in "\n".join(lines).split("\n\n")]
-        assert read(make("\n".join(lines))) == [[line for line in part if line] for part in expected]
-
     def test_lines_without_tokens_are_no_segments(self, make: Callable, tmp_path: Path) -> None:
         tokenizer = letters()
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
@@ -119,23 +110,6 @@ class TestPlainText:
         wide = tokenize(tmp_path / "wide.txt", letters(more="\U00010000"))
         assert wide.tokens.dtype == np.uint32
         assert read(wide) == [["a\U00010000"]]
-
-    def test_long_lines_pass_without_a_warning(
-        self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        path = tmp_path / "a.txt"
-        path.write_text("a" * 50, encoding="utf-8")
-        tokenizer = letters()
-        tokenizer.model_max_length = 10
-        library = logging.getLogger("transformers")
-        monkeypatch.setattr(library, "propagate", True)
-        verbosity = library.level  # commands that ran in this process before may have lowered it
-        library.setLevel(logging.WARNING)
-        assert len(tokenize(path, tokenizer).tokens) == 50
-        assert caplog.text == ""
-        tokenizer(["a" * 50])
-        library.setLevel(verbosity)
-        assert "longer than the specified maximum" in caplog.text, "the warning would be seen"
 
 
 class TestRows:
@@ -196,21 +170,6 @@ class TestRows:
 
 
 class TestCache:
-    def test_the_second_time_nothing_is_tokenized(self, tmp_path: Path, cache: Path) -> None:
-        path = tmp_path / "a.txt"
-        path.write_text(TEXT, encoding="utf-8")
-        tokenizer = letters()
-        first = tokenize(path, tokenizer)
-        assert tokenizer.texts == 5
-        moved = path.rename(tmp_path / "b.txt")
-        again = letters()
-        for second in (tokenize(moved, tokenizer), tokenize(moved, again), tokenize(str(moved), again)):
-            assert read(second) == read(first)
-        assert (tokenizer.texts, again.texts) == (5, 0)
-        [folder] = (cache / "corpora").iterdir()
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        assert (meta["reference"], meta["documents"], meta["tokens"]) == (str(path), 3, 41)
-
     def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, tmp_path: Path, cache: Path) -> None:
         path = tmp_path / "a.txt"
         path.write_text(TEXT, encoding="utf-8")
@@ -243,16 +202,6 @@ class TestCache:
         make(row, "a.jsonl")
         assert folders() == 7
 
-    def test_tokenizers_without_backend_are_told_apart(self) -> None:
-        class Slow:
-            special_tokens_map = {"mask_token": "[MASK]"}  # noqa: RUF012
-
-            def __init__(self, **vocabulary: int) -> None:
-                self.get_vocab = lambda: vocabulary
-
-        assert tokenizer_fingerprint(Slow(a=0, b=1)) == tokenizer_fingerprint(Slow(b=1, a=0))
-        assert tokenizer_fingerprint(Slow(a=0, b=1)) != tokenizer_fingerprint(Slow(a=1, b=0))
-
     def test_its_place(self, make: Callable, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make(TEXT, cache_dir=tmp_path / "own")
         assert len(list((tmp_path / "own" / "corpora").iterdir())) == 1
@@ -261,36 +210,6 @@ class TestCache:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         make(TEXT)
         assert len(list((tmp_path / "home" / ".cache" / "llmdistill" / "corpora").iterdir())) == 1
-
-    def test_a_stop_leaves_nothing_half(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def stopped(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "_encode", stopped)
-            with pytest.raises(KeyboardInterrupt):
-                make(TEXT)
-        assert not list((cache / "corpora").iterdir())
-        assert len(read(make(TEXT))) == 3
-
-    def test_two_at_once(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = tmp_path / "a.txt"
-        path.write_text(TEXT, encoding="utf-8")
-        meeting = threading.Barrier(2, timeout=120)
-        encode, made = module._encode, []
-
-        def together(*arguments: Any) -> Any:
-            meeting.wait()  # both have found no corpus by now
-            return encode(*arguments)
-
-        monkeypatch.setattr(module, "_encode", together)
-        threads = [threading.Thread(target=lambda: made.append(tokenize(path, letters()))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [len(read(corpus)) for corpus in made] == [3, 3]
-        assert len(list((cache / "corpora").iterdir())) == 1
 
 
 def numbered(path: Path, documents: int) -> Path:
@@ -345,43 +264,8 @@ class TestFraction:
         assert self.taken(path, 0.1, 1, tokenizer) == taken[1]
         assert tokenizer.texts == 80 + texts
 
-    def test_rows_and_files_are_counted_through(self, tmp_path: Path, cache: Path) -> None:
-        folder = tmp_path / "texts"
-        folder.mkdir()
-        for part in range(4):
-            rows = "".join(json.dumps({"text": str(10 * part + row)}) + "\n" for row in range(10))
-            (folder / f"{part}.jsonl").write_text(rows, encoding="utf-8")
-        taken = self.taken(folder, 0.05)
-        assert [number // 20 for number in taken] == [0, 1]
-
     def test_a_share_without_a_document(self, tmp_path: Path, cache: Path) -> None:
         path = numbered(tmp_path / "a.txt", 5)
         with pytest.raises(UserError, match=r"a\.txt: data\.text\.fraction 1e-06 takes no document of it; raise the"):
             self.taken(path, 1e-6)
         assert not list((cache / "corpora").iterdir())
-
-
-class TestBadInput:
-    def test_missing(self, tmp_path: Path, cache: Path) -> None:
-        for name in (tmp_path / "none.txt", tmp_path / "none", "texts/none.txt"):
-            with pytest.raises(UserError, match=rf"^{name}: no such file; give a plain text, JSONL, JSON, Parquet"):
-                tokenize(name, letters())
-        with pytest.raises(UserError, match=r"^none\.jsonl: no such file; give a JSONL"):
-            tokenize("none.jsonl", letters())
-
-    @pytest.mark.parametrize(("name", "text"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", ""), ("b.json", "[]")])
-    def test_empty(self, make: Callable, cache: Path, name: str, text: str) -> None:
-        with pytest.raises(UserError, match=rf"{name}: holds no text; give at least one line of it$"):
-            make(text, name)
-        assert not list((cache / "corpora").iterdir())
-
-    def test_empty_folder(self, tmp_path: Path, cache: Path) -> None:
-        (tmp_path / "texts").mkdir()
-        with pytest.raises(UserError, match="texts: a folder without files"):
-            tokenize(tmp_path / "texts", letters())
-
-    def test_not_utf_8(self, tmp_path: Path, cache: Path) -> None:
-        path = tmp_path / "latin.txt"
-        path.write_bytes("caf\xe9\n".encode("latin-1"))
-        with pytest.raises(UserError, match=rf"^{path}:1: cannot be read as UTF-8 text \(invalid continuation byte"):
-            tokenize(path, letters())

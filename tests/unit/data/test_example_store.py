@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from llmdistill.data.example_store import open_examples, store_examples
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
 
 Make = Callable[..., PreTrainedTokenizerFast]
 LIMITS = Limits(max_prompt_length=12, max_length=14, long_prompts="truncate")
@@ -142,44 +141,3 @@ class TestCache:
         assert changed != first, "the owner has changed the set"
         untouched()
         assert store_examples("someone/rows", word_tokenizer(), LIMITS) == changed
-
-
-class TestMistakes:
-    @pytest.fixture(autouse=True)
-    def nothing_half(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(columns, "AT_ONCE", 2)
-        yield
-        assert not [*(cache / "instructions").glob("*")], "a mistake leaves nothing in the cache"
-
-    def test_a_malformed_row_is_named(self, word_tokenizer: Make, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", [*ROWS, {"prompt": "p"}])
-        with pytest.raises(UserError, match=rf'^{path}:16: the key "completion" is missing'):
-            store_examples(path, word_tokenizer(), LIMITS)
-        with pytest.raises(UserError, match="no such file"):
-            store_examples(tmp_path / "none.jsonl", word_tokenizer(), LIMITS)
-        with pytest.raises(UserError, match="holds no example"):
-            store_examples(write(tmp_path / "b.jsonl", []), word_tokenizer(), LIMITS)
-
-    def test_long_prompts_have_the_message_of_the_whole_set(self, word_tokenizer: Make, tmp_path: Path) -> None:
-        path, limits = write(tmp_path / "a.jsonl"), Limits(max_prompt_length=8, max_length=16)
-        with pytest.raises(UserError) as expected:
-            encode(read_examples(path), word_tokenizer(), limits)
-        with pytest.raises(UserError) as error:
-            store_examples(path, word_tokenizer(), limits)
-        assert str(error.value) == str(expected.value)
-        assert str(error.value).startswith("7 of 15 prompts are longer than data.max_prompt_length=8 tokens, first")
-
-    def test_malformed_rows_come_before_long_prompts(self, word_tokenizer: Make, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", [*ROWS, {"prompt": 1}])
-        with pytest.raises(UserError, match=rf"^{path}:16: "):
-            store_examples(path, word_tokenizer(), Limits(max_prompt_length=8, max_length=16))
-
-    def test_all_are_dropped(self, word_tokenizer: Make, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", [{"prompt": "p" * 20, "completion": "a"}] * 5)
-        with pytest.raises(UserError, match=r"^all 5 prompts are longer than data\.max_prompt_length=12"):
-            store_examples(path, word_tokenizer(), Limits(max_prompt_length=12, max_length=16, long_prompts="drop"))
-
-    def test_no_room(self, word_tokenizer: Make, tmp_path: Path) -> None:
-        (tmp_path / "taken").write_text("a file", encoding="utf-8")
-        with pytest.raises(UserError, match=r"name another folder as data\.cache_dir$"):
-            store_examples(write(tmp_path / "a.jsonl"), word_tokenizer(), LIMITS, cache_dir=tmp_path / "taken")

@@ -115,8 +115,3 @@ def test_what_is_wrong_is_named(row: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError) as error:
         parse_row(row, "data.jsonl:7")
     assert str(error.value).startswith(f"data.jsonl:7: {what}")
-
-
-def test_an_example_is_a_key_that_its_source_does_not_change() -> None:
-    one, other = parse_row({"messages": [USER, ANSWER]}, "a:1"), parse_row({"messages": [USER, ANSWER]}, "b:2")
-    assert len({one, other, parse_row({"prompt": "Hi.", "completion": "Hello."}, "a:1")}) == 2

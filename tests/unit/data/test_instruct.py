@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import collate
 from llmdistill.data.instruct import (
     Example,
     Limits,
@@ -18,8 +16,6 @@ from llmdistill.data.instruct import (
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
-
-from support import train_loader
 
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -104,10 +100,6 @@ class TestEncode:
         with pytest.raises(UserError, match="no end token"):
             encode(self.examples(1), tokenizer, Limits(max_prompt_length=180, max_length=200))
 
-    def test_of_one_prompt_the_message_is_its_own(self, word_tokenizer: Make) -> None:
-        with pytest.raises(UserError, match=r"^file:1: the prompt has \d+ tokens and is longer than data.max_prompt"):
-            encode(self.examples(9), word_tokenizer(), Limits(max_prompt_length=self.LENGTH, max_length=200))
-
 
 CHAT = Example("", "", ("Hello.",), "x:1", messages=(("system", "Be short."), ("user", "Hi.")))
 RAW = Example("", "", ("Hello.",), "x:2", raw_prompt="{Hi} ")
@@ -149,12 +141,6 @@ class TestForms:
         assert item.prompt_ids.count(1) == 1
         assert text_of(tokenizer, item.response_ids) == "Hello.</s>"
 
-    def test_an_end_token_of_the_template_stays(self, word_tokenizer: Make) -> None:
-        tokenizer = word_tokenizer(chat=True)
-        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
-        [ids] = encode_prompts([CHAT], tokenizer, self.LIMITS).ids
-        assert text_of(tokenizer, ids) == "Be short.</s>Hi.</s>"
-
     def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer(with_start=True, chat=True)
         mixed = [CHAT, RAW, ALPACA, RAW, CHAT]
@@ -175,29 +161,6 @@ class TestForms:
         odd = Example("", "", ("a",), "x:9", messages=(("user", "Hi."), ("system", "Be short.")))
         with pytest.raises(UserError, match=r"^x:9: the tokenizer's chat template refuses .*system comes first"):
             encode([odd], word_tokenizer(chat=True), Limits(max_prompt_length=200, max_length=300))
-
-
-@pytest.mark.parametrize("example", [ALPACA, RAW, CHAT], ids=["alpaca", "raw", "chat"])
-@pytest.mark.parametrize("affixes", [{}, {"with_start": True, "with_end": True}], ids=["plain", "affixed"])
-def test_the_end_token_is_learned_where_it_is_the_padding(
-    word_tokenizer: Make, example: Example, affixes: dict
-) -> None:
-    tokenizer = word_tokenizer(chat=True, **affixes)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    short = Example("", "", ("a",), raw_prompt="a")
-    items = encode([example, short], tokenizer, Limits(max_prompt_length=200, max_length=300)).items
-    loader = train_loader(items, collate=collate, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
-    for batch in (collate(items, 0), *loader.micro_batches(0)):
-        assert (batch.attention_mask == 0).any(), "one row is padded with the end token"
-        for labels, mask in zip(batch.labels, batch.attention_mask, strict=True):
-            end = int(mask.sum()) - 1
-            assert labels[end] == tokenizer.eos_token_id != IGNORE_INDEX
-            assert (labels[end + 1 :] == IGNORE_INDEX).all()
-    length = len(items[0].prompt_ids)
-    limits = {"max_prompt_length": length, "max_length": length + len(items[0].response_ids) - 1}
-    cut = encode([example], tokenizer, Limits(**limits))
-    assert cut.counts.truncated_responses == 1
-    assert tokenizer.eos_token_id not in cut.items[0].response_ids, "a response that was cut has no end"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.masking import mask_tokens, word_starts
-from llmdistill.errors import UserError
 
 MASK = 4
 VOCABULARY = np.arange(5, 50)
@@ -44,11 +43,6 @@ class TestTokens:
             assert (shown[[0, 2, 3, 5, 6, 7]] == ids[[0, 2, 3, 5, 6, 7]]).all()
         assert set(seen) == {1, 4}
         assert min(seen.values()) > 60, "the places are equally likely"
-
-    def test_nothing_to_choose(self) -> None:
-        shown, labels = masked(np.array([2, 3, 0]))
-        assert shown.tolist() == [2, 3, 0]
-        assert labels.tolist() == [IGNORE_INDEX] * 3
 
     def test_labels_are_the_tokens_where_chosen_and_the_rest_is_shown(self) -> None:
         ids = np.random.default_rng(1).integers(5, 50, 500).astype(np.uint16)
@@ -143,12 +137,3 @@ class TestWordStarts:
         normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer = fast(models.Unigram(vocabulary), None, normalizer, bos_token="<s>")
         assert starts_of(tokenizer) == {"<s>", "▁", "▁a"}
-
-    def test_a_vocabulary_with_holes(self) -> None:
-        tokenizer = fast(models.WordPiece({"[UNK]": 0, "a": 7, "##b": 9}, unk_token="[UNK]"))
-        assert np.flatnonzero(word_starts(tokenizer)).tolist() == [0, 7]
-
-    def test_unknown_vocabularies_are_refused(self) -> None:
-        tokenizer = fast(models.WordLevel({"a": 0, "▁": 1, "Ġ": 2}, unk_token="a"), pre_tokenizers.Whitespace())
-        with pytest.raises(UserError, match=r"^data\.text\.whole_words: .* does not mark where words begin.*leave"):
-            word_starts(tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,13 +92,6 @@ def test_the_batches_depend_on_seed_and_step_alone(parts: dict[str, TextSequence
     assert seen(mixed, range(0, 20)) != seen(mixed, range(0, 20), seed=6)
 
 
-def test_the_same_places_of_two_texts_have_different_masks(parts: dict[str, TextSequences]) -> None:
-    masks = {
-        tuple((parts["en"].read(0, 0, 3, number).labels >= 0).tolist()) for number in range(12)
-    }  # of one sequence of the same lengths, drawn as the part of that number
-    assert len(masks) > 3
-
-
 def test_counts_add_up_and_leave_nobody_out() -> None:
     for sizes in ([1000, 1], [3, 3, 3], [1, 1], [10**9, 10**6, 5], [7]):
         for exponent in (0.0, 0.3, 1.0):
@@ -108,24 +100,3 @@ def test_counts_add_up_and_leave_nobody_out() -> None:
             assert min(counts) >= 1
             wanted = [sum(sizes) * size**exponent / sum(each**exponent for each in sizes) for size in sizes]
             assert all(abs(count - share) <= 1 for count, share in zip(counts, wanted, strict=True)), (sizes, exponent)
-
-
-def test_a_text_in_a_folder_of_its_own_is_a_part(tmp_path: Path) -> None:
-    from llmdistill.config import DataConfig
-    from llmdistill.config.data import TextConfig
-    from llmdistill.errors import UserError
-    from llmdistill.tasks.text import _parts
-
-    def asked(folder: Path) -> DataConfig:
-        return DataConfig(kind="text", train=str(folder), text=TextConfig(sampling_exponent=0.3))
-
-    for message in ("is no folder", "has 1 parts"):
-        with pytest.raises(UserError, match=message):
-            _parts(asked(tmp_path / "corpus"))
-        (tmp_path / "corpus" / "en").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "corpus" / "de.txt").touch()
-    (tmp_path / "corpus" / ".cache").touch()
-    assert sorted(_parts(asked(tmp_path / "corpus"))) == ["de", "en"]
-    (tmp_path / "corpus" / "de.jsonl").touch()
-    with pytest.raises(UserError, match="two parts of one name"):
-        _parts(asked(tmp_path / "corpus"))

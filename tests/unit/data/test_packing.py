@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.config import DataConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed, pack
 from llmdistill.models.families import FAMILIES
 
@@ -89,12 +88,6 @@ def test_first_fit_decreasing() -> None:
     assert pack(lengths, 10) == [[1, 4], [0, 3, 2, 5]], "20 tokens need two rows of 10, and fill them"
 
 
-def test_rows_are_filled_evenly_where_that_takes_fewer_positions() -> None:
-    assert pack([4, 4, 4], 8) == [[0], [1], [2]], "not two rows, of which the second would be padded to the first"
-    assert sorted(map(len, pack([3] * 6, 12))) in ([1] * 6, [2, 2, 2], [3, 3])
-    assert sorted(map(len, pack([60] * 16, 160))) in ([1] * 16, [2] * 8), "seven rows would be padded to three each"
-
-
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
@@ -140,14 +133,3 @@ def test_a_packed_example_gives_the_logits_that_it_gives_alone(name: str) -> Non
                 torch.testing.assert_close(packed[row][mask == number], alone, rtol=1e-5, atol=1e-5)
                 compared += 1
     assert compared == len(items)
-
-
-def test_settings_that_cannot_be_packed_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.packing is true and data\.on_policy 0\.5: answers that the student"):
-        DataConfig(packing=True, on_policy=0.5)
-    with pytest.raises(ValueError, match=r"data\.packing is for instructions, but data\.kind is text"):
-        DataConfig(kind="text", train="a.txt", packing=True)
-    with pytest.raises(ValueError, match=r"data\.bucket_steps is 0: give 1 or more"):
-        DataConfig(bucket_steps=0)
-    with pytest.raises(ValueError, match=r"data\.bucket_steps is for instructions"):
-        DataConfig(kind="text", train="a.txt", bucket_steps=4)

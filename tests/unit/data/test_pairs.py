@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -87,12 +86,13 @@ def test_batches_of_classes_and_of_scores() -> None:
 
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
-ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
 
 
+@pytest.mark.parametrize("kind", [int, float])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_every_item_is_scored_once_whatever_the_ranks(world_size: int) -> None:
-    shares = [scoring_batches(ITEMS, COLLATE, batch_size=3, rank=r, world_size=world_size) for r in range(world_size)]
+def test_every_item_is_scored_once_whatever_the_ranks(world_size: int, kind: type[int | float]) -> None:
+    items = [EncodedPair([7] * (1 + n % 4), None, kind(n)) for n in range(10)]
+    shares = [scoring_batches(items, COLLATE, batch_size=3, rank=r, world_size=world_size) for r in range(world_size)]
     assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forward passes"
     seen: list[int] = []
     for share in shares:
@@ -108,19 +108,3 @@ def test_every_item_is_scored_once_whatever_the_ranks(world_size: int) -> None:
                 assert not batch.has_target().any()
                 assert batch.input_ids.shape == (3, 1)
     assert sorted(seen) == list(range(10))
-
-
-@pytest.mark.parametrize(
-    ("targets", "dtype"), [((0.5, 1.5), torch.float32), ((0, 1), torch.int64), ((None, None), torch.int64)]
-)
-def test_a_filler_has_targets_of_the_same_kind(targets: Sequence[int | float | None], dtype: torch.dtype) -> None:
-    items = [EncodedPair([7], None, target) for target in targets]
-    [(indices, filler)] = scoring_batches(items, COLLATE, batch_size=2, rank=1, world_size=2)
-    assert indices == []
-    assert filler.targets is not None
-    assert filler.targets.dtype == dtype
-    assert filler.counts()["sequences"] == 0
-
-
-def test_nothing_to_score() -> None:
-    assert scoring_batches([], COLLATE, batch_size=2, rank=1, world_size=2) == []

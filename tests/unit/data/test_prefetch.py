@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from dataclasses import fields, replace
@@ -96,15 +95,6 @@ def test_another_step_than_the_next_is_made_anew() -> None:
         assert same(prefetched.micro_batches(step), Watched().micro_batches(step))
 
 
-def test_nothing_is_made_beyond_the_end() -> None:
-    loader = Watched()
-    prefetched = Prefetched(loader, steps=STEPS, device=CPU)
-    for step in range(STEPS):
-        prefetched.micro_batches(step)
-    time.sleep(0.05)
-    assert loader.asked == list(range(STEPS))
-
-
 def test_an_error_is_raised_at_its_step_and_again() -> None:
     prefetched = Prefetched(Watched(fails_at=2), steps=STEPS, device=CPU)
     prefetched.micro_batches(0)
@@ -113,20 +103,6 @@ def test_an_error_is_raised_at_its_step_and_again() -> None:
         with pytest.raises(UserError, match="row 7 is bad"):
             prefetched.micro_batches(2)
     assert same(prefetched.micro_batches(3), Watched().micro_batches(3))
-
-
-def test_the_thread_ends_with_the_loader() -> None:
-    def running() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-    gc.collect()
-    wait_for(lambda: not running())
-    prefetched = Prefetched(Watched(), steps=STEPS, device=CPU)
-    prefetched.micro_batches(0)
-    assert len(running()) == 1
-    del prefetched
-    gc.collect()
-    wait_for(lambda: not running())
 
 
 def test_batches_are_prepared_in_the_thread() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from llmdistill.data.chat import answer_ends, end_of_turn
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import record_prompt, recorded_prompt, render_prompt, resolve_prompt
-from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 
@@ -55,13 +52,6 @@ class TestResolving:
         assert recorded_prompt(load_tokenizer(tmp_path / "again")) == TEXT
         assert recorded_prompt(word_tokenizer(chat=True)) is None
 
-    def test_a_record_needs_no_other_settings(self, tmp_path):
-        for name in ("tokenizer.json", "config.json"):
-            shutil.copy(locate("embedded:teacher") / name, tmp_path)
-        assert recorded_prompt(load_tokenizer(tmp_path)) is None
-        record_prompt(tmp_path, "minillm")
-        assert recorded_prompt(load_tokenizer(tmp_path)) == "minillm"
-
     @pytest.mark.parametrize(
         ("asked", "said"),
         [
@@ -84,10 +74,6 @@ class TestRendering:
         example = Example("Say {input}", "{instruction}", ("x",))
         assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
         assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
-
-    def test_an_input_is_never_lost_in_silence(self):
-        with pytest.raises(UserError, match=r"^rows:3: an input, but data\.prompt has no \{input\}"):
-            render_prompt(Example("Hi", "you", ("x",), "rows:3"), prompt="Q: {instruction}")
 
     @pytest.mark.parametrize("prompt", ["minillm", "chat", TEXT])
     def test_other_forms_stay_as_they_are(self, turning, prompt):
@@ -114,12 +100,6 @@ class TestTokens:
         for prompt, end in (("chat", turn), ("minillm", turning.eos_token_id), (TEXT, turning.eos_token_id)):
             items = encode([row, raw], turning, Limits(**LIMITS, prompt=prompt)).items
             assert [item.response_ids[-1] for item in items] == [end, turning.eos_token_id]
-
-    @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }} {% endfor %}", "{% if"])
-    def test_without_a_token_for_turns_the_end_token_ends_them(self, word_tokenizer, template):
-        tokenizer = word_tokenizer()
-        tokenizer.chat_template = template
-        assert answer_ends(tokenizer) == [tokenizer.eos_token_id]
 
 
 RAISING = {

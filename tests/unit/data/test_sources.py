@@ -51,29 +51,6 @@ class TestJsonl:
         path.write_bytes('\ufeff{"instruction": "a\u2028b", "output": "c\x85d"}\r\n'.encode())
         assert read_examples(path) == [Example("a\u2028b", "", ("c\x85d",))]
 
-    @pytest.mark.parametrize(
-        ("line", "what"),
-        [
-            ('{"instruction": "a", ', "not JSON"),
-            ("[1, 2]", "a list, not an object"),
-            ({"instruction": "a"}, 'the key "output" is missing'),
-        ],
-    )
-    def test_bad_line_is_named(self, tmp_path: Path, line: object, what: str) -> None:
-        path = write(tmp_path / "a.jsonl", ROW, "", line, ROW)
-        with pytest.raises(UserError) as error:
-            read_examples(path)
-        assert str(error.value).startswith(f"{path}:3: {what}")
-
-    def test_missing_file_empty_file_and_binary(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="holds no example"):
-            read_examples(write(tmp_path / "empty.jsonl", "", "  "))
-        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(UserError, match="cannot be read as UTF-8"):
-            read_examples(tmp_path / "binary.jsonl")
-        with pytest.raises(UserError, match="cannot be read"):
-            read_examples(tmp_path)
-
     def test_streaming_reads_no_further_than_asked(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", ROW, "not JSON")
         assert list(islice(stream_rows(path), 1)) == [(ROW, f"{path}:1")]
@@ -85,21 +62,6 @@ class TestJson:
     )
     def test_an_array_an_object_around_it_or_lines(self, tmp_path: Path, text: str) -> None:
         assert read_examples(write(tmp_path / "a.json", text)) == EXAMPLES
-
-    @pytest.mark.parametrize(
-        ("value", "what"),
-        [
-            ([ROW, {"instruction": "a"}], ': item 2: the key "output" is missing'),
-            ([ROW, 3], ": item 2: a int, not an object"),
-            ({"rows": ROWS}, ": holds no array"),
-            ("[\n{,}]", ":2: not JSON"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, tmp_path: Path, value: object, what: str) -> None:
-        path = write(tmp_path / "a.json", value)
-        with pytest.raises(UserError) as error:
-            read_examples(path)
-        assert str(error.value).startswith(f"{path}{what}")
 
 
 class TestTables:

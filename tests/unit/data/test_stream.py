@@ -22,7 +22,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
-from llmdistill.data.stream import StreamLoader, check_stream, shuffled
+from llmdistill.data.stream import StreamLoader, shuffled
 from llmdistill.errors import UserError
 
 from support import ThreadRanks
@@ -65,10 +65,6 @@ def walked(loader: StreamLoader, steps: int) -> list[str]:
 
 
 class TestShuffled:
-    @pytest.mark.parametrize(("length", "size"), [(0, 3), (1, 3), (3, 3), (20, 3), (20, 1), (3, 20)])
-    def test_is_a_permutation(self, length: int, size: int) -> None:
-        assert sorted(shuffled(range(length), size, np.random.default_rng(0))) == list(range(length))
-
     def test_takes_only_what_it_holds_ahead(self) -> None:
         taken = 0
 
@@ -270,15 +266,6 @@ class TestSharedAmongRanks:
         assert {str(error) for error in errors} == {str(alone)}
         assert all(error.everywhere for error in errors)
 
-    def test_none_left(self, ranks: Callable, tmp_path: Path) -> None:
-        path = write(tmp_path / "b.jsonl", ["b" * 9, "d" * 20, "e" * 11])
-
-        def fail(loader: StreamLoader) -> None:
-            with pytest.raises(UserError, match=r"all 3 prompts are longer than data\.max_prompt_length=8 tokens"):
-                loader.micro_batches(0)
-
-        ranks(2, path, fail, long_prompts="drop", micro_batch_size=2)
-
 
 class TestLongPrompts:
     PROMPTS = ("a", "b" * 9, "c" * 8, "d" * 20)
@@ -312,17 +299,6 @@ class TestLongPrompts:
                 loader.micro_batches(0)
 
 
-def test_mistakes_are_told_before_the_first_step(tmp_path: Path, word_tokenizer: Make) -> None:
-    tokenizer, limits = word_tokenizer(), Limits(**LIMITS)
-    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
-        check_stream(tmp_path / "none.jsonl", tokenizer, limits)
-    with pytest.raises(UserError, match=r"empty\.jsonl: holds no example"):
-        check_stream(write(tmp_path / "empty.jsonl", []), tokenizer, limits)
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r'bad\.jsonl:1: the key "completion" is missing'):
-        check_stream(tmp_path / "bad.jsonl", tokenizer, limits)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_set_without_answers_ends_early(make: Callable, tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "rows.jsonl"
@@ -342,11 +318,3 @@ def test_a_set_without_answers_ends_early(make: Callable, tmp_path: Path, ranks:
 
     (said,) = set(threads.run(walk))
     assert said.startswith(f"step 9: {path}: the answers of the first 100 examples are empty")
-
-
-def test_one_answer_among_the_first_is_enough(make: Callable, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"n{number}", "completion": "yes" if number == 50 else ""} for number in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loader = make(path, shuffle_buffer=1, global_batch_size=60, micro_batch_size=60)
-    assert len(loader.global_batch(2)) == 60

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.targets import Marks, MaskedTargets, TargetExample, encode_targets
-from llmdistill.errors import UserError
+from llmdistill.data.targets import MaskedTargets, TargetExample, encode_targets
 
 PAD, CLS, SEP, MASK = range(4)
 NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -43,16 +41,6 @@ def test_what_exceeds_the_limits_is_cut_and_counted() -> None:
     assert [item.source_ids for item in found.items] == [[CLS, A, B, SEP, D, SEP], [CLS, A, B, C, SEP]]
     assert [item.target_ids for item in found.items] == [[A, B, C], [A, B, SEP]], "a cut target has no end"
     assert (found.cut_sources, found.cut_targets) == (1, 1)
-
-
-def test_a_hint_that_leaves_no_room_is_named() -> None:
-    with pytest.raises(UserError, match="'abcd' leaves no room"):
-        encode_targets([TargetExample("a", "abcd", "a")], tokenizer(), max_source=7, max_target=3)
-
-
-def test_a_tokenizer_without_mask_is_refused() -> None:
-    with pytest.raises(UserError, match="has no mask_token"):
-        Marks.of(tokenizer(without="mask_token"))
 
 
 def made(share: float, *, segments: bool = True) -> MaskedTargets:

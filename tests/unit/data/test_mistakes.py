@@ -1,0 +1,185 @@
+"""What is wrong with a set, a text or a tokenizer is one sentence, with its file and line or the setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import refuses
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.config import DataConfig
+from llmdistill.config.data import TextConfig
+from llmdistill.data.corpus import tokenize
+from llmdistill.data.example_store import store_examples
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.masking import word_starts
+from llmdistill.data.pairs import PairExample, encode_pairs
+from llmdistill.data.prompts import render_prompt
+from llmdistill.data.sources import examples_of, read_examples, write_rows
+from llmdistill.data.stream import check_stream
+from llmdistill.data.targets import Marks, TargetExample, encode_targets
+from llmdistill.data.windows import QuestionExample, WindowLimits, encode_windows
+from llmdistill.tasks.text import _parts
+
+GOOD = '{"instruction": "Add.", "input": "1 2", "output": "3"}'
+ROWS: list[tuple[str, str]] = [
+    ('{"instruction": "a", ', "not JSON"),
+    ("[1, 2]", "a list, not an object"),
+    ('{"instruction": "a"}', 'the key "output" is missing'),
+    ('{"instruction": "a", "output": "\\ud800"}', "not JSON (a \\ud... escape without its other half"),
+    ('{"instruction": ' + "[" * 28_000, "not JSON (nested too deeply"),
+    ('{"instruction": ' + "1" * 4_400 + "}", "not JSON (a number with too many digits"),
+]
+
+
+@pytest.fixture
+def tokenizer(word_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
+def bare(words: int = 3, **names: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that marks no beginnings of words, and has the special tokens that are named."""
+    vocabulary = {f"w{number}": number for number in range(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+@pytest.mark.parametrize(("row", "said"), ROWS, ids=lambda each: each[:30])
+def test_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: str, said: str) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(f"{GOOD}\n\n{row}\n{GOOD}")
+    refuses(f"a.jsonl:3: {said}", read_examples, lines)
+    refuses(f"a.jsonl:3: {said}", store_examples, lines, tokenizer, Limits(), cache_dir=tmp_path / "cache")
+    assert not [*tmp_path.glob("cache/instructions/*")], "a mistake leaves nothing in the cache"
+    lines.write_text(row)
+    refuses(f"a.jsonl:1: {said}", check_stream, lines, tokenizer, Limits())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'[{GOOD}, {{"instruction": "a"}}]', 'a.json: item 2: the key "output" is missing'),
+        (f"[{GOOD}, 3]", "a.json: item 2: a int, not an object"),
+        (f'{{"rows": [{GOOD}]}}', "a.json: holds no array"),
+        ("[\n{,}]", "a.json:2: not JSON"),
+    ],
+)
+def test_a_json_file(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    refuses(said, read_examples, tmp_path / "a.json")
+
+
+def test_a_file_of_rows_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    (tmp_path / "taken").write_text("a file")
+    for name, said in (
+        ("none.jsonl", "none.jsonl: no such file"),
+        ("binary.jsonl", "binary.jsonl:1: cannot be read as UTF-8"),
+        ("empty.jsonl", "empty.jsonl: holds no example"),
+    ):
+        refuses(said, read_examples, tmp_path / name)
+        refuses(said, check_stream, tmp_path / name, tokenizer, Limits())
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    cache = {"cache_dir": tmp_path / "taken"}
+    refuses("another folder as data.cache_dir", store_examples, tmp_path / "a.jsonl", tokenizer, Limits(), **cache)
+
+
+def test_rows_in_memory_with_half_a_character(tmp_path: Path) -> None:
+    rows = [json.loads(GOOD), {"instruction": "a", "output": "\ud800"}]
+    refuses("data: row 2: it holds half of a surrogate pair", examples_of, rows)
+    refuses("data: row 1: it holds half of a surrogate pair", write_rows, ["\udfff"], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.txt", None, "none.txt: no such file; give a plain text, JSONL, JSON, Parquet"),
+        ("a.txt", b" \n\n", "a.txt: holds no text; give at least one line of it"),
+        ("a.jsonl", b"", "a.jsonl: holds no text"),
+        ("b.json", b"[]", "b.json: holds no text"),
+        ("latin.txt", b"caf\xe9\n", "latin.txt:1: cannot be read as UTF-8 text (invalid continuation byte"),
+    ],
+)
+def test_a_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: bytes, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refuses(said, tokenize, tmp_path / name, tokenizer, cache_dir=tmp_path / "cache")
+    assert not [*tmp_path.glob("cache/corpora/*")]
+
+
+def test_languages_are_files_and_folders_of_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    settings = DataConfig(kind="text", train=str(folder), text=TextConfig(sampling_exponent=0.3))
+    refuses("is no folder", _parts, settings)
+    (folder / "en").mkdir(parents=True)
+    refuses("has 1 parts", _parts, settings)
+    for name in ("de.txt", ".cache"):
+        (folder / name).touch()
+    assert sorted(_parts(settings)) == ["de", "en"]
+    (folder / "de.jsonl").touch()
+    refuses("two parts of one name", _parts, settings)
+
+
+MARKS = {"cls_token": "w1", "sep_token": "w2", "pad_token": "w0"}
+QUESTION = QuestionExample("q", "w1", "w2", ())
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no end token": (
+        lambda: encode([Example("a", "", ("b",))], bare(), Limits()),
+        "the tokenizer has no end token; set eos_token",
+    ),
+    "prompts as long as everything": (
+        lambda: Limits(max_prompt_length=10, max_length=10),
+        "data.max_prompt_length=10 must be at least 1 and below data.max_length=10",
+    ),
+    "no room for a prompt": (
+        lambda: Limits(max_prompt_length=0, max_length=10),
+        "data.max_prompt_length=0 must be at least 1",
+    ),
+    "an input that the prompt leaves out": (
+        lambda: render_prompt(Example("Hi", "you", ("x",), "rows:3"), prompt="Q: {instruction}"),
+        "rows:3: an input, but data.prompt has no {input}",
+    ),
+    "whole words of a vocabulary without them": (
+        lambda: word_starts(bare()),
+        "does not mark where words begin",
+    ),
+    "no mask": (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
+    "a hint as long as the source": (
+        lambda: encode_targets(
+            [TargetExample("w1", "w1 w1 w1 w1", "w1")], bare(**MARKS, mask_token="w0"), max_source=3, max_target=3
+        ),
+        "leaves no room in them: raise data.max_length",
+    ),
+    "no room for a sentence": (
+        lambda: encode_pairs([PairExample("w1", None, 1, 0)], bare(**MARKS), 0),
+        "max_length is 0: the tokenizer's own marks take",
+    ),
+    "no room for a window": (
+        lambda: encode_windows([QUESTION], bare(**MARKS), WindowLimits(4, 3, 4), learned=True),
+        "data.max_length is 4: a question may have 4 tokens",
+    ),
+    "packed answers of the student": (
+        lambda: DataConfig(packing=True, on_policy=0.5),
+        "data.packing is true and data.on_policy 0.5: answers that the student",
+    ),
+    "packing of a text": (
+        lambda: DataConfig(kind="text", train="a.txt", packing=True),
+        "data.packing is for instructions, but data.kind is text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_settings_and_tokenizers_that_do_not_fit(name: str) -> None:
+    call, said = CALLS[name]
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # checked below
+        call()
+    assert said in str(error.value)
