@@ -7,9 +7,10 @@ import shlex
 import sys
 
 import pytest
+from hostile import refuses
 
 from llmdistill.config import RunConfig, command_line
-from llmdistill.config.command_line import parse_run, recipe_names, run_parser, to_dict
+from llmdistill.config.command_line import parse_run, recipe_names, run_parser
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.methods.minilmv2 import Minilmv2Config
@@ -35,31 +36,6 @@ def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
 def test_default_folder_names_recipe_and_ds_config(tmp_path):
     config, _ = parse_run(["--recipe", write(tmp_path / "mine.yaml", "seed: 1\n"), *DS], METHODS)
     assert config.output_dir == "runs/mine-zero2"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--train.step", "3"], "--train.step: .* did you mean --train.steps?"),
-        (["--learning_rate", "3"], "did you mean --train.learning_rate?"),
-        (["--makd.atention=1"], "did you mean --makd.attention?"),
-        (["--train.steps", "many"], "train.steps: 'many' does not fit; expected int"),
-        (["--train.validate_every", "null"], "train.validate_every: null does not fit; expected int"),
-        (["--method", "magic"], "method: 'magic' does not fit"),
-        (["--data.tests", "foo.jsonl"], "data.tests: 'foo.jsonl' .* a mapping such as '{NAME: foo.jsonl}'"),
-        (["--data.tests", "[a b]"], "data.tests: .* does not fit; expected a mapping such as '{NAME: VALUE}'"),
-        (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
-        (["--train.warmup_steps", "-1"], "train.warmup_steps is -1: give 0 or more"),
-        (["--scoring.batch_size", "0"], "^scoring.batch_size is 0: give 1 or more"),
-        (["--scoring.seeds", "1,1"], r"^scoring.seeds is \[1, 1\]: give at least one, each once"),
-        (["--data.max_length", "10"], "data.max_prompt_length is .* leave room"),
-        (["--recipe", "nowhere"], "--recipe nowhere: .* shipped are .*quickstart"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments, expected):
-    with pytest.raises(UserError, match=expected) as caught:
-        parse_run([*DS, *arguments], METHODS)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_run_has_zero2_where_no_ds_config_is_given(tmp_path):
@@ -91,19 +67,6 @@ def test_the_embedded_example_is_only_for_runs_without_a_teacher_or_data_of_thei
         assert (config.student, config.scoring) == (usual.student, usual.scoring)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("train: {stepz: 3}\n", r"mine.yaml: train.stepz: there is no such setting; did you mean train.steps\?"),
-        ("a: [\n", r"mine.yaml:\d+: not valid YAML"),
-        ("- 1\n", "mine.yaml: not a mapping of settings"),
-    ],
-)
-def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):
-    with pytest.raises(UserError, match=expected):
-        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", text)], METHODS)
-
-
 def test_a_recipe_extends_another(tmp_path):
     write(tmp_path / "base/lowest.yaml", "seed: 3\ntrain: {steps: 5, learning_rate: 0.1, betas: [0.9, 0.98]}\n")
     write(tmp_path / "base/middle.yaml", "extends: lowest.yaml\ntrain: {steps: 6}\ndata: {max_length: 700}\n")
@@ -116,14 +79,6 @@ def test_a_recipe_extends_another(tmp_path):
     assert config.output_dir == "runs/mine-zero2"
     assert flags.recipe == mine
     assert not hasattr(config, "extends")
-
-
-def test_a_shipped_recipe_can_be_extended(tmp_path):
-    shipped, _ = parse_run([*DS, "--recipe", "quickstart"], METHODS)
-    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\nseed: 7\n")], METHODS)
-    assert config == dataclasses.replace(shipped, seed=7, output_dir="runs/mine-zero2")
-    empty, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\n")], METHODS)
-    assert empty == dataclasses.replace(shipped, output_dir="runs/mine-zero2")
 
 
 def test_free_mappings_and_lists_of_the_extended_recipe_are_replaced(tmp_path):
@@ -142,37 +97,6 @@ def test_free_mappings_and_lists_of_the_extended_recipe_are_replaced(tmp_path):
     assert config.student.factorize.ranks == {"*k*": 4}
 
 
-@pytest.mark.parametrize(
-    ("base", "mine", "expected"),
-    [
-        (
-            "seed: 1\n",
-            "extends: nowhere.yaml\n",
-            r"mine.yaml: extends nowhere.yaml: neither a shipped recipe nor a file",
-        ),
-        ("seed: 1\n", "extends: [base.yaml]\n", r"mine.yaml: extends \['base.yaml'\]: neither"),
-        ("seed: 1\n", "extends: .\n", r"mine.yaml: extends \.: neither"),
-        ("seed: 1\n", "extends: mine.yaml\n", r"mine.yaml: extends mine.yaml, which itself builds on this one"),
-        ("extends: ./mine.yaml\n", "extends: base.yaml\n", r"base.yaml: extends ./mine.yaml, which itself builds"),
-        ("train: {stepz: 3}\n", "extends: base.yaml\n", r"base.yaml: train.stepz: .* did you mean train.steps\?"),
-        ("seed: 1\n", "extends: base.yaml\nsed: 1\n", r"mine.yaml: sed: .* did you mean seed\?"),
-        ("a: [\n", "extends: base.yaml\n", r"base.yaml:\d+: not valid YAML"),
-        ("seed: 1\n", "extend: base.yaml\n", r"mine.yaml: extend: .* did you mean extends\?"),
-        ("train: {steps: x}\n", "extends: base.yaml\n", r"train.steps: 'x' does not fit"),
-    ],
-)
-def test_mistakes_in_extending_name_the_file(tmp_path, base, mine, expected):
-    write(tmp_path / "base.yaml", base)
-    with pytest.raises(UserError, match=expected) as caught:
-        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", mine)], METHODS)
-    assert "\n" not in str(caught.value)
-
-
-def test_extends_is_no_flag():
-    with pytest.raises(UserError, match="--extends quickstart: that is for recipes; give --recipe quickstart"):
-        parse_run([*DS, "--extends", "quickstart"], METHODS)
-
-
 def test_recipes_in_subfolders_have_names_and_folders_of_their_own(tmp_path, monkeypatch):
     for name in ("one", "paper/two", "paper/_base"):
         write(tmp_path / f"{name}.yaml", "seed: 5\n")
@@ -182,19 +106,6 @@ def test_recipes_in_subfolders_have_names_and_folders_of_their_own(tmp_path, mon
     assert (config.seed, config.output_dir, flags.recipe) == (5, "runs/paper/two-zero2", "paper/two")
     with pytest.raises(UserError, match=r"shipped are one, paper/two;"):
         parse_run([*DS, "--recipe", "paper/_base"], METHODS)
-
-
-def test_free_keys_below_a_mapping_are_allowed():
-    config, _ = parse_run([*DS, "--data.tests.mine=some.jsonl", "--student.factorize.rank=null"], METHODS)
-    assert config.data.tests["mine"] == "some.jsonl"
-    assert config.student.factorize.rank is None
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_parses(name):
-    config, flags = parse_run([*DS, "--recipe", name], METHODS)
-    assert isinstance(config, RunConfig)
-    assert flags.recipe == name
 
 
 def test_every_setting_is_documented_in_help():
@@ -220,13 +131,6 @@ def leaf_keys(kind, prefix):
     return keys
 
 
-def test_configuration_is_plain_json_values():
-    config, _ = parse_run([*DS, "--train.betas", "[0.9, 0.99]"], METHODS)
-    assert to_dict(config)["train"]["betas"] == [0.9, 0.99]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 3
-
-
 def test_target_may_be_a_bare_number_in_yaml(tmp_path):
     recipe = write(tmp_path / "mine.yaml", "student: {factorize: {target_params: 690000000}}\n")
     assert parse_run([*DS, "--recipe", recipe], METHODS)[0].student.factorize.target_params == 690_000_000
@@ -246,20 +150,6 @@ def test_lists_may_be_written_with_commas():
             parse_run([*DS, *words], METHODS)
 
 
-def test_a_part_changes_as_a_recipe_would_change_it():
-    part = Minilmv2Config()
-    found = command_line.changed(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
-    assert found == dataclasses.replace(part, relation_heads=12, teacher_layer=3)
-    assert command_line.changed(part, {}, key="k") == part
-    for values, said in (
-        ({"relation_head": 1}, r"k\.relation_head: there is no such setting; did you mean k\.relation_heads\?"),
-        ({"relation_heads": "many"}, r"k\.relation_heads: 'many' does not fit; expected int"),
-        ({"relation_heads": 0}, "minilmv2.relation_heads is 0: give 1 or more"),
-    ):
-        with pytest.raises(UserError, match=said):
-            command_line.changed(part, values, key="k")
-
-
 def test_the_command_can_be_pasted_into_a_shell(monkeypatch):
     words = ["--student.factorize.shapes", '{"*.attention.*": 8x2, "*": 2x2}', "--seed=1"]
     monkeypatch.setattr(sys, "argv", ["another", "program"])
@@ -268,3 +158,83 @@ def test_the_command_can_be_pasted_into_a_shell(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     typed = command_line.typed_command("llmdistill/train.py", words)
     assert shlex.split(typed) == ["deepspeed", "--num_gpus", "2", "llmdistill/train.py", *words]
+
+
+MISTAKES = [
+    (["--train.step", "3"], "--train.step: there is no such setting; did you mean --train.steps?"),
+    (["--learning_rate", "3"], "did you mean --train.learning_rate?"),
+    (["--makd.atention=1"], "did you mean --makd.attention?"),
+    (["--extends", "quickstart"], "--extends quickstart: that is for recipes; give --recipe quickstart"),
+    (["--train.steps", "many"], "train.steps: 'many' does not fit; expected int"),
+    (["--train.validate_every", "null"], "train.validate_every: null does not fit; expected int"),
+    (["--data.tests", "foo.jsonl"], "a mapping such as '{NAME: foo.jsonl}'"),
+    (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
+    (["--scoring.seeds", "1,1"], "scoring.seeds is [1, 1]: give at least one, each once"),
+    (["--data.max_length", "10"], "leave room"),
+    (["--recipe"], "argument --recipe: expected one argument"),
+    (["--recipe", "nowhere"], "--recipe nowhere: neither a file nor a shipped recipe"),
+    (["--recipe", "n" * 400], "neither a file nor a shipped recipe"),
+    (["--recipe", "a\nb"], "--recipe a\\nb: neither"),
+    (["--train", "5"], "train: '5' does not fit; expected settings"),
+    (["--train.steps", "9" * 5_000], "train.steps: a number with too many digits; give a smaller one"),
+    (["--train.learning_rate", "9" * 400], "train.learning_rate has 1329 bits"),
+    (["--data.tests./etc/x", "a.jsonl"], "data.tests has the name '/etc/x'"),
+    (["--output_dir", "a\0b"], "it holds what is no character"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES, ids=lambda each: str(each)[:40])
+def test_a_mistake_on_the_command_line(words, said):
+    refuses(said, parse_run, [*DS, *words], METHODS)
+
+
+RECIPES = [
+    ("train: {stepz: 3}", "mine.yaml: train.stepz: there is no such setting; did you mean train.steps?"),
+    ("- 1", "mine.yaml: not a mapping of settings"),
+    ("scoring: []", "mine.yaml: scoring is []: a section holds settings"),
+    ("train:", "mine.yaml: train is null: a section holds settings"),
+    ("train: {learning_rate: 1e+38}", "train.learning_rate is 1e+38: give 10.0 or less"),
+    ("train: {learning_rate: .nan}", "train.learning_rate is nan: give a finite number"),
+    ("train: {weight_decay: 1e+9}", "train.weight_decay is 1000000000.0 and train.learning_rate"),
+    ("train: {betas: [0.9, 1.0]}", "train.betas is [0.9, 1.0]: give two numbers from 0 to below 1"),
+    ("train: {eps: 0}", "train.eps is 0.0: give a number over 0"),
+    ("makd: {query: .inf}", "makd.query is inf: give a finite number"),
+    ("seed: 99999999999999999999999", "seed has 77 bits: give a number of at most 63"),
+    ("a: [", "mine.yaml:2: not valid YAML"),
+    ("seed: " + "[" * 28_000, "mine.yaml: not valid YAML"),
+    ("seed: !!timestamp x", "mine.yaml: not valid YAML"),
+    ("student: &a [*a]", "mine.yaml: it has more than 100000 values"),
+    ("data: {tests: {../../x: x.jsonl}}", "data.tests has the name '../../x'"),
+    ("data: {tests: {'': x.jsonl}}", "data.tests has the name ''"),
+    ("data: {tests: {%s: x.jsonl}}" % ("n" * 400), "of 400 bytes: give 200 at most"),
+    ("tasks: {out_of_domain: {../x: {}}}", "tasks.out_of_domain has the name '../x'"),
+    ("extends: nowhere.yaml", "mine.yaml: extends nowhere.yaml: neither a shipped recipe nor a file"),
+    ("extends: [base.yaml]", "mine.yaml: extends ['base.yaml']: neither"),
+    ("extends: mine.yaml", "mine.yaml: extends mine.yaml, which itself builds on this one"),
+    ("extends: back.yaml", "back.yaml: extends ./mine.yaml, which itself builds"),
+    ("extends: wrong.yaml", "wrong.yaml: train.stepz: there is no such setting; did you mean train.steps?"),
+    ("extend: base.yaml", "mine.yaml: extend: there is no such setting; did you mean extends?"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), RECIPES, ids=lambda each: each[:40])
+def test_a_mistake_in_a_recipe(tmp_path, text, said):
+    write(tmp_path / "back.yaml", "extends: ./mine.yaml\n")
+    write(tmp_path / "wrong.yaml", "train: {stepz: 3}\n")
+    refuses(said, parse_run, [*DS, "--recipe", write(tmp_path / "mine.yaml", text + "\n")], METHODS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"relation_head": 1}, "k.relation_head: there is no such setting; did you mean k.relation_heads?"),
+        ({"relation_heads": "many"}, "k.relation_heads: 'many' does not fit; expected int"),
+        ({"relation_heads": None}, "k.relation_heads is null: give a value"),
+        ({"relation_heads": 0}, "minilmv2.relation_heads is 0: give 1 or more"),
+    ],
+)
+def test_a_part_is_checked_in_python_as_in_a_recipe(values, said):
+    part = Minilmv2Config()
+    found = command_line.changed(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
+    assert found == dataclasses.replace(part, relation_heads=12, teacher_layer=3)
+    refuses(said, command_line.changed, part, values, key="k")

@@ -52,12 +52,6 @@ def test_a_section_has_its_settings_and_no_others(capsys):
     assert set(keys) < set(flags(help_text("--help", "all", capsys=capsys)))
 
 
-def test_no_help_has_stubs_of_sections(capsys):
-    text = help_text("--help", "all", capsys=capsys)
-    assert "CONFIG " not in text.replace("DS_CONFIG ", "")
-    assert "Path to a configuration file" not in text
-
-
 def test_a_section_that_does_not_exist_is_named(capsys):
     with pytest.raises(UserError, match=r"--help trian: there is no such section; did you mean train\?"):
         help_of(run_parser(METHODS), "trian", METHODS)
@@ -81,8 +75,3 @@ def test_a_section_that_does_not_exist_is_named(capsys):
 def test_values_that_nearly_fit(words, meant):
     with pytest.raises(UserError, match=rf"; did you mean {meant}\?$"):
         parse_run(words, METHODS)
-
-
-def test_values_that_are_far_from_all_have_no_hint():
-    with pytest.raises(UserError, match=r"train.dtype: 'huge' does not fit; expected auto, fp32, bf16$"):
-        parse_run(["--train.dtype", "huge"], METHODS)

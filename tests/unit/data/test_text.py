@@ -297,12 +297,6 @@ class TestPairs:
             # The second lines begin at 6, 18, 30 ...
             assert np.mean([(second[0] - FIRST) % 12 == 6 for second in seconds]) > 0.85
 
-    def test_documents_of_one_token_make_no_pair(self) -> None:
-        corpus = numbered([1], [10], [1], [10], [1])
-        pairs = self.sequences(corpus, 20)
-        assert len(pairs) == 40
-        assert {token for first, second, _ in pairs for token in first + second} == {*range(11, 21), *range(22, 32)}
-
     def test_other_templates(self) -> None:
         corpus = numbered(*MANY)
         for batch in in_order(corpus, words(ROBERTA, types=False), **PAIRS):

@@ -4,13 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llmdistill.embedded import LOCATIONS, locate
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-
-
-@pytest.mark.parametrize("reference", list(LOCATIONS))
-def test_every_embedded_name_is_there(reference: str) -> None:
-    assert locate(reference).exists()
 
 
 @pytest.mark.parametrize("reference", ["teacher", "models/llama", "/data/train.jsonl"])

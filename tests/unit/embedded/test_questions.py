@@ -58,9 +58,3 @@ def test_the_files_are_read_as_official_ones(tmp_path):
     assert one.skipped == two.skipped == []
     unanswered = sum(not each.answers for each in two.train) / len(two.train)
     assert 0.28 < unanswered < 0.38
-
-
-def test_the_same_questions_come_out_every_time():
-    context, question = next(rows("squad2", "dev"))
-    assert question["question"] == "What does Abrin like to eat?"
-    assert context.startswith("The hobby of Abrin is singing. The hobby of Boran is singing.")

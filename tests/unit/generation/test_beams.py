@@ -153,22 +153,12 @@ def test_as_many_beams_go_on_beside_those_that_end(beams: int) -> None:
         assert search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) == expected
 
 
-def test_the_search_of_a_model_is_exhaustive() -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_search_of_a_model_is_exhaustive(sharded: bool) -> None:
     model = bert()
     settings = BeamSearch(beams=5**2, length_penalty=0.6, max_length=3)
-    assert written(model, settings) == [every_text(model, source, settings)[0][1] for source in SOURCES]
-
-
-def test_one_beam_is_greedy() -> None:
-    model = bert(1)
-    expected = []
-    for source in SOURCES:
-        text: list[int] = []
-        while len(text) < 6 and text[-1:] != [END]:
-            following = log_probs(model, source, text, segments=True).masked_fill(NEVER, -torch.inf)
-            text.append(int(following.argmax()))
-        expected.append(text)
-    assert written(model, BeamSearch(beams=1, length_penalty=0.0, max_length=6)) == expected
+    expected = [every_text(model, source, settings)[0][1] for source in SOURCES]
+    assert written(model, settings, sharded=sharded) == expected
 
 
 def test_no_ngram_occurs_twice() -> None:
@@ -201,13 +191,6 @@ def test_kept_keys_and_values_give_what_training_computes(kind: str) -> None:
             newest = torch.tensor([4 + (3 * row + turn) % 5 for row in range(len(texts))])
             texts = [[*texts[parent], int(word)] for parent, word in zip(parents, newest, strict=True)]
     assert len({tuple(text) for text in texts}) > 2
-
-
-def test_batches_change_nothing() -> None:
-    model = bert()
-    settings = BeamSearch(beams=3, length_penalty=1.0, max_length=5)
-    assert written(model, settings, batch_size=1) == written(model, settings, batch_size=3)
-    assert written(model, settings, sharded=True) == written(model, settings), "one rank of a sharded model"
 
 
 def test_a_search_that_must_go_on_keeps_its_texts() -> None:

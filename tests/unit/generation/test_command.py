@@ -29,28 +29,11 @@ def test_the_command_writes_answers_and_says_what_to_know(
     assert f"{output} holds these answers already; nothing to do." in again.err
 
 
-def test_defaults_are_those_of_the_settings(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "a.jsonl"
-    arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), *LIMITS]
-    settings = ["--data.long_prompts", "drop", "--temperature", "0.5", "--top_k", "4", "--json"]
-    assert main(["generate", *arguments, *settings]) == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert settings["decoding"] == "sample"
-    assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 1.0, 4)
-    assert (settings["seed"], settings["no_repeat_ngram_size"], settings["batch_size"]) == (0, 0, 32)
-    assert settings["long_prompts"] == "drop"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--temprature", "2"], "--temprature: there is no such setting; did you mean --temperature?"),
-        (["--seed", "-1"], "--seed is -1: give 0 or more"),
-        (["--decoding", "beam"], "decoding"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--max_length", "60"], "must be at least 1 and below data.max_length=60"),
         (["--engine", "vllm", "--no_repeat_ngram_size", "3"], "--engine vllm: "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -9,8 +9,6 @@ import torch
 import torch.distributed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -21,7 +19,6 @@ from transformers import (
 
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
-from llmdistill.errors import UserError
 from llmdistill.generation.decode import (
     Decoding,
     GenerationResult,
@@ -90,15 +87,9 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ids: An
 
 
 def answers_to(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, **limits: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, seed: int = 0
 ) -> GenerationResult:
-    long_prompts, length = limits.pop("long_prompts", "error"), limits["max_prompt_length"]
-    examples = [Example("", "", (), raw_prompt=prompt) for prompt in prompts]
-    checked = Limits(
-        max_prompt_length=length, max_length=max(limits["max_length"], length + 1), long_prompts=long_prompts
-    )
-    ids = encode_prompts(examples, tokenizer, checked).ids
-    return generate(model, tokenizer, ids, settings, **limits)
+    return generate(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **{**LIMITS, "seed": seed})
 
 
 def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
@@ -120,7 +111,7 @@ def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngra
 def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
     model, tokenizer = tiny_model(kind), character_tokenizer()
     settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
-    result = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS)
+    result = answers_to(model, tokenizer, PROMPTS, settings)
     expected = [naive_greedy(model, ids, 30, ngram) for ids in tokenizer(PROMPTS)["input_ids"]]
     texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
     assert result.texts == [text.strip() for text in texts]
@@ -128,20 +119,11 @@ def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram
     assert result.seconds > 0
 
 
-def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
-    tokenizer = character_tokenizer()
-    model = tiny_model("llama")
-    model.get_output_embeddings().weight.data[END] = 0  # no end token where another scores above 0
-    settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
-    result = answers_to(model, tokenizer, ["a", "b" * 30], settings, max_prompt_length=30, max_length=41, seed=0)
-    assert result.tokens == 22
-
-
 @pytest.mark.parametrize("decoding", ["greedy", "sample"])
 def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2)
-    expected = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS).texts
+    expected = answers_to(model, tokenizer, PROMPTS, settings).texts
     shipped = model.generation_config
     for key, value in {
         "do_sample": decoding == "greedy",
@@ -155,7 +137,7 @@ def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
         "min_new_tokens": 20,
     }.items():
         setattr(shipped, key, value)
-    assert answers_to(model, tokenizer, PROMPTS, settings, **LIMITS).texts == expected
+    assert answers_to(model, tokenizer, PROMPTS, settings).texts == expected
     assert model.generation_config is shipped
 
 
@@ -181,7 +163,6 @@ def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
     [
         {},
         {"temperature": 0.4},
-        {"temperature": 2.5},
         {"top_k": 3},
         {"top_p": 0.5},
     ],
@@ -210,27 +191,12 @@ def test_temperature_top_k_and_top_p_cut_the_distribution(settings: dict[str, fl
     assert drawn[expected == 0].sum() == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0: give a number over 0"),
-        ({"top_p": 0.0}, "top_p is 0.0: give a number over 0 and up to 1"),
-        ({"top_k": -1}, "top_k is -1: give 0 or more"),
-        ({"batch_size": 0}, "batch_size is 0: give 1 or more"),
-    ],
-)
-def test_decoding_that_cannot_be_is_refused(settings: dict[str, float], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Decoding(sample=True, **settings)
-
-
 def test_samples_depend_on_the_seed_alone() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
     settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2)
 
     def sample(seed: int) -> list[str]:
-        limits = {"max_prompt_length": 30, "max_length": 60}
-        return answers_to(model, tokenizer, PROMPTS, settings, seed=seed, **limits).texts
+        return answers_to(model, tokenizer, PROMPTS, settings, seed).texts
 
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
@@ -243,9 +209,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
 
 def test_equal_prompts_in_different_batches_get_different_samples() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    result = answers_to(
-        model, tokenizer, ["Hello"] * 4, Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2), **LIMITS
-    )
+    result = answers_to(model, tokenizer, ["Hello"] * 4, Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2))
     assert len(set(result.texts)) == 4
 
 
@@ -254,7 +218,7 @@ def test_model_and_tokenizer_are_left_as_they_were() -> None:
     model.transformer.h[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     tokenizer.padding_side = "right"
-    answers_to(model, tokenizer, PROMPTS, GREEDY, **LIMITS)
+    answers_to(model, tokenizer, PROMPTS, GREEDY)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert tokenizer.padding_side == "right"
 
@@ -275,35 +239,15 @@ def test_answers_are_cut_at_the_end_token_and_counted(monkeypatch: pytest.Monkey
         tokenizer, "batch_decode", lambda rows, **_: ["".join(tokenizer.convert_ids_to_tokens(row)) for row in rows]
     )
     result = answers_to(
-        model, tokenizer, ["ccc", "a", "bb"], Decoding(sample=True, no_repeat_ngram_size=6, batch_size=3), **LIMITS
+        model, tokenizer, ["ccc", "a", "bb"], Decoding(sample=True, no_repeat_ngram_size=6, batch_size=3)
     )
     assert result.texts == ["goes on forever", "ok", "hm"]
     assert result.tokens == 15 + 5 + 3
 
 
-def test_long_prompts_and_misfits_are_refused() -> None:
-    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    limits = {"max_prompt_length": 20, "max_length": 60, "seed": 0}
-    with pytest.raises(UserError, match="1 of 5 prompts are longer"):
-        answers_to(model, tokenizer, PROMPTS, GREEDY, **limits)
-    cut = answers_to(model, tokenizer, PROMPTS, GREEDY, long_prompts="truncate", **limits)
-    assert cut.texts[-1] == answers_to(model, tokenizer, ["x" * 20], GREEDY, **limits).texts[0]
-    with pytest.raises(UserError, match=r"max_length=200 is beyond the model's context of 128"):
-        answers_to(model, tokenizer, PROMPTS, GREEDY, max_prompt_length=30, max_length=200, seed=0)
-    encoder = BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
-        )
-    )
-    with pytest.raises(UserError, match="bert models do not generate"):
-        answers_to(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
-
-
-def several_passes(
-    model: PreTrainedModel, settings: Decoding, world: World, *, synced: bool = False
-) -> list[GenerationResult]:
+def several_passes(model: PreTrainedModel, settings: Decoding, world: World, *, synced: bool) -> list[GenerationResult]:
     tokenizer = character_tokenizer()
-    ids, limits = tokenizer(PROMPTS)["input_ids"], {key: value for key, value in LIMITS.items() if key != "seed"}
+    ids, limits = tokenizer(PROMPTS)["input_ids"], {key: LIMITS[key] for key in ("max_prompt_length", "max_length")}
     return generate_passes(model, tokenizer, ids, settings, **limits, seeds=SEEDS, world=world, synced=synced)
 
 
@@ -332,7 +276,7 @@ def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path
     assert by_rank[0] == by_rank[1]
     for decoding in ("greedy", "sample"):
         settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2)
-        alone = [answers_to(model, tokenizer, PROMPTS, settings, **{**LIMITS, "seed": seed}) for seed in SEEDS]
+        alone = [answers_to(model, tokenizer, PROMPTS, settings, seed) for seed in SEEDS]
         for synced in (False, True):
             assert by_rank[0][decoding, synced] == [(each.texts, each.tokens) for each in alone]
 
@@ -348,10 +292,6 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int
     assert [[job for job in share if not job[1]] for share in filled] == shares
 
 
-if __name__ == "__main__":
-    run_rank(sys.argv[-1])
-
-
 def test_an_answer_stops_at_the_end_of_a_turn() -> None:
     tokenizer, model = character_tokenizer(), tiny_model("llama")
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
@@ -363,3 +303,7 @@ def test_an_answer_stops_at_the_end_of_a_turn() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + symbol + "{% endfor %}"
     result = generate(model, tokenizer, ids, GREEDY, **LIMITS)
     assert (result.texts, result.tokens) == ([tokenizer.decode(row[:place]).strip()], place + 1)
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[-1])

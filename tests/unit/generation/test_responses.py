@@ -177,26 +177,6 @@ def test_a_torn_line_of_this_rank_does_not_spoil_the_next(
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_a_kill_before_the_record_is_written_loses_nothing(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "a.jsonl"
-
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(responses, "write_json", die)
-        generate_responses(str(teacher), str(data), output, SETTINGS)
-    assert not side_file(output).exists()
-    written = output.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
-        record = generate_responses(str(teacher), str(data), output, SETTINGS)
-    assert output.read_bytes() == written
-    assert record["output_sha256"] == file_sha256(output)
-
-
 def test_a_finished_file_is_left_alone(
     teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +203,11 @@ def test_another_request_is_refused_and_named(
         generate_responses(str(teacher), str(data), output, other)
     with pytest.raises(UserError, match=r"cut\.jsonl\.parts holds .*settings\.seed was 4 and is now 5"):
         generate_responses(str(teacher), str(data), cut, other)
+    content = output.read_text()
+    output.write_text(content + content)
+    with pytest.raises(UserError, match="was changed after it was generated"):
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+    output.write_text(content)
     data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
     for path in (output, cut):
         with pytest.raises(UserError, match="data_fingerprint was sha256:"):
@@ -230,21 +215,6 @@ def test_another_request_is_refused_and_named(
     output.write_text("mine\n", encoding="utf-8")
     side_file(output).unlink()
     with pytest.raises(UserError, match="did not write it; choose another --output"):
-        generate_responses(str(teacher), str(data), output, SETTINGS)
-
-
-def test_another_teacher_or_an_edited_file_is_noticed(teacher: Path, data: Path, tmp_path: Path) -> None:
-    output = tmp_path / "a.jsonl"
-    generate_responses(str(teacher), str(data), output, SETTINGS)
-    content = output.read_text()
-    output.write_text(content + content)
-    with pytest.raises(UserError, match="was changed after it was generated"):
-        generate_responses(str(teacher), str(data), output, SETTINGS)
-    model = load_model(teacher, dtype=torch.float32)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.01)
-    model.save_pretrained(teacher)
-    with pytest.raises(UserError, match="teacher_fingerprint was sha256:"):
         generate_responses(str(teacher), str(data), output, SETTINGS)
 
 

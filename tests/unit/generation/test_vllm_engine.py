@@ -136,25 +136,3 @@ def test_scores_are_the_distributions_after_each_token(vllm: list[dict[str, Any]
     engine, request, *_ = vllm
     assert (engine["max_logprobs"], engine["max_model_len"], engine["enable_prefix_caching"]) == (6, 13, False)
     assert (request["prompt_logprobs"], request["logprobs"], request["temperature"]) == (6, 6, 1.0)
-
-
-@pytest.mark.parametrize("lost", ["prompt_logprobs", "logprobs", "k"])
-def test_other_answers_than_documented_end_with_a_remedy(
-    vllm: list[dict[str, Any]], teacher: Path, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
-    scored = StandInLLM.scored
-
-    def other(self: Any, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
-        result = scored(self, ids, params)
-        if lost == "logprobs":
-            result.outputs[0].logprobs = None
-        elif lost == "prompt_logprobs":
-            result.prompt_logprobs = result.prompt_logprobs[:-1]
-        else:
-            result.prompt_logprobs[2] = dict(list(result.prompt_logprobs[2].items())[-2:])
-        return result
-
-    monkeypatch.setattr(StandInLLM, "scored", other)
-    scorer = VllmScorer(teacher, k=3, max_length=12, dtype=torch.float32)
-    with pytest.raises(UserError, match=r"does not give the 3 most likely tokens after each of 4 tokens; take --cache"):
-        scorer.score([[5, 9, 7, 14]])

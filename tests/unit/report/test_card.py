@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from types import SimpleNamespace
-
 import pytest
 from huggingface_hub import ModelCard
 from tiny import tiny_model
@@ -110,29 +107,6 @@ def test_scores_are_results_for_the_hub(student, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        ("license: mit", {"license": "mit"}),
-        ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}),
-        ("license: {a: 1}\nlanguage: 5", {}),
-        ('license: "a\\nb"', {}),
-        ("license: [", {}),
-        ("- a", {}),
-    ],
-)
-def test_what_another_card_says_is_only_taken_as_lines_of_text(tmp_path, header, expected):
-    (tmp_path / "README.md").write_text(f"---\n{header}\n---\ntext\n", encoding="utf-8")
-    assert Teacher.of(str(tmp_path), SimpleNamespace(), 5).header == expected
-
-
-def test_the_config_may_name_the_license_and_the_cache_of_the_hub_the_name(tmp_path):
-    folder = tmp_path / "models--owner--name--x" / "snapshots" / "0a1b"
-    folder.mkdir(parents=True)
-    teacher = Teacher.of(str(folder), SimpleNamespace(license="mit"), 5)
-    assert (teacher.name, teacher.hub, teacher.header) == ("owner/name--x", "owner/name--x", {"license": "mit"})
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("--output_dir /home/me/runs/a --x=/data/b.jsonl", "--output_dir a --x=b.jsonl"),
@@ -160,13 +134,3 @@ def test_paths_are_cut_to_their_last_name(text, expected):
 )
 def test_only_data_of_the_hub_have_its_name(reference, expected):
     assert hub_name(reference) == expected
-
-
-def test_a_file_that_is_no_text_is_left_and_not_exported(student, tmp_path):
-    folder = tmp_path / "student"
-    shutil.copytree(student, folder)
-    (folder / "README.md").write_bytes(b"PK\x03\x04\x80")
-    write_card(folder, "mine", Teacher(name="a", params=9), Story(intro="", tags=[], made=[]))
-    assert (folder / "README.md").read_bytes() == b"PK\x03\x04\x80"
-    llmdistill.export(folder, tmp_path / "dense")
-    assert not (tmp_path / "dense/README.md").exists()

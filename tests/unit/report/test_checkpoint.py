@@ -108,7 +108,3 @@ def test_several_files_and_formats(tmp_path: Path) -> None:
     assert found.formats == {"I8": 200, "F32": 100, "F16": 10, "F8_E4M3": 3}
     assert found.number_format == "int8 and fp32 and fp16 and F8_E4M3"
     assert found.parts == {EMBEDDINGS: 400, FACTORS: 3, OTHERS: 220}
-
-
-def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
-    assert read_checkpoint(tmp_path) is None

@@ -72,12 +72,3 @@ def test_perplexities_have_logarithmic_axes(comparison):
     plain = {drawing.name: drawing for drawing in draw_comparison(comparison)}
     assert plain["scores"].figure.axes[0].get_xscale() == plain["size"].figure.axes[0].get_yscale() == "linear"
     assert "own loss" not in plain["learning_curves_loss"].caption
-
-
-def test_a_single_point_is_no_curve(comparison):
-    def cut(row):
-        runs = [dataclasses.replace(run, history=run.history[:1]) for run in row.runs]
-        return dataclasses.replace(row, runs=runs, terms=["loss", "valid_loss"])
-
-    once = dataclasses.replace(comparison, rows=[cut(row) for row in comparison.rows])
-    assert [drawing.name for drawing in draw_comparison(once)] == ["scores", "size", "ranks_loss"]

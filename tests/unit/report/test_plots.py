@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 from llmdistill.report import plots
 from llmdistill.report.panels import plot_size
@@ -43,14 +42,6 @@ def test_curve_leaves_out_what_is_not_finite():
     assert found.steps == [1]
 
 
-def test_methods_differ_in_look_and_keep_it():
-    many = styles(18)
-    assert len(set(many.values())) == 18
-    some = plots.method_styles(["teacher", "m0", "none", "m1"], plain=("teacher", "none"))
-    assert (some["m0"], some["m1"]) == (many["m0"], many["m1"])
-    assert some["none"].color == plots.GRAY
-
-
 def test_scores_stand_where_their_numbers_are():
     dots = [
         plots.Dots("KD", styles(1)["m0"], 40.0, 1.5, [39.0, 41.0]),
@@ -62,17 +53,6 @@ def test_scores_stand_where_their_numbers_are():
     assert bar[0].get_xdata() == pytest.approx([40.0])
     assert bar[2][0].get_segments()[0][:, 0] == pytest.approx([38.5, 41.5])
     assert any(list(line.get_xdata()) == [50.0, 50.0] for line in axes.lines)
-
-
-def test_legend_is_in_the_order_in_which_the_lines_end():
-    look = styles(2)
-    figure = plots.plot_curves(
-        [("low", look["m0"], curve([3.0, 1.0])), ("high", look["m1"], curve([2.0, 2.0]))], "loss"
-    )
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["high", "low"]
-    colors = [to_hex(line.get_color()) for line in figure.axes[0].lines]
-    assert colors == [look["m0"].color, look["m1"].color]
 
 
 def test_sizes_are_drawn_from_small_to_large():
@@ -96,14 +76,3 @@ def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):
         if item.tag.endswith("}text")
     ]
     assert {"$5 <b> $6", "loss & more"} <= set(said)
-
-
-def test_svg_in_a_page_takes_its_colors_and_names_no_other_place(tmp_path):
-    figure = plots.plot_curves([("KD", styles(1)["m0"], curve([3.0, 1.0]))], "loss")
-    element = plots.inline_svg(plots.save_plot(figure, tmp_path, "plot"), r"a \1 label")
-    assert element.startswith("<svg viewBox=")
-    assert r'aria-label="a \1 label"' in element
-    assert "http" not in element
-    assert "currentColor" in element
-    assert plots.INK not in element
-    assert plots.PAPER not in element

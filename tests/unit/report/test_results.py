@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from llmdistill.errors import UserError
-from llmdistill.report.results import Comparison, Row, Run, describe_finding
+from llmdistill.report.results import Row, Run, describe_finding
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 
 SETS = ["seen", "unseen"]
@@ -59,19 +57,3 @@ def test_finding_knows_that_a_lower_perplexity_is_better():
     )
     below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
     assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
-
-
-def test_headline_says_which_sets_are_scored_in_part():
-    def limits(**examples):
-        return Comparison(title="t", sets=SETS, rows=[make_row("sft", [])], examples=examples).limits
-
-    assert limits(seen=(60, 60), unseen=(60, 60)) == limits() == ""
-    assert limits(seen=(20, 60), unseen=(60, 60)) == "Not all examples are scored: 20 of 60 of seen."
-    assert limits(seen=(20, 60), unseen=(1000, 2000)).endswith("20 of 60 of seen, 1,000 of 2,000 of unseen.")
-    assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
-
-
-def test_sets_must_be_there_and_have_names_of_their_own():
-    for sets, said in (([], r"data\.tests is empty"), (["average"], "average")):
-        with pytest.raises(UserError, match=said):
-            Comparison(title="t", sets=sets, rows=[])

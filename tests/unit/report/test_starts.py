@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from llmdistill.report import plots
 from llmdistill.report.panels import plot_sizes
 from llmdistill.report.score import ROUGE_L
 from llmdistill.report.starts import (
-    WEIGHTING_FILE,
     draw_predictions,
     draw_weighting,
     matrices,
     plot_ranks,
     plot_spectra,
-    read_weighting,
 )
 
 SAVED = {"layers.0.attn.k": [3.0, 2.0, 1.0], "layers.1.attn.k": [30.0, 20.0, 10.0], "layers.0.mlp.up": [0.3, 0.2, 0.1]}
@@ -43,12 +39,6 @@ def test_matrices_have_layer_kind_rank_and_what_is_kept():
     assert [each.kept for each in found] == pytest.approx([2 * 16 / 48, 1.0, 16 / 48])
 
 
-def test_kinds_with_the_same_last_part_keep_their_names():
-    names = ["encoder.layer.0.output.dense", "encoder.layer.0.attention.output.dense", "encoder.layer.0.query"]
-    found = matrices({"ranks": dict.fromkeys(names, 3)})
-    assert [each.kind for each in found] == ["output.dense", "attention.output.dense", "query"]
-
-
 def test_ranks_stand_in_their_fields_and_a_dense_matrix_has_a_cross():
     axes = plot_ranks(matrices(weighting())).axes[0]
     assert {(*text.get_position(), text.get_text()) for text in axes.texts} == {(0, 0, "2"), (0, 1, "1")}
@@ -71,13 +61,6 @@ def test_spectra_are_the_savings_of_single_values_with_a_dot_at_the_rank():
     assert panels[0].get_yscale() == "log"
 
 
-def test_sparse_points_give_the_mean_saving_between_them():
-    thinned = weighting(spectra={"layers.0.k": {"shape": [4, 12], "costs": [[0, 9.0], [1, 5.0], [4, 2.0]]}})
-    line = plot_spectra(matrices(thinned)).axes[0].lines[0]
-    assert list(line.get_xdata()) == [1, 3]
-    assert list(line.get_ydata()) == pytest.approx([4.0, 1.0])
-
-
 def test_only_what_says_something_is_drawn():
     assert [drawing.name for drawing in draw_weighting(weighting())] == ["ranks", "spectra"]
     one_rank = dict.fromkeys(SAVED, 2)
@@ -86,12 +69,6 @@ def test_only_what_says_something_is_drawn():
     assert draw_weighting(weighting(ranks=one_rank, weighting="activations")) == []
     assert draw_weighting({}) == []
     assert draw_weighting({"ranks": one_rank, "tokens": 5}) == []
-
-
-def test_weighting_is_read_where_it_is(tmp_path):
-    assert read_weighting(tmp_path) == {}
-    (tmp_path / WEIGHTING_FILE).write_text(json.dumps(weighting()), encoding="utf-8")
-    assert read_weighting(tmp_path) == weighting()
 
 
 def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
@@ -103,17 +80,6 @@ def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
     assert [list(line.get_ydata()) for line in first.lines] == [[3.0, 4.0], [5.0, 6.0], [9.0, 9.0]]
     assert list(second.lines[0].get_xdata()) == [300, 500]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "loss", "teacher"]
-
-
-def test_a_single_panel_has_room_for_the_names_of_all_starts():
-    names = ["plain", "activations", "gradients", "loss"]
-    looks = plots.method_styles(names)
-    figure = plot_sizes(
-        {"untrained": [(name, looks[name], [(300, 3.0), (500, 4.0)]) for name in names]}, 9.0, ROUGE_L, ["seen"]
-    )
-    figure.draw_without_rendering()
-    box = figure.legends[0].get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_predictions_are_drawn_against_what_was_measured():

@@ -87,20 +87,6 @@ def test_ranks_and_spectra_of_a_weighted_student_are_in_the_report(tmp_path, met
         assert (tmp_path / f"{name}.png").is_file()
 
 
-def test_only_scored_models_have_rows(tmp_path, metrics, capsys):
-    del metrics["teacher"], metrics["student"]
-    metrics["run"]["training"] = None
-    metrics["warnings"] = ["look out"]
-    finish_report(tmp_path, metrics, rouge_table(metrics))
-    report = (tmp_path / "report.md").read_text()
-    assert "| untrained | 521,152 | 43% |" in report
-    assert "teacher |" not in report
-    assert "**Warning: look out**" in report
-    del metrics["untrained"]
-    finish_report(tmp_path, metrics, rouge_table(metrics))
-    assert "No model was to be scored" in capsys.readouterr().out
-
-
 def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak():
     assert training_cost([]) is None
     rows = [
