@@ -19,10 +19,15 @@ SIZES: dict[str, Any] = {
 }
 
 
-def save_tokenizer(folder: Path, words: Sequence[str], *, marked: bool = True, **settings: Any) -> None:
-    """Save a tokenizer of these words, which have the special tokens; `marked` puts [CLS] and [SEP] around texts."""
+def word_tokenizer(
+    words: Sequence[str], *, marked: bool = True, letters: bool = False, **settings: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of these words, which have the special tokens.
+
+    `marked` puts [CLS] and [SEP] around texts, and with `letters` each letter of a text is a token.
+    """
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated") if letters else pre_tokenizers.Whitespace()
     if marked:
         backend.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
@@ -31,7 +36,12 @@ def save_tokenizer(folder: Path, words: Sequence[str], *, marked: bool = True, *
         )
     marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
     there = {name: mark for name, mark in marks.items() if mark in words}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **there, **settings).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **there, **settings)
+
+
+def save_tokenizer(folder: Path, words: Sequence[str], *, marked: bool = True, **settings: Any) -> None:
+    """Save a tokenizer of these words."""
+    word_tokenizer(words, marked=marked, **settings).save_pretrained(folder)
 
 
 def save_bert(

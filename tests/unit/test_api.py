@@ -88,21 +88,16 @@ class TestCompress:
         loaded.save_pretrained(tmp_path / "again")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert torch.equal(again(IDS).logits, student(IDS).logits)
+        with pytest.raises(UserError, match="already"):
+            llmdistill.compress(student, rank=4)
 
-    def test_a_student_shares_no_memory_with_its_teacher(self, model):
-        student = llmdistill.compress(model, ranks={"*.up_proj": 4})
+    def test_a_student_has_the_mode_and_dtype_of_its_teacher_and_none_of_its_memory(self, model):
+        student = llmdistill.compress(model.train().bfloat16(), ranks={"*.up_proj": 4})
+        assert student.training
+        assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
         held = {tensor.data_ptr() for tensor in model.parameters()}
         assert not held & {tensor.data_ptr() for tensor in student.parameters()}
         assert student.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
-
-    def test_mode_and_dtype_are_the_models_own(self, model):
-        student = llmdistill.compress(model.train().bfloat16(), rank=8)
-        assert student.training
-        assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
-
-    def test_a_share_of_the_teacher(self, model):
-        student = llmdistill.compress(model, target_params="90%")
-        assert 0.85 < student.num_parameters() / model.num_parameters() <= 0.9
 
     def test_kronecker_shapes_and_an_encoder(self, tmp_path):
         torch.manual_seed(0)
@@ -123,15 +118,10 @@ class TestCompress:
         assert torch.equal(loaded(IDS).logits, llmdistill.compress(make_llama(), rank=8)(IDS).logits)
         assert AutoTokenizer.from_pretrained(tmp_path / "student").get_vocab()
 
-    def test_a_model_in_memory_into_a_folder_with_the_tokenizer_given(self, model, tokenizer, tmp_path):
-        llmdistill.compress(model, rank=8, output=tmp_path / "student", tokenizer=tokenizer)
-        assert AutoTokenizer.from_pretrained(tmp_path / "student").get_vocab() == tokenizer.get_vocab()
-
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
             ({"rnak": 8}, ["rnak", "did you mean rank"]),
-            ({"rank": "many"}, ["rank", "'many'", "int"]),
             ({}, ["rank"]),
             ({"rank": 8, "target_params": "50%"}, ["rank", "target_params"]),
             ({"rank": 8, "shapes": {"*": "2x2"}}, ["shapes", "kronecker"]),
@@ -141,14 +131,6 @@ class TestCompress:
         with pytest.raises(UserError) as error:
             llmdistill.compress(model, **settings)
         assert all(word in str(error.value) for word in words)
-
-    def test_a_factorized_model_is_refused(self, model):
-        with pytest.raises(UserError, match="already"):
-            llmdistill.compress(llmdistill.compress(model, rank=8), rank=4)
-
-    def test_what_is_no_model_is_refused(self):
-        with pytest.raises(UserError, match="model is a Linear"):
-            llmdistill.compress(torch.nn.Linear(2, 2), rank=1)
 
 
 def test_sizes_are_those_of_the_student(model, folder):
@@ -201,10 +183,6 @@ class TestEvaluate:
         loss = float(model(input_ids=ids, labels=ids).loss.detach())
         assert scores["loss"] == pytest.approx(loss, rel=1e-5)
         assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-
-    def test_the_mode_of_a_model_stays(self, model, tokenizer):
-        llmdistill.evaluate(model.train(), ["The town lies by a lake."], tokenizer=tokenizer)
-        assert model.training
 
     def test_a_task_of_glue_by_its_name(self, tmp_path, tokenizer, model):
         (tmp_path / "RTE").mkdir()
@@ -294,30 +272,6 @@ class TestDistill:
         with pytest.raises(UserError, match=r"data\.train"):
             llmdistill.distill(model, student, ROWS[:16], **arguments)
 
-    def test_a_student_made_by_the_run_from_names_with_scores(self, folder, tmp_path):
-        result = llmdistill.distill(
-            folder,
-            None,
-            datasets.Dataset.from_list(ROWS),
-            "kd",
-            valid=ROWS[:4],
-            tests={"seen": ROWS[:2]},
-            output_dir=tmp_path / "run",
-            ds_config={"zero_optimization": {"stage": 1}},
-            decoding="greedy",
-            settings={
-                "student.factorize.rank": 8,
-                "scoring.batch_size": 4,
-                "data.max_prompt_length": 60,
-                "data.max_length": 70,
-            },
-            **STEPS,
-        )
-        assert set(result.metrics["student"]["rougeL"]) == {"seen"}
-        assert result.config.scoring.decoding == "greedy"
-        assert "valid_loss" in result.history[-1]
-        assert result.student.num_parameters() < make_llama().num_parameters()
-
     def test_texts(self, model, tokenizer, tmp_path, monkeypatch):
         monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
         texts = ["The town lies by a lake. " * 5] * 20
@@ -332,8 +286,6 @@ class TestDistill:
         ("change", "words"),
         [
             ({"stesp": 3}, ["stesp", "did you mean train.steps"]),
-            ({"steps": "long"}, ["train.steps", "'long'"]),
-            ({"method": "mkad"}, ["method", "mkad"]),
             ({"settings": {"train.micro_batch_sise": 1}}, ["train.micro_batch_sise", "train.micro_batch_size"]),
             ({"data": [{"instruction": "What?"}]}, ["data: row 1", "output"]),
             ({"teacher": torch.nn.Linear(2, 2)}, ["teacher is a Linear"]),
@@ -359,10 +311,12 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     )
     tokenizer.save_pretrained(teacher)
     lengths = {key: ANSWERS[key] for key in ("decoding", "max_length", "max_prompt_length")}
-    call = {"tests": {"t": ROWS[:2]}, "output_dir": tmp_path / "run", **lengths, **STEPS, "steps": 1}
+    call = {"tests": {"t": ROWS[:2]}, "valid": datasets.Dataset.from_list(ROWS[:4]), "output_dir": tmp_path / "run"}
+    call |= {**lengths, **STEPS, "steps": 1, "ds_config": {"zero_optimization": {"stage": 1}}}
     call["settings"] = {"student.factorize.rank": 8}
     given = {} if prompt is None else {"prompt": prompt}
     result = llmdistill.distill(teacher, None, ROWS, "kd", **call, **given)
+    assert "valid_loss" in result.history[-1]
     assert said in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Prompt "))
     asked = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["prompt"]
     assert asked == (prompt or "chat")

@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, RobertaConfig
 
 from llmdistill.embedded import locate
@@ -47,23 +46,9 @@ def test_missing_files_and_bad_rows_are_seen_before_the_ranks_join(fails, tmp_pa
     assert 'bad.jsonl:1: the key "output" is missing' in fails(setting, bad)
 
 
-def test_bad_rows_of_the_training_set_name_the_file(fails, tmp_path):
-    good = json.dumps({"instruction": "a", "input": "", "output": "b"})
-    path = rows(tmp_path / "bad.jsonl", good, '{"instruction": ')
-    assert "bad.jsonl:2: not JSON" in fails("--data.train", path)
-    path = rows(tmp_path / "bad.jsonl", '{"instruction": ')
-    assert "bad.jsonl:1: not JSON" in fails("--data.train", path, "--data.streaming", "true")
-    assert "empty.jsonl: holds no example" in fails("--data.train", rows(tmp_path / "empty.jsonl"))
-
-
-@pytest.mark.parametrize("setting", ["--data.train", "--data.valid", "--data.tests.mine"])
-def test_a_set_whose_answers_are_all_empty(fails, tmp_path, setting):
-    empty, full = (json.dumps({"instruction": "a", "output": text}) for text in (" ", "b"))
-    said = fails(setting, rows(tmp_path / "none.jsonl", empty, empty))
-    assert "the answers of all 2 examples are empty" in said
-    assert "nowhere.jsonl" in fails(
-        setting, rows(tmp_path / "one.jsonl", empty, full), "--data.tests.z", "nowhere.jsonl"
-    )
+def test_a_set_whose_answers_are_all_empty(fails, tmp_path):
+    row = json.dumps({"instruction": "a", "output": " "})
+    assert "the answers of all 2 examples are empty" in fails("--data.train", rows(tmp_path / "none.jsonl", row, row))
 
 
 def test_a_length_beyond_the_positions_of_a_model(fails, tmp_path):
@@ -105,18 +90,8 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
             ("--student.model", "embedded:teacher", *WEIGHTED),
             "student.factorize.weighting is gradients, but student.model embedded:teacher is not factorized",
         ),
-        (
-            ("--student.shape", "2x64x4", f"{FACTORIZE}embedding_rank", "8", *WEIGHTED),
-            "student.shape 2x64x4 is not factorized by this run",
-        ),
-        (
-            (*IMPORTANT, "2x256x4"),
-            "student.init important takes a part, but the student's width of 256 is more than the teacher's 128",
-        ),
-        ((*IMPORTANT, "7x64x4"), "a student of 7 layers cannot be made of a teacher's 6"),
         ((*IMPORTANT, "2x96x3"), "3 heads cannot share keys and values 2 at a time"),
         ((*IMPORTANT, "2x64x4", f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
-        ((*WEIGHTED, f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
         ((*BY_LOSS, "null"), "give target_params and weighting gradients"),
         (
             (*BY_LOSS, "5%"),
@@ -126,20 +101,11 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
             (f"{FACTORIZE}weighting", "none", *ON_VALID),
             "student.factorize.calibration.data is embedded:valid, but nothing is measured on it",
         ),
-        (("--method", "kd", "--student.shape", "4x128x4", *ON_VALID), "nothing is measured on it"),
-        (("--train.global_batch_size", "32", "--train.micro_batch_size", "5"), "the nearest that does is 30"),
         (("--method", "sft", "--data.on_policy", "0.5"), "data.on_policy is 0.5, but method sft"),
-        (("--method", "kd", "--kd.beta", "1.5"), "kd.beta is 1.5"),
-        (("--method", "kd", "--kd.divergence", "forward"), "forward_kl"),
-        (("--data.tests.valid", "embedded:seen"), "data.tests.valid"),
     ],
 )
 def test_settings_that_do_not_fit(fails, arguments, said):
     assert said in fails(*arguments)
-
-
-def test_ds_config_that_is_not_json(fails, tmp_path):
-    assert "z.json:1: not valid JSON" in fails(ds_config=rows(tmp_path / "z.json", "{zero}"))
 
 
 def test_ds_config_that_disagrees(fails, tmp_path):
@@ -204,14 +170,6 @@ def test_adapter_without_its_base(fails, tmp_path):
     assert "gone" in said
 
 
-def test_teacher_without_weights(tmp_path, capsys):
-    from llmdistill.models.load import load_model
-
-    shutil.copy(locate("embedded:teacher") / "config.json", tmp_path)
-    with pytest.raises(ValueError, match="weights"):
-        load_model(tmp_path, dtype=torch.float32)
-
-
 def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
     best = ("--train.keep_best", "score")
     assert "no validation set: name one as data.valid" in fails(
@@ -255,8 +213,6 @@ FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
             "the student; give one of 1, 2, 4, 8, 16",
         ),
         ((*MINILM, "2x32x2"), "minilmv2"),
-        ((*MINILM, "2x32"), "student.shape"),
-        ((*MINILM, "2x32x5"), "1, 2, 4, 8, 16, 32"),
         (("--student.shape", "2x32x4"), "factorize the teacher"),
         (
             ("--data.text.next_sentence", "true", "--data.text.pairs", "false"),
@@ -291,24 +247,13 @@ CHAIN = (*FEW_HEADS, "--student.assistants", "4x32x4")
         (("--method", "seqkd"), "method seqkd learns answers"),
         (("--data.train", "embedded:train"), "holds instructions, but data.kind is text"),
         (("--data.tests.a", "b.jsonl"), "data.tests.a b.jsonl is no text, but data.kind is text"),
-        (("--data.text.mask_share", "1.5"), "data.text.mask_share is 1.5"),
         (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
-        (("--also", '["makd"]'), "name each method once"),
-        (("--student.assistants", '["2x32x4"]'), "give student.shape"),
         (("--student.assistant_training.steps", "9"), "give student.assistants"),
         (
             (*CHAIN, "--student.assistant_training.stepps", "9"),
             "student.assistant_training.stepps: there is no such setting; did you mean student.assistant_training.s",
         ),
-        ((*CHAIN, "--student.assistant_training.steps", "many"), "steps: 'many' does not fit"),
-        (
-            ("--student.shape", "2x32x4", "--student.assistants", '["2x32x4"]', "--method", "none"),
-            "student.assistants teach, but method none has no teacher",
-        ),
         (("--minilm.teacher_layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
-        (("--minilmv2.relations", '["qq", "qq"]'), "each once"),
-        (("--minilmv2.relations", '["qx"]'), "qx"),
-        (("--tinybert.hidden", "-1"), "tinybert.hidden is -1.0"),
         (("--distilbert.soft", "0", "--distilbert.label", "0", "--distilbert.cosine", "0"), "no term is left"),
     ],
 )

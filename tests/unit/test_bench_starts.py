@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from bench_starts import draw, zero_sum_ranks
+from bench_starts import zero_sum_ranks
 
 from llmdistill.factorize.weighted import WeightedSVD
 
@@ -39,12 +39,3 @@ def test_zero_sum_ranks_are_those_of_a_plain_search(seed):
         ranks[name] -= 1
     kept = {name: rank for name, rank in ranks.items() if rank * sum(shapes[name]) < math.prod(shapes[name])}
     assert zero_sum_ranks(factors, slopes, shapes, budget) == kept
-
-
-def test_the_figure_has_a_line_for_each_start_and_the_teacher():
-    rows = [{"start": "teacher", "all": 1.0, "perplexity": 20.0}]
-    rows += [{"start": "a", "all": share, "perplexity": 9 / share} for share in (0.6, 0.8)]
-    (axes,) = draw([*rows, {"start": "trained", "all": 0.6, "perplexity": 11.0}], 1000).axes
-    labels = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-    assert labels.keys() == {"a", "trained", "teacher"}
-    assert labels["a"] == [600, 800]

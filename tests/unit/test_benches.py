@@ -16,15 +16,12 @@ import bench_students
 import pytest
 import step_rows
 import torch
-from bench_losses import GRADIENTS, gradient_differences
-from bench_startup import COMMANDS, rows
-from benching import Measured, RowFailed, Settings, measure, time_ratio
+from benching import Measured, Settings, measure, time_ratio
 from benching_table import Line, Table
 from step_setting import make_setting
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmdistill
-from llmdistill.cli import COMMANDS as KNOWN
 from llmdistill.factorize.counting import layer_linears
 from llmdistill.factorize.measure import plan_passes
 
@@ -51,11 +48,6 @@ def test_parser_answers_help_and_refuses_nonsense(bench, monkeypatch, capsys):
             module.main()
         assert exit_.value.code == code, arguments
     assert "--quick" in capsys.readouterr().out
-
-
-def test_startup_tries_every_command():
-    assert {command.split()[0] for command in COMMANDS} == KNOWN.keys()
-    assert all((words[-1] == "--help") == (limit == 1.5) for words, limit in rows().values())
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios():
@@ -135,11 +127,6 @@ def test_rows_are_processes_of_their_own_that_take_turns(script):
     assert str(found["facts"].bytes) == "nan"
 
 
-def test_row_that_dies_says_why(script):
-    with pytest.raises(RowFailed, match="this row cannot be built"):
-        measure(str(script), {"broken": {"kind": "broken"}}, SETTINGS)
-
-
 def test_naive_makd_is_the_same_loss_as_ours():
     row = {"task": "makd", **TINY, "rank": 4}
     losses = {way: step_rows.build({**row, "way": way}, CPU).call() for way in ("ours", "naive")}
@@ -164,26 +151,6 @@ def test_labeled_share_stands_at_the_end():
     setting = make_setting(row, CPU)
     assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
-
-
-@pytest.mark.parametrize("loss", ["attention_kl", "head_kl", "relation_kl", "matrix_mse"])
-def test_gradients_of_the_fused_losses(loss):
-    row = {"loss": loss, "tokens": 20, "causal": True, "vocabulary": 50}
-    found = gradient_differences(row, CPU)
-    assert all(found[kind] <= limit for kind, limit in GRADIENTS.items()), found
-
-
-def test_factorized_student_has_fewer_multiply_adds():
-    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "tokens": 3, "new": 2}
-    counts = {
-        rank: bench_students.build({**sizes, **({} if rank is None else {"factorize": {"rank": rank}})}, CPU)
-        for rank in (None, 2)
-    }
-    # Of a layer's matrices: 12 W² for a dense one, 2 (4 + 2 + 5 + 5) W at rank 2; the head's come on top of both.
-    per_layer = 12 * 16**2 - 2 * (4 + 2 + 5 + 5) * 16
-    dense, factorized = (counts[rank].facts["multiply_adds"] for rank in (None, 2))
-    # Three tokens of prompt, then one new one that is read for the second.
-    assert dense - factorized == 2 * per_layer * (3 + 1)
 
 
 def test_kronecker_student_has_fewer_multiply_adds():
@@ -214,13 +181,6 @@ def test_calibration_counts_what_a_pass_measures():
     assert bench_calibration.build({"work": "decompose", "m": 70, "n": 80}, CPU).facts["seconds"] > 0
 
 
-def test_growth_counts_the_multiply_adds_of_a_step():
-    row = {"task": "kd", "way": "ours", **TINY, "student_layers": 2}
-    found = [bench_scale.build({**row, "vocabulary": n}, CPU).facts["multiply_adds"] for n in (40, 100)]
-    # The head's products: both models' logits, and the gradients of the student's inputs and of its matrix.
-    assert found[1] - found[0] == 4 * 60 * TINY["width"] * TINY["batch"] * (TINY["tokens"] - 1)
-
-
 def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products():
     start = Measured(seconds=[1.0, 2.0, 4.0], facts={"multiply_adds": 10})
     larger = Measured(seconds=[3.0, 5.0, 12.0], facts={"multiply_adds": 20})
@@ -239,17 +199,3 @@ def test_serving_counts_the_products_of_a_runtime(tmp_path):
         assert found["generate"] == 4 * (layers + 16 * 40) + 3 * 2 * 16 * (6 + 7 + 8 + 9)
         of_last = bench_serve.multiply_adds(str(tmp_path / name), 5, 4, all_logits=False)
         assert found["prefill"] - of_last["prefill"] == 4 * 16 * 40
-
-
-def test_generation_goes_on_after_its_prompt(tmp_path):
-    """ONNX, whose graph takes 20 seconds, has its own test of the same."""
-    folder = bench_serve.small(tmp_path)["student"]
-    file, size = bench_serve.files("transformers", folder, "student", tmp_path / "graphs")
-    assert size > 0
-    row = {"vocabulary": 512, "tokens": 9, "new": 6, "work": "generate", "runtime": "transformers", "model": file}
-    call = bench_serve.build(row, CPU).call
-    prompt = torch.randint(512, (1, 9), generator=torch.Generator().manual_seed(1))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    whole = model.generate(prompt, max_new_tokens=7, do_sample=False, eos_token_id=[], pad_token_id=0)
-    # The first new token is the prompt's; the second call has the past of the first one again.
-    assert call() == call() == whole[0, 10:].tolist()

@@ -17,7 +17,6 @@ from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
 from llmdistill.models.families import layers_of
 from llmdistill.run.plan import Plan, make_plans
-from llmdistill.runtime.engine import split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE: dict[str, Any] = {
@@ -228,40 +227,3 @@ def test_terms_are_the_methods(name: str, plans_of: Callable[[str], list[Plan]])
         expected = expected | {"sequence_logits"}  # BERT's next sentence
     for plan in plans_of(name):
         assert set(plan.method.weights) == expected
-
-
-@EVERY
-def test_the_header_says_how_to_run_it(name: str) -> None:
-    text = recipe_path(name).read_text(encoding="utf-8")
-    command = f"#   deepspeed --num_gpus 8 llmdistill/train.py --ds_config ds_configs/zero2.json --recipe {name}\n"
-    assert command in text
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("-ta")])
-def test_an_assistant_stands_between(name: str, plans_of: Callable[[str], list[Plan]]) -> None:
-    assistant, student = plans_of(name)
-    assert assistant.models.student.num_hidden_layers == 12
-    assert student.models.teacher.to_dict() == assistant.models.student.to_dict()
-    assert assistant.models.student.hidden_size == student.models.student.hidden_size == 384
-
-
-def test_an_assistant_is_trained_by_settings_of_its_own(plans_of: Callable[[str], list[Plan]]) -> None:
-    trained = {
-        name: [
-            (plan.config.train.global_batch_size, plan.config.train.learning_rate, plan.config.train.steps)
-            for plan in plans_of(name)
-        ]
-        for name in ("minilm/6x384-ta", "minilm/xlmr-6x384-ta")
-    }
-    assert trained["minilm/6x384-ta"] == [(256, 3e-4, 400_000)] * 2
-    assert trained["minilm/xlmr-6x384-ta"] == [(256, 3e-4, 1_000_000), (512, 6e-4, 400_000)]
-
-
-@pytest.mark.parametrize(
-    ("name", "micro", "accumulation"),
-    [("minilmv2/6x384-bert-base", 32, 1), ("makd/bert-256", 32, 2), ("kroneckerbert/bert-21", 8, 1)],
-)
-def test_eight_ranks_share_the_batch(name: str, micro: int, accumulation: int) -> None:
-    train = parse(name).train
-    split = split_batch(train.global_batch_size, train.micro_batch_size, 8)
-    assert (split.micro_batch_size, split.accumulation_steps) == (micro, accumulation)

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
 
-SCRIPTS = sorted((ROOT / "scripts/examples").glob("*.py"))
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -128,19 +127,3 @@ def test_the_plain_loop_is_one_short_file_without_the_engine():
     text = (ROOT / "scripts/examples/plain_loop.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     assert not re.search(r"deepspeed|llmdistill\.(run|runtime|config)|llmdistill\.distill\(", text)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_a_notebook_that_begins_with_how_to_install_it(script):
-    text = script.read_text(encoding="utf-8")
-    assert f"python scripts/examples/{script.name}\n" in (ROOT / "docs/tutorials.md").read_text(encoding="utf-8")
-    assert text.startswith('"""')
-    assert "pip install -e ." in text.partition("# %%")[0]
-    assert f"python scripts/examples/{script.name}" in text.partition("# %%")[0]
-    assert len([line for line in text.splitlines() if line.startswith("# %% ")]) >= 4
-
-
-def test_an_own_loss_takes_twenty_lines():
-    text = (ROOT / "scripts/examples/my_own_loss.py").read_text(encoding="utf-8")
-    (cell,) = (each for each in text.split("# %% ") if each.startswith("The loss"))
-    assert len([line for line in cell.splitlines()[1:] if line.strip()]) <= 22

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,12 +59,6 @@ def test_a_folder_has_the_permissions_that_the_umask_gives(tmp_path, umask, file
     assert modes == {"out": folder, "in": folder, "a": file, "b": file}
 
 
-def test_folder_with_something_in_it_is_refused(tmp_path):
-    (tmp_path / "a").write_text("1")
-    with pytest.raises(UserError, match="exists and is not empty"), new_folder(tmp_path):
-        pass
-
-
 def kill(path: Path) -> None:
     """Begin a folder in another process, and kill it there."""
     code = f"import os, signal\nfrom llmdistill.files import new_folder\nwith new_folder({str(path)!r}) as part:\n"
@@ -113,20 +105,3 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
             UserError, match=r"the system refuses it \((not a directory|file exists)\): choose another path"
         ):
             write()
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with (
-        pytest.raises(UserError, match=r"out: the system refuses it \(permission denied\): choose"),
-        new_folder(tmp_path / "out"),
-    ):
-        pass
-
-
-def test_a_user_error_in_the_block_stays_itself(tmp_path):
-    with pytest.raises(UserError, match=r"^mine$"), new_folder(tmp_path / "out"):
-        raise UserError("mine")

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
-import time
-import warnings
-from functools import partial
 from pathlib import Path
 
 import gpu_check
@@ -18,24 +14,11 @@ import gpu_check_waits
 import pytest
 import torch
 from benching import said
-from benching_table import Line
-from gpu_check_parts import PARTS, Part, Request
+from gpu_check_parts import PARTS, Part
 from gpu_check_report import Report, Result, holds
 
 pytestmark = pytest.mark.tools
-
-SCRIPTS = Path(gpu_check.__file__).parent
 CPU = torch.device("cpu")
-TINY = gpu_check_kernels.Sizes(tokens=8, rows=4, vocabulary=40, width=16)
-
-
-def test_command_line(monkeypatch, capsys):
-    for words, code in ((["--help"], 0), (["--only", "nonsense"], 2), (["--device", "tpu"], 2), (["--ranks", "0"], 2)):
-        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
-        with pytest.raises(SystemExit) as exit_:
-            gpu_check.main()
-        assert exit_.value.code == code, words
-    assert "under 9 minutes" in capsys.readouterr().out
 
 
 def test_all_parts_together_take_less_than_nine_minutes():
@@ -56,38 +39,6 @@ def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
     assert all(line.value > 0 for line in lines), "a loss is compared with itself"
 
 
-def test_a_wrong_loss_and_a_gradient_that_is_not_a_number_are_found(monkeypatch):
-    right = gpu_check_kernels.attention.attention_kl
-
-    def wrong(*given, **named):
-        found = right(*given, **named)
-        return found._replace(sum=1.05 * found.sum)
-
-    make = partial(gpu_check_kernels._attention_kl, 20, 64, "student_teacher")
-    monkeypatch.setattr(gpu_check_kernels.attention, "attention_kl", wrong)
-    found = gpu_check_kernels.differences(make, torch.float32, CPU)
-    assert found == pytest.approx((0.05, 0.05), abs=1e-4)
-    monkeypatch.setattr(gpu_check_kernels, "difference", lambda found, _: float("nan") if found.dim() else 0.0)
-    assert not any(holds(line) for line in gpu_check_kernels.kernels(TINY, CPU) if isinstance(line, Line))
-
-
-def test_waits_of_a_gpu_are_the_places_that_torch_warns_of(monkeypatch):
-    modes = ["default"]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def look_at_a_value() -> None:
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally ...)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-
-    with gpu_check_waits.watch(torch.device("cuda")) as places:
-        for _ in range(2):
-            look_at_a_value()
-    (place,) = places
-    assert any(frame.endswith("test_gpu_check.py:look_at_a_value") for frame in place)
-    assert modes == ["default", "warn", "default"]
-
-
 def test_a_wait_belongs_to_the_innermost_library():
     import deepspeed
     import transformers
@@ -104,50 +55,6 @@ def test_a_wait_belongs_to_the_innermost_library():
     assert found == ["deepspeed", "llmdistill/losses", "transformers", "llmdistill", None]
     assert [gpu_check_waits.is_norm(place) for place in (norm, step, norm[2:], loss)] == [True, True, False, False]
     assert gpu_check_waits.shown(loss) == "llmdistill/losses/matrix.py:mse"
-
-
-def test_figures_of_a_bench_are_lines_without_limits(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(gpu_check_parts, "ROOT", tmp_path)
-    script = tmp_path / "scripts" / "bench" / "bench_step.py"
-    script.parent.mkdir(parents=True)
-    script.write_text("import json, sys\nprint('a table')\nprint(json.dumps({'kd_step': {'words': sys.argv[1:]}}))\n")
-    found = gpu_check_parts.bench(Request(CPU, small=True), "bench_step.py", "--only", "kd")
-    assert found["kd_step"]["words"] == ["--device", "cpu", "--quick", "--repeats", "1", "--only", "kd"]
-    assert "a table" in capfd.readouterr().out
-    with pytest.raises(RuntimeError, match="TRL's row failed"):
-        list(gpu_check_parts.trl(Request(CPU, small=True)))
-    script.write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="ended with 3"):
-        gpu_check_parts.bench(Request(CPU, small=True), "bench_step.py")
-    nested = {"kd_step": {"time_over_floor": 0.9, "supervised_40": {"time_over_floor": None}}}
-    first, second = gpu_check_parts.figures(nested)
-    assert (first.measure, first.value, first.target) == ("kd step: time over floor", 0.9, None)
-    assert second.measure == "kd step, supervised 40: time over floor"
-    assert str(second.value) == "nan"
-
-
-MARKED = """
-    import pytest
-
-    @pytest.mark.skipif(False, reason="needs a GPU")
-    @pytest.mark.parametrize("n", [1, 2])
-    def test_marked(n):
-        assert n == 1
-
-    def test_unmarked():
-        assert False
-"""
-
-
-@pytest.mark.parametrize(("only_marked", "failed"), [(True, 1), (False, 2)])
-def test_tests_that_need_a_gpu_are_chosen_by_their_reason(only_marked, failed, tmp_path):
-    file = tmp_path / "test_some.py"
-    file.write_text(textwrap.dedent(MARKED))
-    ended, passed = gpu_check_parts.run_tests([file], only_marked=only_marked)
-    assert (ended.value, passed.value) == (failed, 1)
-    assert ended.detail.startswith("1 passed, 0 skipped, test_some.py::test_marked[2]")
-    (nothing, _) = gpu_check_parts.run_tests([tmp_path / "test_none.py"], only_marked=only_marked)
-    assert not holds(nothing), "tests that cannot be run are no tests that hold"
 
 
 # Processes and results
@@ -226,15 +133,6 @@ def test_no_part_stops_another_and_each_is_reported(small_parts, tmp_path, capsy
     assert "over the limit: m" in capsys.readouterr().out
 
 
-def test_output_of_a_process_that_was_ended_in_a_line(small_parts):
-    part = small_parts["good"]
-    whole = said({"measure": "m", "value": 0.5, "target": 1.0, "detail": ""})
-    found = gpu_check.read_result(part, ["Loading: 100%|##" + whole, "noise", whole[:-9]], code=-15, late=9.0)
-    assert [line.value for line in found.lines] == [0.5]
-    assert found.why == "it was ended after 9 s"
-    assert gpu_check.read_result(part, ["noise"], code=0, late=None).state == "failed"
-
-
 def test_a_part_gets_the_time_that_the_one_before_it_leaves(small_parts, tmp_path, monkeypatch):
     limits = {}
 
@@ -246,63 +144,3 @@ def test_a_part_gets_the_time_that_the_one_before_it_leaves(small_parts, tmp_pat
     report = Report(tmp_path, "command", "cpu", 1, list(small_parts))
     gpu_check.Runner(arguments_of(patience=2.0)).run_stages(["over", "spoiled", "broken"], report)
     assert limits == {"over": 120.0, "spoiled": 120.0 - 50.0 + 120.0, "broken": 120.0}
-
-
-def test_an_interrupt_ends_what_runs(small_parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "GRACE", 1.0)
-    report = Report(tmp_path, "command", "cpu", 1, list(small_parts))
-    runner = gpu_check.Runner(arguments_of(patience=100.0))
-
-    def interrupt(self: object, *_: object) -> None:
-        while not runner._running:
-            time.sleep(0.05)
-        raise KeyboardInterrupt
-
-    class Future:
-        result = interrupt
-
-    class Pool(gpu_check.ThreadPoolExecutor):
-        def submit(self, *given: object, **named: object) -> Future:  # type: ignore[override]
-            super().submit(*given, **named)  # type: ignore[arg-type]
-            return Future()
-
-    monkeypatch.setattr(gpu_check, "ThreadPoolExecutor", Pool)
-    with pytest.raises(KeyboardInterrupt):
-        runner.run_stages(["slow", "good"], report)
-    assert list(report.results) == ["slow"], "nothing more begins"
-    assert report.results["slow"].failed, "it ran to its end"
-    assert list(json.loads((tmp_path / "gpu_check.json").read_text())["parts"]) == ["slow"], "written only at the end"
-
-
-def test_exit_code(small_parts, tmp_path, monkeypatch):
-    for names, code in ((["good", "absent"], 0), (["over"], 1)):
-        words = [word for name in names for word in ("--only", name)]
-        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--output", str(tmp_path), *words])
-        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
-        assert gpu_check.main() == code
-
-
-def test_parts_under_deepspeed_have_a_rank_for_each_gpu():
-    alone = gpu_check.part_command("kernels", arguments_of(device="cuda", small=False, ranks=4))
-    assert alone[1:] == [str(SCRIPTS / "gpu_check.py"), "--part", "kernels", "--device", "cuda"]
-    together = gpu_check.part_command("zero", arguments_of(ranks=4))
-    assert together[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    assert together[6:] == [str(SCRIPTS / "gpu_check.py"), "--part", "zero", "--device", "cpu", "--small"]
-
-
-def test_a_part_tells_its_lines_as_they_come(monkeypatch, capsys):
-    def look(_: Request):
-        yield Line("m", float("nan"), 1.0, "d")
-        yield "the rest"
-        raise ValueError
-
-    monkeypatch.setitem(PARTS, "kernels", Part(about="", look=look, seconds=1))
-    with pytest.raises(ValueError):  # noqa: PT011  # the one above
-        gpu_check.look("kernels", Request(CPU, small=True))
-    told = [gpu_check.heard(line) for line in capsys.readouterr().out.splitlines()]
-    assert told[0]["value"] is None
-    assert told[1:] == [{"left_out": "the rest"}]
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError):  # noqa: PT011
-        gpu_check.look("kernels", Request(CPU, small=True))
-    assert capsys.readouterr().out == ""

@@ -12,10 +12,9 @@ import torch
 from hostile import refuses
 from safetensors.torch import save_file
 
-from llmdistill.artifacts import MANIFEST, entries_damage, entries_of, manifest_damage
+from llmdistill.artifacts import MANIFEST, entries_of, manifest_damage
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.models.adapters import of_base
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher.cache_folder import CACHE_FILE, CacheFolder, shard_name
 
@@ -39,11 +38,6 @@ def test_the_entries_of_a_manifest(tmp_path: Path, files: dict[str, Any], said: 
     refuses(said, lambda: CacheFolder(tmp_path).check_files(World(0, 1, torch.device("cpu"))))
 
 
-def test_the_entries_of_scores(tmp_path: Path) -> None:
-    for files in ({"a": 5}, {"a": {"bytes": None, "sha256": None}}):
-        assert entries_damage(tmp_path, files) == f"{tmp_path / 'a'}: nothing tells its size and sha256"
-
-
 SHARDS: list[tuple[dict[str, torch.Tensor], dict[str, str] | None]] = [
     ({"a": torch.zeros(2)}, None),
     ({"ids": torch.zeros(2, 2, dtype=torch.int64)}, {"scaling": "[]"}),
@@ -60,11 +54,6 @@ def test_a_shard_that_is_none(tmp_path: Path, tensors: Any, metadata: Any) -> No
     write_json(tmp_path / CACHE_FILE, {"files": entries_of(tmp_path, [shard_name(0)]), "held": {}, "data": {}})
     refuses("cannot be read as a shard of a teacher's cache", lambda: CacheFolder(tmp_path).missing([1]))
     refuses("cannot be read as a shard of a teacher's cache", lambda: CacheFolder(tmp_path).scaling)
-
-
-def test_a_cache_without_shards(tmp_path: Path) -> None:
-    write_json(tmp_path / CACHE_FILE, {"files": {}, "held": {}, "data": {}})
-    refuses("cache.json: it names no shard", lambda: CacheFolder(tmp_path).missing([1]))
 
 
 @pytest.mark.parametrize("levels", [600, 28_000])
@@ -91,10 +80,3 @@ def test_the_fingerprint_of_weights_whose_header_lies(tmp_path: Path, tensor: An
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(header_of(tensor))
     refuses("its header is not that of a safetensors file", fingerprint, tmp_path)
-
-
-def test_an_adapter_whose_base_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmdistill.models.adapters._hub_adapter", lambda name: None)
-    for name in ("n" * 5_000, "a\0b"):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
-        assert of_base(tmp_path, fingerprint) == name

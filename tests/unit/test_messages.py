@@ -9,8 +9,6 @@ from functools import cache
 import pytest
 from pages import ROOT
 
-from llmdistill.errors import UserError
-
 WRONG = {
     "ends like a text": r"[.!\s]$",
     "has two sentences": r"[a-z)}][.!?] +[A-Z]",
@@ -57,9 +55,3 @@ def test_a_message_is_one_plain_sentence(rule: str) -> None:
     found = messages()
     assert len(found) > 300
     assert {place: text for place, text in found.items() if re.search(WRONG[rule], text)} == {}
-
-
-def test_a_user_error_stays_one_line() -> None:
-    error = UserError("a\nb.jsonl:3 is\tempty: give a row")
-    assert isinstance(error, ValueError)
-    assert str(error) == r"a\nb.jsonl:3 is\tempty: give a row"

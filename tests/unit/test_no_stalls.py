@@ -147,13 +147,6 @@ def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
     assert counts.shape == (3,)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_nor_does_one_without_padding(family: str) -> None:
-    trainer = make_trainer("makd", family)
-    with SlowCopies():
-        trainer.train_step([make_batch(family, padded=False)])
-
-
 def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
     trainer = make_trainer("kd", "llama", activation_checkpointing=True)
     with SlowCopies():

@@ -9,7 +9,6 @@ from contextlib import redirect_stderr
 import pytest
 
 from llmdistill import progress as shown
-from llmdistill.messages import say
 from llmdistill.progress import Activity, duration, progress
 
 
@@ -57,27 +56,6 @@ def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkey
     assert stderr.getvalue() == line  # the next is not due yet
 
 
-def test_what_a_unit_does_stands_last(at_once):
-    with redirect_stderr(io.StringIO()) as stderr, Activity("Comparing", 7, "runs", detail=lambda: "kd: 3/40"):
-        assert after(stderr, "\n") == "Comparing  0 of 7 runs, 0 s so far: kd: 3/40\n"
-    with redirect_stderr(Terminal()) as stderr, Activity("Comparing", 7, "runs", detail=lambda: "kd: 3/40"):
-        assert "[00:00<?, kd: 3/40]" in after(stderr, "3/40")
-
-
-def test_work_of_unknown_length_says_for_how_long_it_has_run(at_once):
-    with redirect_stderr(io.StringIO()) as stderr, Activity("Loading the model"):
-        assert after(stderr, "\n") == "Loading the model, 0 s so far\n"
-
-
-def test_a_line_on_stdout_puts_the_next_sign_of_life_off(at_once, capsys):
-    with redirect_stderr(io.StringIO()) as stderr, Activity("Training", 9, "steps"):
-        after(stderr, "\n")
-        shown._next_line = 0.0
-        say("a row of the log")
-        assert shown._next_line > time.monotonic()
-    assert capsys.readouterr().out == "a row of the log\n"
-
-
 @pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("TQDM_DISABLE", "1")])
 def test_other_ranks_and_quiet_processes_show_nothing(at_once, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
@@ -101,12 +79,6 @@ def test_work_that_is_over_soon_shows_nothing(loud):
         with redirect_stderr(stream):
             assert list(progress("ab", "Scoring", "batches")) == ["a", "b"]
         assert stream.getvalue().strip() == ""
-
-
-def test_an_exception_ends_the_activity(loud):
-    with pytest.raises(KeyError), Activity("Training", 9, "steps"):
-        raise KeyError
-    assert not shown._under_way
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "–"), (7.4, "7 s"), (59.9, "1 min 00 s"), (3700, "1 h 01 min")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -113,9 +112,3 @@ def test_a_folder_without_a_whole_model_is_named(run, hub, capsys, missing, said
     (run / missing).rename(run.parent / "gone")
     assert main(["push", str(run), "us/small"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_folder_of_data_is_no_model(run, hub, capsys):
-    assert main(["push", str(run / "inputs"), "us/small"]) == 2
-    assert "no config.json" in capsys.readouterr().err
-    assert json.dumps(hub.repositories) == "[]"

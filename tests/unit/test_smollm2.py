@@ -15,8 +15,6 @@ import pytest
 import torch
 
 import llmdistill
-from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.embedded import locate
 from llmdistill.models.gguf import gguf_file, origin
 from llmdistill.models.load import load_model
@@ -81,22 +79,6 @@ def test_it_answers_a_question(teacher, tokenizer):
     assert answer(teacher, tokenizer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_messages_become_its_own_turns(tokenizer):
-    rows = [Example("", "", ("Paris",), "rows:1", messages=(("user", QUESTION[0]["content"]),))]
-    (ids,) = encode_prompts(rows, tokenizer, Limits()).ids
-    text = tokenizer.decode(ids)
-    assert text.startswith("<|im_start|>system\n")
-    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
-def test_its_tokenizer_keeps_digits_apart_and_every_text(tokenizer):
-    assert tokenizer.tokenize("12345") == ["1", "2", "3", "4", "5"]
-    for text in (TEXT, "Größe  \n\t— 한국 🙂"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer) == 49152
-
-
 def test_its_weights_are_those_of_the_gguf_file(folder, teacher):
     file = gguf_file(PLACE)
     if file is None:
@@ -110,12 +92,6 @@ def test_its_weights_are_those_of_the_gguf_file(folder, teacher):
             found = teacher.model.get_submodule(names[tensor.name]).weight
             assert torch.equal(found, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
     assert origin(folder) == "dequantized from 4 bits (Q4_1)"
-
-
-def test_its_size_is_the_published_one(folder):
-    found = llmdistill.sizes(folder, target_params=SIZE)
-    assert found["teacher_params"] == 134_515_008
-    assert found["ratio"] == pytest.approx(0.8, abs=0.005)
 
 
 def test_perplexity_is_that_of_a_plain_loop(teacher, tokenizer):
@@ -132,10 +108,3 @@ def test_perplexity_is_that_of_a_plain_loop(teacher, tokenizer):
 def test_a_weighted_student_is_of_use_before_training(teacher, student, tokenizer):
     """Of this model plain SVD at this size leaves a perplexity of millions."""
     assert perplexity(teacher, tokenizer) < perplexity(student, tokenizer) < 1000
-
-
-def test_a_student_has_the_promised_size_and_names_its_teacher(folder, student_folder, student):
-    found = llmdistill.sizes(folder, target_params=SIZE)["student_params"]
-    assert sum(each.numel() for each in student.parameters()) == found
-    card = (student_folder / "README.md").read_text(encoding="utf-8")
-    assert ("dequantized from 4 bits (Q4_1)" in card) == (origin(folder) is not None)

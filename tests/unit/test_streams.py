@@ -42,12 +42,6 @@ def test_results_and_messages_have_their_streams(heard) -> None:
     assert "it is wrong" in err[3]
 
 
-def test_another_rank_only_warns(heard) -> None:
-    out, err = heard(RANK="1")
-    assert out == ["a table", '{"a": 1}']
-    assert err[0] == "warning: a.json is old"
-
-
 def test_a_level_leaves_messages_out_but_no_result(heard) -> None:
     out, err = heard(LLMDISTILL_LOG="Warning")
     assert out == ["a table", '{"a": 1}']

@@ -62,17 +62,6 @@ def test_settings_of_one_layer_do_not_replace_each_other(tmp_path):
     assert (factorize.rank, factorize.target_params) == (30, "50%")  # the plan refuses both together
 
 
-def test_a_given_student_and_a_shape_replace_each_other(tmp_path):
-    student = factorize_of(tmp_path, "student: {shape: 3x64x4}\n", "--student.model", "some/where")
-    assert (student.model, student.shape) == ("some/where", None)
-
-
-@pytest.mark.parametrize(("pairs", "next_sentence"), [("false", None), ("true", True)])
-def test_a_text_without_pairs_has_no_next_sentences(pairs, next_sentence):
-    words = ["--recipe", "makd/bert-256", "--data.text.pairs", pairs]
-    assert parse_run([*DS, *words], METHODS)[0].data.text.next_sentence is next_sentence
-
-
 KRONECKER = "student: {method: kronecker, factorize: {target_params: 20%, max_flops: 30%, sums: 2}}\n"
 INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, packing: true, bucket_steps: 4}\n"
 
@@ -80,6 +69,9 @@ INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, pack
 @pytest.mark.parametrize(
     ("recipe", "words", "expected"),
     [
+        ("student: {shape: 3x64x4}", ["--student.model", "some/where"], {"student.shape": None}),
+        ("extends: makd/bert-256", ["--data.text.pairs", "false"], {"data.text.next_sentence": None}),
+        ("extends: makd/bert-256", ["--data.text.pairs", "true"], {"data.text.next_sentence": True}),
         ("train: {epochs: 3}", ["--train.steps", "50"], {"train.steps": 50, "train.epochs": None}),
         ("data: {kind: text, train: a.txt}\ntrain: {steps: 7}", ["--train.epochs", "2"], {"train.epochs": 2}),
         ("train: {warmup_ratio: 0.1}", ["--train.warmup_steps", "5"], {"train.warmup_ratio": None}),

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from llmdistill.data import columns
 from llmdistill.data.columns import Layout, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.store import store
@@ -102,9 +101,3 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "set" / name).write_bytes(b"ARROW1")
     with pytest.raises(UserError, match="damaged tokens in the cache"):
         StoredSplits(tmp_path / "set").items("train", PAIRS)
-
-
-def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(in_pieces(range(5), 2)) == [[0, 1], [2, 3], [4]]
-    monkeypatch.setattr(columns, "AT_ONCE", 3)
-    assert list(in_pieces("abcd")) == [["a", "b", "c"], ["d"]]

@@ -202,15 +202,6 @@ class TestCache:
         make(row, "a.jsonl")
         assert folders() == 7
 
-    def test_its_place(self, make: Callable, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        make(TEXT, cache_dir=tmp_path / "own")
-        assert len(list((tmp_path / "own" / "corpora").iterdir())) == 1
-        assert not cache.exists()
-        monkeypatch.delenv("LLMDISTILL_CACHE")
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        make(TEXT)
-        assert len(list((tmp_path / "home" / ".cache" / "llmdistill" / "corpora").iterdir())) == 1
-
 
 def numbered(path: Path, documents: int) -> Path:
     """Each document is its number, in one or two lines."""

@@ -8,19 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from tiny import SETTINGS, tiny_model
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate, collate_packed, pack
@@ -88,38 +76,22 @@ def test_first_fit_decreasing() -> None:
     assert pack(lengths, 10) == [[1, 4], [0, 3, 2, 5]], "20 tokens need two rows of 10, and fill them"
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
+PACKED = [name for name in SETTINGS if FAMILIES[name].causal and not FAMILIES[name].own_mask]
+SOME_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
-ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=4),
-    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "smollm3": SmolLM3Config(**SIZES, **ENDS, no_rope_layer_interval=2),
-    "olmo2": Olmo2Config(**SIZES, **ENDS),
-    "granite": GraniteConfig(**SIZES, **ENDS, attention_multiplier=8**-0.5),
-    "gemma3_text": Gemma3TextConfig(**SIZES, **ENDS, head_dim=8, sliding_window=4),
-    "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3, **ENDS),
-}
+"""Settings of which only some layers have sliding windows or positions."""
 
 
 def test_every_decoder_is_tried() -> None:
-    assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal and not family.own_mask}
+    assert set(PACKED) == {name for name, family in FAMILIES.items() if family.causal and not family.own_mask}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PACKED)
 def test_a_packed_example_gives_the_logits_that_it_gives_alone(name: str) -> None:
+    model = tiny_model(name, scale=5.0, **SOME_LAYERS.get(name, {}))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").eval()
     items = [Encoded(torch.randint(2, 60, (n,)).tolist(), [3, 1]) for n in (5, 7, 3, 9, 1)]
     batch = collate_packed(items, pad_token_id=1, max_length=16)
     assert len(batch.input_ids) == 3 > int((batch.attention_mask == 0).any())

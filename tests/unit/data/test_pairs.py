@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.pairs import (
@@ -23,16 +23,8 @@ A, B, C, D = 3, 4, 5, 6
 
 def tokenizer(*, segments: bool = True) -> PreTrainedTokenizerFast:
     """One token a letter; [CLS] is 0, [SEP] 1 and [PAD] 2."""
-    words = ["[CLS]", "[SEP]", "[PAD]", "a", "b", "c", "d"]
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[PAD]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
-    )
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", model_input_names=names)
+    return word_tokenizer(["[CLS]", "[SEP]", "[PAD]", *"abcd", "[UNK]"], letters=True, model_input_names=names)
 
 
 def examples(*sentences: tuple[str, str | None], target: int | float | None = 1) -> list[PairExample]:

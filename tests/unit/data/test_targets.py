@@ -3,25 +3,20 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.targets import MaskedTargets, TargetExample, encode_targets
 
 PAD, CLS, SEP, MASK = range(4)
-NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
 
-def tokenizer(*, segments: bool = True, without: str = "") -> PreTrainedTokenizerFast:
+def tokenizer(*, segments: bool = True) -> PreTrainedTokenizerFast:
     """One token a letter, from 4 on."""
-    words = [*NAMES.values(), *"abcdefghij"]
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[PAD]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    names = {name: token for name, token in NAMES.items() if name != without}
-    inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names)
+    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", "[UNK]"]
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
+    return word_tokenizer(words, marked=False, letters=True, model_input_names=names)
 
 
 A, B, C, D = 4, 5, 6, 7
@@ -88,14 +83,3 @@ def test_masks_depend_on_seed_epoch_and_index_alone() -> None:
     assert torch.equal(one.input_ids[0], again.input_ids[0, :21])
     rows = {tuple(sequences.batch([place], seed).labels[0].tolist()) for place in (0, 2, 4) for seed in (0, 1)}
     assert len(rows) > 3
-
-
-def test_two_ranks_see_what_one_does_the_longest_first() -> None:
-    share = {"seed": 0, "global_batch_size": 4, "micro_batch_size": 2}
-    whole = SequenceLoader(made(0.5), Share(**share)).micro_batches(3)
-    parts = [SequenceLoader(made(0.5), Share(**share, rank=rank, world_size=2)).micro_batches(3) for rank in (0, 1)]
-    for one, (other,) in zip(whole, parts, strict=True):
-        assert torch.equal(one.input_ids, other.input_ids)
-        assert torch.equal(one.labels, other.labels)
-    lengths = [int(row.sum()) for batch in whole for row in batch.attention_mask]
-    assert lengths == sorted(lengths, reverse=True)

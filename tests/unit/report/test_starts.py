@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.report import plots
-from llmdistill.report.panels import plot_sizes
-from llmdistill.report.score import ROUGE_L
 from llmdistill.report.starts import (
     draw_predictions,
     draw_weighting,
@@ -69,17 +66,6 @@ def test_only_what_says_something_is_drawn():
     assert draw_weighting(weighting(ranks=one_rank, weighting="activations")) == []
     assert draw_weighting({}) == []
     assert draw_weighting({"ranks": one_rank, "tokens": 5}) == []
-
-
-def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
-    looks = plots.method_styles(["plain", "loss"])
-    lines = [("plain", looks["plain"], [(500, 4.0), (300, 3.0)]), ("loss", looks["loss"], [(300, 5.0), (500, 6.0)])]
-    figure = plot_sizes({"untrained": lines, "KD": lines[:1]}, 9.0, ROUGE_L, ["seen"])
-    first, second = figure.axes
-    assert [axes.get_title(loc="left") for axes in (first, second)] == ["untrained", "KD"]
-    assert [list(line.get_ydata()) for line in first.lines] == [[3.0, 4.0], [5.0, 6.0], [9.0, 9.0]]
-    assert list(second.lines[0].get_xdata()) == [300, 500]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "loss", "teacher"]
 
 
 def test_predictions_are_drawn_against_what_was_measured():
