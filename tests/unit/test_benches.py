@@ -12,7 +12,6 @@ from pathlib import Path
 import bench_calibration
 import bench_scale
 import bench_serve
-import bench_students
 import pytest
 import step_rows
 import torch
@@ -151,17 +150,6 @@ def test_labeled_share_stands_at_the_end():
     setting = make_setting(row, CPU)
     assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
-
-
-def test_kronecker_student_has_fewer_multiply_adds():
-    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 3, "batch": 2, "tokens": 5}
-    shapes = {"*.attention.*": "8x2", "*.intermediate.dense": "4x2", "*.output.dense": "2x4"}
-    factorized = {**sizes, "factorize": {"shapes": shapes, "embedding_columns": 4}}
-    dense, student = (bench_students.build(row, CPU).facts["multiply_adds"] for row in (sizes, factorized))
-    # The first factor's n1 m2 m1 and the second one's n2 m2 n1 (n1 n2 m1 with the first one first) for each token.
-    attention = 16 * 16 - (2 * 2 * 8 + 8 * 2 * 2)
-    up, down = 64 * 16 - (8 * 16 * 2 + 2 * 16 * 4), 16 * 64 - (4 * 16 * 2 + 16 * 8 * 2)
-    assert dense - student == 3 * (4 * attention + up + down) * 2 * 5
 
 
 def test_calibration_counts_what_a_pass_measures():

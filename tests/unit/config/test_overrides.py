@@ -29,12 +29,10 @@ def factorize_of(tmp_path, text, *words):
     [
         ([], KEPT),
         (["--student.factorize.rank", "30"], {"rank": 30, "weighting": "gradients"}),
-        (["--student.factorize.rank=30"], {"rank": 30, "weighting": "gradients"}),
         (["--student.factorize.rank", "null"], KEPT),
         (["--student.factorize.ranks", "{'*q*': 3}"], {"ranks": {"*q*": 3}, "weighting": "gradients"}),
         (["--student.factorize.target_params", "50%"], {**KEPT, "target_params": "50%"}),
         (["--student.factorize.weighting", "activations"], {"target_params": "34%", "weighting": "activations"}),
-        (["--student.factorize.weighting", "gradients"], KEPT),
         # What the recipe says already changes nothing.
         (["--student.method", "svd"], KEPT),
         (["--student.shape", "3x128x4"], {"target_params": "34%"}),
