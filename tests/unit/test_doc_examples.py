@@ -32,7 +32,8 @@ NOT_RUN = {
 
 SHORTER = {
     "README.md": {
-        '"examples": 256': '"examples": 16',
+        '"examples": 256': '"examples": 8, "held_out": 4',
+        '"global_batch_size": 32': '"global_batch_size": 4',
         '"steps": 120': '"steps": 2',
         'decoding="greedy"': 'decoding="greedy", limit=2',
     },

@@ -91,15 +91,6 @@ class TestEncode:
         assert data.items[0].prompt_ids.count(0) == 0
         assert data.items[0].response_ids.count(0) == 1
 
-    def test_limits_and_end_token_are_checked(self, word_tokenizer: Make) -> None:
-        for lengths in ((10, 10), (0, 10)):
-            with pytest.raises(UserError, match="max_prompt_length"):
-                Limits(max_prompt_length=lengths[0], max_length=lengths[1])
-        tokenizer = word_tokenizer()
-        tokenizer.eos_token = None
-        with pytest.raises(UserError, match="no end token"):
-            encode(self.examples(1), tokenizer, Limits(max_prompt_length=180, max_length=200))
-
 
 CHAT = Example("", "", ("Hello.",), "x:1", messages=(("system", "Be short."), ("user", "Hi.")))
 RAW = Example("", "", ("Hello.",), "x:2", raw_prompt="{Hi} ")
@@ -151,16 +142,6 @@ class TestForms:
         assert (dropped.kept, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
         with pytest.raises(UserError, match=r"3 of 5 prompts are longer .* first x:1 with"):
             encode_prompts(mixed, tokenizer, Limits(**{**limits, "long_prompts": "error"}))
-
-    def test_messages_need_a_template_that_takes_them(self, word_tokenizer: Make) -> None:
-        for tokenizer in (None, word_tokenizer()):
-            with pytest.raises(
-                UserError, match=r"^x:1: .*the tokenizer has no chat template; give one in tokenizer_conf"
-            ):
-                render_prompt(CHAT, tokenizer)
-        odd = Example("", "", ("a",), "x:9", messages=(("user", "Hi."), ("system", "Be short.")))
-        with pytest.raises(UserError, match=r"^x:9: the tokenizer's chat template refuses .*system comes first"):
-            encode([odd], word_tokenizer(chat=True), Limits(max_prompt_length=200, max_length=300))
 
 
 @pytest.mark.parametrize(

@@ -117,17 +117,6 @@ def test_share_of_the_steps(model) -> None:
     assert all(answer == [9, END] for _, answer in rows([batch]))
 
 
-def test_the_model_is_left_as_it_was(model) -> None:
-    model.train()
-    shipped, state = model.generation_config, torch.random.get_rng_state()
-    make(model).micro_batches(0)
-    assert model.training
-    assert all(module.training for module in model.modules())
-    assert model.generation_config is shipped
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_noise_draws_from_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     noise = RowNoise([7, 8], torch.device("cpu"))
