@@ -243,12 +243,3 @@ def test_bad_input_is_one_sentence(capsys, arguments, said):
     assert written.err.startswith(f"error: {said}")
     assert written.err.count("\n") == 1
     assert written.out == ""
-
-
-def test_plan_that_nothing_fits_says_what_is_missing(capsys, run):
-    arguments = ["plan", *run, "--ds_config", "zero1", "--gpus", "2", "--gpu_memory", "2.1GB", "--json"]
-    assert cli.main(arguments) == 2
-    written = capsys.readouterr()
-    assert written.err.startswith("error: --gpu_memory: nothing fits in 2.1 GB: zero1, micro batches of 1")
-    assert "GB too much" in written.err
-    assert json.loads(written.out)["proposal"] is None
