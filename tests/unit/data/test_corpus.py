@@ -87,6 +87,12 @@ class TestPlainText:
         path.write_bytes("\ufeffa\u2028b\n".encode())
         assert read(tokenize(path, letters(more="\u2028"))) == [["a\u2028b"]]
 
+    def test_more_segments_than_are_tokenized_at_once(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_AT_ONCE", 2)
+        lines = [f"line {number}" if number % 4 else "" for number in range(1, 30)]
+        expected = [part.split("\n") for part in "\n".join(lines).split("\n\n")]
+        assert read(make("\n".join(lines))) == [[line for line in part if line] for part in expected]
+
     def test_lines_without_tokens_are_no_segments(self, make: Callable, tmp_path: Path) -> None:
         tokenizer = letters()
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")

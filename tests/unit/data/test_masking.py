@@ -137,3 +137,7 @@ class TestWordStarts:
         normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer = fast(models.Unigram(vocabulary), None, normalizer, bos_token="<s>")
         assert starts_of(tokenizer) == {"<s>", "▁", "▁a"}
+
+    def test_a_vocabulary_with_holes(self) -> None:
+        tokenizer = fast(models.WordPiece({"[UNK]": 0, "a": 7, "##b": 9}, unk_token="[UNK]"))
+        assert np.flatnonzero(word_starts(tokenizer)).tolist() == [0, 7]

@@ -92,6 +92,13 @@ def test_the_batches_depend_on_seed_and_step_alone(parts: dict[str, TextSequence
     assert seen(mixed, range(0, 20)) != seen(mixed, range(0, 20), seed=6)
 
 
+def test_the_same_places_of_two_texts_have_different_masks(parts: dict[str, TextSequences]) -> None:
+    masks = {
+        tuple((parts["en"].read(0, 0, 3, number).labels >= 0).tolist()) for number in range(12)
+    }  # of one sequence of the same lengths, drawn as the part of that number
+    assert len(masks) > 3
+
+
 def test_counts_add_up_and_leave_nobody_out() -> None:
     for sizes in ([1000, 1], [3, 3, 3], [1, 1], [10**9, 10**6, 5], [7]):
         for exponent in (0.0, 0.3, 1.0):
