@@ -6,6 +6,7 @@ this interface and does not name any task.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class ScoreTable:
 
 
 class TaskData(ABC):
-    """The examples of a task, read and checked."""
+    """The examples of a task, read and checked: what `Task.read` returns."""
 
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer of the student."""
@@ -148,8 +149,11 @@ class TaskData(ABC):
         return None
 
 
-class Task(ABC):
-    """The task of a run. It is created from the configuration only; `read` reads the examples."""
+class Task(TaskData):
+    """The task of a run. It is created from the configuration only; `read` reads the examples.
+
+    The methods of TaskData are for what `read` returns, which is the task itself with its examples (`having`).
+    """
 
     head: ClassVar[Head | None] = None
     """The head that the models need for the task; None if the terms of the loss determine the head."""
@@ -170,6 +174,12 @@ class Task(ABC):
         self.config = config
         self.trains = trains
         self.teacher_writes = teacher_writes
+
+    def having(self, **found: Any) -> Any:
+        """Return a copy of the task with other attributes, such as its examples."""
+        task = copy.copy(self)
+        vars(task).update(found)
+        return task
 
     @property
     def hub(self) -> str | None:

@@ -6,21 +6,20 @@ Such a task is a class of `Benchmark`. One class may serve several tasks, which 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
-from llmdistill.data.columns import MappedItems, StoredSplits
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.load import Head
 from llmdistill.tasks import task_class, task_key
-from llmdistill.tasks.base import ScoredModel, ScoreTable, TaskData
+from llmdistill.tasks.base import ScoredModel, ScoreTable
 from llmdistill.tasks.stored import StoredTask
 
 HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
@@ -33,139 +32,6 @@ _NAMED = 3
 """The number of skipped questions that a warning names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkData(TaskData):
-    """The examples of a benchmark."""
-
-    table_title: ClassVar[str] = "Dev sets x 100"
-    decimals: ClassVar[int] = 1
-    """The decimals of the scores in `table`."""
-
-    config: RunConfig
-    """The settings of the run."""
-    key: str
-    """The key of the task in `tasks.TASKS`."""
-    tokenizer: PreTrainedTokenizerBase
-    encoded: Mapping[str, MappedItems[Any]]
-    """The tokens of the training set (if it is read), and of the other sets."""
-    meta: Mapping[str, Any]
-    """What `Benchmark.write` has returned."""
-    text: Callable[[str], Any]
-    """Reads what `Benchmark.write` has written of a split beside its tokens."""
-    digest: str
-    """Identifies the examples and their tokens."""
-    report: str
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences per rank in a forward pass of scoring."""
-        return self.config.train.micro_batch_size or self.config.train.global_batch_size
-
-    @property
-    @abstractmethod
-    def metrics(self) -> Sequence[str]:
-        """The metrics of each column; settings are chosen by the first one."""
-
-    @property
-    def shown(self) -> Sequence[str]:
-        """The metrics of each column that the table of a study shows."""
-        return self.metrics[:1]
-
-    @property
-    @abstractmethod
-    def main_column(self) -> str:
-        """The column that stands for the task in an average over tasks."""
-
-    @abstractmethod
-    def column(self, name: str) -> str:
-        """Return the column of one of `sets` in tables."""
-
-    @property
-    @abstractmethod
-    def chance(self) -> float:
-        """The first metric of the best constant answer to the dev split, from 0 to 100."""
-
-    @property
-    def train(self) -> Any:
-        """The tokens of the training set; none if it is not read."""
-        return self.encoded.get("train", ())
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The number of examples of each split, `train` first."""
-        return {"train": len(self.train), **{name: len(self.encoded[name]) for name in self.sets}}
-
-    @property
-    def submissions(self) -> Mapping[str, str]:
-        """The name of the file for a benchmark's server by test split; empty without such a split."""
-        return {}
-
-    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
-        """Write the file of one of `submissions`; every rank must call this method."""
-        raise AssertionError(f"{type(self).__name__} has no test split")
-
-    def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: no batches, because dev is scored by the metrics of the task."""
-        return []
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData. The steps of each epoch are rounded up, as in the papers."""
-        return epochs * -(-len(self.train) // global_batch_size)
-
-    def loader(self, share: Share) -> Loader:
-        """See TaskData."""
-        return TrainLoader(self.train, share, self.collate)
-
-    def collate(self, items: Sequence[Any]) -> Batch:
-        """Collate encoded examples."""
-        raise AssertionError(f"{type(self).__name__} has a loader of its own")
-
-    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that `summary` shows of the score of a set."""
-        return dict(score["metrics"])
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See TaskData.
-
-        Returns:
-            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": that of the
-            best constant answer}``.
-        """
-        columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
-        return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
-
-    def metric_name(self, metric: str) -> str:
-        """Return the name of a metric in sentences and tables."""
-        return metric
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See TaskData: every metric of every column."""
-        shown = "  ".join(
-            f"{column} {self.metric_name(metric)} {value:.2f}"
-            for column, metrics in summary["dev"].items()
-            for metric, value in metrics.items()
-        )
-        return f"Dev scores of the {model}: {shown}"
-
-    @abstractmethod
-    def legend(self) -> str:
-        """Return what the columns of `table` are."""
-
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See TaskData: every metric of every column."""
-        dev = next(iter(results.values()))["dev"] if results else {}
-        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
-        return ScoreTable(
-            title=self.table_title,
-            columns=[f"{column} {self.metric_name(metric)}" for column, metric in columns],
-            rows={
-                name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
-                for name, result in results.items()
-            },
-            legend=self.legend(),
-        )
-
-
 class Benchmark(StoredTask):
     """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
 
@@ -173,8 +39,9 @@ class Benchmark(StoredTask):
     head: ClassVar[Head]
     usual_length: ClassVar[int]
     """The usual maximum number of tokens of an example."""
-    data_class: ClassVar[type[BenchmarkData]]
-    """The class of its examples."""
+    table_title: ClassVar[str] = "Dev sets x 100"
+    decimals: ClassVar[int] = 1
+    """The decimals of the scores in `table`."""
     has_classes: ClassVar[bool] = True
     """Whether the targets are classes or scores of whole examples, which a figure may color."""
 
@@ -228,33 +95,109 @@ class Benchmark(StoredTask):
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """Return the config that a model will have once it is fine-tuned on a task."""
 
-    def data(
-        self,
-        stored: StoredSplits,
-        encoded: Mapping[str, MappedItems[Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        digest: str,
-    ) -> BenchmarkData:
-        """See StoredTask."""
-        return self.data_class(
-            config=self.config,
-            key=self.key,
-            tokenizer=tokenizer,
-            encoded=encoded,
-            meta=stored.meta,
-            text=stored.text,
-            digest=digest,
-            report=self.report(stored.meta, len(encoded.get("train", ()))),
-        )
-
-    @abstractmethod
-    def report(self, meta: Mapping[str, Any], num_sequences: int) -> str:
-        """Return one sentence about the training set, of what `write` has returned and its number of sequences."""
-
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. The teacher is fine-tuned on the task."""
         if key == "teacher.model":
             self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
+
+    @property
+    @abstractmethod
+    def metrics(self) -> Sequence[str]:
+        """The metrics of each column; settings are chosen by the first one."""
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """The metrics of each column that the table of a study shows."""
+        return self.metrics[:1]
+
+    @property
+    @abstractmethod
+    def main_column(self) -> str:
+        """The column that stands for the task in an average over tasks."""
+
+    @abstractmethod
+    def column(self, name: str) -> str:
+        """Return the column of one of `sets` in tables."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """The first metric of the best constant answer to the dev split, from 0 to 100."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The number of examples of each split, `train` first."""
+        return {"train": len(self.train), **{name: len(self.encoded[name]) for name in self.sets}}
+
+    @property
+    def submissions(self) -> Mapping[str, str]:
+        """The name of the file for a benchmark's server by test split; empty without such a split."""
+        return {}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        """Write the file of one of `submissions`; every rank must call this method."""
+        raise AssertionError(f"{type(self).__name__} has no test split")
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See Task: no batches, because dev is scored by the metrics of the task."""
+        return []
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See Task. The steps of each epoch are rounded up, as in the papers."""
+        return epochs * -(-len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> Loader:
+        """See Task."""
+        return TrainLoader(self.train, share, self.collate)
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        """Collate encoded examples."""
+        raise AssertionError(f"{type(self).__name__} has a loader of its own")
+
+    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics that `summary` shows of the score of a set."""
+        return dict(score["metrics"])
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Task.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": that of the
+            best constant answer}``.
+        """
+        columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
+        return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
+
+    def metric_name(self, metric: str) -> str:
+        """Return the name of a metric in sentences and tables."""
+        return metric
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See Task: every metric of every column."""
+        shown = "  ".join(
+            f"{column} {self.metric_name(metric)} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        return f"Dev scores of the {model}: {shown}"
+
+    @abstractmethod
+    def legend(self) -> str:
+        """Return what the columns of `table` are."""
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See Task: every metric of every column."""
+        dev = next(iter(results.values()))["dev"] if results else {}
+        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
+        return ScoreTable(
+            title=self.table_title,
+            columns=[f"{column} {self.metric_name(metric)}" for column, metric in columns],
+            rows={
+                name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
+                for name, result in results.items()
+            },
+            legend=self.legend(),
+        )
 
 
 def benchmark_class(key: str) -> type[Benchmark]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs
 from llmdistill.errors import UserError
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.classification import (
     chance_score,
     predict,
@@ -47,111 +46,12 @@ from llmdistill.tasks.out_of_domain import check_further, read_further, sets_of
 from llmdistill.tasks.stored import TaskFiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlueData(BenchmarkData):
-    """The examples of one task of GLUE."""
-
-    @property
-    def labels(self) -> Mapping[str, Sequence[int]]:
-        """For each further set the label that each class of the task stands for."""
-        return cast("Mapping[str, Sequence[int]]", self.meta["labels"])
-
-    @property
-    def name(self) -> str:
-        """The name of the task in glue_files.GLUE_TASKS."""
-        return glue_name(self.key)
-
-    @property
-    def task(self) -> GlueTask:
-        """The properties of the task in GLUE."""
-        return GLUE_TASKS[self.name]
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """See BenchmarkData: all metrics of GLUE."""
-        first = self.config.data.task.metric or self.task.metrics[0]
-        return (first, *(each for each in self.task.metrics if each != first))
-
-    @property
-    def main_column(self) -> str:
-        """See BenchmarkData: the column of the matched split."""
-        return self.column("dev")
-
-    def column(self, name: str) -> str:
-        """See BenchmarkData."""
-        return name if name in self.labels else column_of(self.name, cast(Split, name))
-
-    @property
-    def chance(self) -> float:
-        """See BenchmarkData."""
-        return chance_score(self.name, self.encoded["dev"], cast(Metric, self.metrics[0]))
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: the dev splits, and the further sets."""
-        scored = [name for name in self.encoded if name in DEV or name in self.labels]
-        return {name: {"examples": self.digest} for name in scored}
-
-    @property
-    def submissions(self) -> dict[str, str]:
-        """See BenchmarkData: the files for the GLUE server."""
-        return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
-
-    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
-        """See BenchmarkData."""
-        items = self.encoded[split]
-        answers = self._answers(scored, items)
-        if scored.world.is_main:
-            write_submission(path, self.task, items, answers)
-
-    def collate(self, items: Sequence[EncodedPair]) -> Batch:
-        """See BenchmarkData."""
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_pairs(items, padding)
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: the task's metrics on a dev split, the accuracy of the labels on a further set."""
-        items, labels = self.encoded[name], self.labels.get(name)
-        answers = self._answers(scored, items)
-        if labels is not None:
-            answers = np.array(labels)[answers]
-        if scored.world.is_main:
-            write_answers(scored.predictions / f"{name}.tsv", items, answers)
-        targets = targets_of(items)
-        if labels is not None:
-            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
-        return {"metrics": task_metrics(self.name, answers, targets), "examples": len(items)}
-
-    def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
-        """Return the model's class or score of each item; every rank must call this method."""
-        with scoring_forward(scored.model) as forward:
-            return predict(forward, items, self.collate, self.task, batch_size=self.batch_size, world=scored.world)
-
-    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: a warning if the teacher is not better than chance."""
-        if teacher is None or teacher["score"] > teacher["chance"]:
-            return []
-        return [
-            f"the teacher {self.config.teacher.model} scores at chance on {self.name}: {self.metrics[0]} "
-            f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
-            "be learned from it: fine-tune it first, or check that its classes are in GLUE's order"
-        ]
-
-    def legend(self) -> str:
-        """See BenchmarkData."""
-        text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
-        if self.labels:
-            text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."
-        return text
-
-
 class Glue(Benchmark):
     """One task of GLUE."""
 
     head = "sequence"
     usual_length = 128
     layout = PAIRS
-    data_class: ClassVar[type[BenchmarkData]] = GlueData
 
     @property
     def hub(self) -> str:
@@ -262,6 +162,88 @@ class Glue(Benchmark):
                 writer.add(name, pieces, PAIRS)
         return {"labels": {name: each.labels for name, each in files.sets.items() if each.labels}}
 
-    def report(self, meta: Mapping[str, Any], num_sequences: int) -> str:
+    def about_training(self) -> str:
+        return f"{len(self.train):,} examples"
+
+    @property
+    def labels(self) -> Mapping[str, Sequence[int]]:
+        """For each further set the label that each class of the task stands for."""
+        return cast("Mapping[str, Sequence[int]]", self.meta["labels"])
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See Benchmark: all metrics of GLUE."""
+        first = self.config.data.task.metric or self.task.metrics[0]
+        return (first, *(each for each in self.task.metrics if each != first))
+
+    @property
+    def main_column(self) -> str:
+        """See Benchmark: the column of the matched split."""
+        return self.column("dev")
+
+    def column(self, name: str) -> str:
         """See Benchmark."""
-        return f"{num_sequences:,} examples"
+        return name if name in self.labels else column_of(self.name, cast(Split, name))
+
+    @property
+    def chance(self) -> float:
+        """See Benchmark."""
+        return chance_score(self.name, self.encoded["dev"], cast(Metric, self.metrics[0]))
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See Task: the dev splits, and the further sets."""
+        scored = [name for name in self.encoded if name in DEV or name in self.labels]
+        return {name: {"examples": self.digest} for name in scored}
+
+    @property
+    def submissions(self) -> dict[str, str]:
+        """See Benchmark: the files for the GLUE server."""
+        return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        """See Benchmark."""
+        items = self.encoded[split]
+        answers = self._answers(scored, items)
+        if scored.world.is_main:
+            write_submission(path, self.task, items, answers)
+
+    def collate(self, items: Sequence[EncodedPair]) -> Batch:
+        """See Benchmark."""
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: the task's metrics on a dev split, the accuracy of the labels on a further set."""
+        items, labels = self.encoded[name], self.labels.get(name)
+        answers = self._answers(scored, items)
+        if labels is not None:
+            answers = np.array(labels)[answers]
+        if scored.world.is_main:
+            write_answers(scored.predictions / f"{name}.tsv", items, answers)
+        targets = targets_of(items)
+        if labels is not None:
+            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
+        return {"metrics": task_metrics(self.name, answers, targets), "examples": len(items)}
+
+    def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
+        """Return the model's class or score of each item; every rank must call this method."""
+        with scoring_forward(scored.model) as forward:
+            return predict(forward, items, self.collate, self.task, batch_size=self.batch_size, world=scored.world)
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See Task: a warning if the teacher is not better than chance."""
+        if teacher is None or teacher["score"] > teacher["chance"]:
+            return []
+        return [
+            f"the teacher {self.config.teacher.model} scores at chance on {self.name}: {self.metrics[0]} "
+            f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
+            "be learned from it: fine-tune it first, or check that its classes are in GLUE's order"
+        ]
+
+    def legend(self) -> str:
+        """See Benchmark."""
+        text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
+        if self.labels:
+            text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."
+        return text

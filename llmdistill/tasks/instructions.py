@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import DataConfig, GenerationConfig, RunConfig
+from llmdistill.config import GenerationConfig, RunConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.data.columns import MappedItems
 from llmdistill.data.example_store import StoredExamples, open_examples, store_examples
@@ -32,7 +33,7 @@ from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.runtime.exchange import open_exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
@@ -46,6 +47,22 @@ class Instructions(Task):
 
     validates_labels = True
     validation_metric = "ROUGE-L"
+    report = ""
+    teachers_tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    texts: TextTests
+    """The test sets that are texts."""
+    written_by: Path | None
+    """The teacher, if it must have written the training set."""
+    train: MappedItems[Encoded] | None = None
+    """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
+    valid: Sequence[Example] = ()
+    """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
+    valid_items: Sequence[Encoded] = ()
+    """The validation set, encoded by the student's tokenizer."""
+    tests: Mapping[str, Sequence[Example]] = MappingProxyType({})
+    """The test sets of instructions."""
+    data_warnings: Sequence[str] = ()
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Raise UserError if a test set has the name of the validation set."""
@@ -85,56 +102,26 @@ class Instructions(Task):
                 check_first_row(locate(reference))
         check_texts(texts)
 
-    def read(self, models: Models) -> InstructionData:
+    def read(self, models: Models) -> Instructions:
         """See Task. The examples are only read when they are prepared."""
-        teacher_tokenizer = load_tokenizer(models.teacher_path)
+        teachers_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
-        tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
-        return InstructionData(
-            settings=self.config.data,
-            limits=Limits.of(self.config.data, [teacher_tokenizer, tokenizer]),
-            scoring=self.config.scoring,
-            texts=TextTests.of(self.config, models),
-            trains=self.trains,
+        tokenizer = teachers_tokenizer if shared else load_tokenizer(models.tokenizer_path)
+        return self.having(
             tokenizer=tokenizer,
-            teachers_tokenizer=teacher_tokenizer,
+            teachers_tokenizer=teachers_tokenizer,
+            limits=Limits.of(self.config.data, [teachers_tokenizer, tokenizer]),
+            texts=TextTests.of(self.config, models),
             written_by=models.teacher_path if self.teacher_writes else None,
-            report="",
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class InstructionData(TaskData):
-    """The examples of a run on instructions."""
-
-    settings: DataConfig
-    limits: Limits
-    scoring: GenerationConfig
-    texts: TextTests
-    """The test sets that are texts."""
-    trains: bool
-    tokenizer: PreTrainedTokenizerBase
-    teachers_tokenizer: PreTrainedTokenizerBase
-    written_by: Path | None
-    """The teacher, if it must have written the training set."""
-    train: MappedItems[Encoded] | None = None
-    """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
-    valid: Sequence[Example] = ()
-    """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
-    valid_items: Sequence[Encoded] = ()
-    """The validation set, encoded by the student's tokenizer."""
-    tests: Mapping[str, Sequence[Example]] = field(default_factory=dict)
-    """The test sets of instructions."""
-    report: str
-    data_warnings: Sequence[str] = ()
-
-    def prepared(self, world: World) -> InstructionData:
-        """See TaskData. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
+    def prepared(self, world: World) -> Instructions:
+        """See Task. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
 
         Raises:
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
-        settings = self.settings
+        settings = self.config.data
         valid, tests, warning = on_main(self._read, world)
         valid_items = self._stored(settings.valid, world).items if settings.valid is not None else ()
         train, report = None, "not read, as nothing is trained"
@@ -143,8 +130,7 @@ class InstructionData(TaskData):
         elif self.trains:
             stored = self._stored(settings.train, world)
             train, report = stored.items, stored.counts.report()
-        return replace(
-            self,
+        return self.having(
             train=train,
             valid=valid,
             valid_items=valid_items,
@@ -155,14 +141,14 @@ class InstructionData(TaskData):
 
     def _read(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
-        data = self.settings
+        data = self.config.data
         valid = [] if data.valid is None else read_examples(locate(data.valid))
         asked = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
         tests = {name: read_examples(locate(path)) for name, path in asked.items()}
         scored = {**({VALID: valid} if valid else {}), **tests}
         shared = self.tokenizer is self.teachers_tokenizer
         for each in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
-            encode_sets(scored, each, self.scoring, self.limits)
+            encode_sets(scored, each, self.config.scoring, self.limits)
         self.texts.check(self.tokenizer, self.teachers_tokenizer)
         if data.streaming:
             check_stream(locate(data.train), self.tokenizer, self.limits)
@@ -171,7 +157,7 @@ class InstructionData(TaskData):
 
     def _stored(self, reference: str, world: World) -> StoredExamples:
         make = partial(
-            store_examples, locate(reference), self.tokenizer, self.limits, cache_dir=self.settings.cache_dir
+            store_examples, locate(reference), self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir
         )
         folder = made_once(make, world)
         return on_every(lambda: open_examples(folder), world)
@@ -184,10 +170,12 @@ class InstructionData(TaskData):
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
 
     def _generation(self, name: str) -> GenerationConfig:
-        return replace(self.scoring, seeds=self.scoring.seeds[:1]) if name == VALID else self.scoring
+        return (
+            replace(self.config.scoring, seeds=self.config.scoring.seeds[:1]) if name == VALID else self.config.scoring
+        )
 
     def _asked(self, name: str) -> dict[str, Any]:
-        reference = self.settings.valid if name == VALID else self.settings.tests[name]
+        reference = self.config.data.valid if name == VALID else self.config.data.tests[name]
         settings = {key: value for key, value in asdict(self._generation(name)).items() if key != "models"}
         return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits)}
 
@@ -195,7 +183,7 @@ class InstructionData(TaskData):
         return self.teachers_tokenizer
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
-        data = self.settings
+        data = self.config.data
         arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"
@@ -213,8 +201,8 @@ class InstructionData(TaskData):
 
     def _collate(self, items: Sequence[Encoded]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
-        if self.settings.packing:
-            return collate_packed(items, padding, max_length=self.settings.max_length)
+        if self.config.data.packing:
+            return collate_packed(items, padding, max_length=self.config.data.max_length)
         return collate(items, padding)
 
     def validation(self, share: Share) -> list[Batch]:
@@ -229,11 +217,11 @@ class InstructionData(TaskData):
         return [batch for _, batch in batches]
 
     def validation_score(self, scored: ScoredModel) -> float:
-        """See TaskData: ROUGE-L of the generated answers, as `score_set` measures it."""
+        """See Task: ROUGE-L of the generated answers, as `score_set` measures it."""
         return float(self._score(VALID, scored)["rougeL"])
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
+        """See Task: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
         if name in self.texts.texts:
             return self.texts.score(name, scored)
         score = self._score(name, scored)
@@ -254,7 +242,7 @@ class InstructionData(TaskData):
         )[name]
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See TaskData.
+        """See Task.
 
         Returns:
             ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
@@ -290,7 +278,7 @@ class InstructionData(TaskData):
         return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}{perplexity}"
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: warnings for answers of another teacher, and for a teacher that is not better than chance."""
+        """See Task: warnings for answers of another teacher, and for a teacher that is not better than chance."""
         valid = None if teacher is None else teacher.get(VALID)
         if valid is None or valid["above_chance"]:
             return list(self.data_warnings)
@@ -317,14 +305,14 @@ class InstructionData(TaskData):
             rows=rows,
             legend=(
                 f"ROUGE-L on {', '.join(numbered) or 'no test set'}: F1 with stemming, best of the references, x "
-                f"100; decoding: {self.scoring.decoding}."
+                f"100; decoding: {self.config.scoring.decoding}."
                 + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )
         return self.texts.added(table, results)
 
     def after_training(self, loader: Loader) -> str | None:
-        """See TaskData: the examples of a streamed set that were left out."""
+        """See Task: the examples of a streamed set that were left out."""
         return loader.report() if isinstance(loader, StreamLoader) else None
 
 

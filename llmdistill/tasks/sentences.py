@@ -6,7 +6,7 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import Grouped, MappedItems, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import Grouped, SplitWriter, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
@@ -33,7 +33,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.base import ScoredModel, ScoreTable, TaskData
+from llmdistill.tasks.base import ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
 from llmdistill.tasks.forward import scoring_forward, values_of
 from llmdistill.tasks.stored import StoredTask, TaskFiles
@@ -149,25 +149,95 @@ class Sentences(StoredTask):
             writer.add_text(name, [pair.score for pair in pairs])
         return {"sets": list(files.sets)}
 
-    def data(
-        self,
-        stored: StoredSplits,
-        encoded: Mapping[str, MappedItems[EncodedPair]],
-        tokenizer: PreTrainedTokenizerBase,
-        digest: str,
-    ) -> SentenceData:
-        """See StoredTask."""
-        train = self.config.train
-        return SentenceData(
-            tokenizer=tokenizer,
-            encoded=encoded,
-            scores={name: stored.text(name) for name in stored.meta["sets"]},
-            settings=self.settings,
-            digest=digest,
-            batch_size=train.micro_batch_size or train.global_batch_size,
-            bucket_steps=self.config.data.bucket_steps,
-            size=self.rows_per_example,
-            report=f"{len(encoded['train']):,} sentences" if self.trains else "not read, as nothing is trained",
+    def about_training(self) -> str:
+        return f"{len(self.train):,} sentences" if self.trains else "not read, as nothing is trained"
+
+    @cached_property
+    def similarities(self) -> dict[str, Sequence[float]]:
+        """The similarity of each pair of the scored sets, whose two sentences are side by side in `encoded`."""
+        return {name: self.text(name) for name in self.meta["sets"]}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See Task: the validation set and the test sets."""
+        pooling = self.settings.pooling
+        asked = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
+        return dict.fromkeys(self.meta["sets"], asked)
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See Task."""
+        return -(-epochs * len(Grouped(self.train, self.rows_per_example)) // global_batch_size)
+
+    def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
+        """See Task; a batch of triples has three times as many sentences."""
+        rows = Grouped(self.train, self.rows_per_example)
+
+        def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
+            return self._collate(list(chain.from_iterable(rows)))
+
+        return TrainLoader(rows, share, collate, bucket_steps=self.config.data.bucket_steps)
+
+    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
+        """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""
+        sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
+        examples: Any = ConcatDataset(sets)
+        return examples, self._collate
+
+    def _collate(self, items: Sequence[EncodedPair]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See Task: the sentences of the validation set."""
+        if VALID not in self.encoded:
+            return []
+        rank = {"rank": share.rank, "world_size": share.world_size}
+        batches = scoring_batches(self.encoded[VALID], self._collate, batch_size=share.micro_batch_size, **rank)
+        return [batch for _, batch in batches]
+
+    def validation_score(self, scored: ScoredModel) -> float:
+        """See Task: Spearman's correlation on the validation set, times 100."""
+        return float(self.score_set(VALID, scored)["spearman"])
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: Spearman's correlation of the cosines with the similarities, times 100."""
+        embeddings = embeddings_of(
+            scored.model,
+            self.encoded[name],
+            self.tokenizer,
+            self.settings.pooling,
+            batch_size=self.batch_size,
+            world=scored.world,
+        )
+        cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
+        scores = np.array(self.similarities[name], dtype=np.float64)
+        if scored.world.is_main:
+            rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
+            write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
+        return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Task: ``{"spearman": {SET: -100 to 100}}``."""
+        return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See Task."""
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
+        return f"Spearman of the {model}: {shown or 'no test sets'}"
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See Task."""
+        return ScoreTable(
+            title="Spearman x 100 on each set",
+            columns=[f"{name} (n = {len(scores):,})" for name, scores in self.similarities.items()],
+            rows={
+                name: [f"{result['spearman'][each]:.2f}" for each in self.similarities]
+                for name, result in results.items()
+            },
+            legend=(
+                "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
+                "people gave them, x 100."
+            ),
         )
 
 
@@ -189,106 +259,3 @@ def embeddings_of(
 
     with scoring_forward(model, pooling=pooling) as forward:
         return torch.stack(values_of(forward, items, collate, take, batch_size=batch_size, world=world))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceData(TaskData):
-    """The sentences of a run."""
-
-    tokenizer: PreTrainedTokenizerBase
-    encoded: Mapping[str, MappedItems[EncodedPair]]
-    """The sentences of `train` (if the run trains) and of each scored set, which has the two of a pair side by side."""
-    scores: Mapping[str, Sequence[float]]
-    """The similarity of each pair."""
-    settings: SentenceSettings
-    digest: str
-    """Identifies the sentences and their tokens."""
-    batch_size: int
-    """The number of sentences per rank in a forward pass of scoring."""
-    bucket_steps: int
-    """See `config.DataConfig.bucket_steps`."""
-    size: int
-    """The number of sentences that stay together in training: 3 for triples, else 1."""
-    report: str
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: the validation set and the test sets."""
-        pooling = self.settings.pooling
-        asked = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
-        return dict.fromkeys(self.scores, asked)
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData."""
-        return -(-epochs * len(Grouped(self.encoded["train"], self.size)) // global_batch_size)
-
-    def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
-        """See TaskData; a batch of triples has three times as many sentences."""
-        rows = Grouped(self.encoded["train"], self.size)
-
-        def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
-            return self._collate(list(chain.from_iterable(rows)))
-
-        return TrainLoader(rows, share, collate, bucket_steps=self.bucket_steps)
-
-    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
-        """See TaskData: the sentences one by one, and those of the validation set, on which the loss is measured."""
-        sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
-        examples: Any = ConcatDataset(sets)
-        return examples, self._collate
-
-    def _collate(self, items: Sequence[EncodedPair]) -> Batch:
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_pairs(items, padding)
-
-    def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: the sentences of the validation set."""
-        if VALID not in self.encoded:
-            return []
-        rank = {"rank": share.rank, "world_size": share.world_size}
-        batches = scoring_batches(self.encoded[VALID], self._collate, batch_size=share.micro_batch_size, **rank)
-        return [batch for _, batch in batches]
-
-    def validation_score(self, scored: ScoredModel) -> float:
-        """See TaskData: Spearman's correlation on the validation set, times 100."""
-        return float(self.score_set(VALID, scored)["spearman"])
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: Spearman's correlation of the cosines with the similarities, times 100."""
-        embeddings = embeddings_of(
-            scored.model,
-            self.encoded[name],
-            self.tokenizer,
-            self.settings.pooling,
-            batch_size=self.batch_size,
-            world=scored.world,
-        )
-        cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
-        scores = np.array(self.scores[name], dtype=np.float64)
-        if scored.world.is_main:
-            rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
-            write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
-        return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See TaskData: ``{"spearman": {SET: -100 to 100}}``."""
-        return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See TaskData."""
-        shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
-        return f"Spearman of the {model}: {shown or 'no test sets'}"
-
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See TaskData."""
-        return ScoreTable(
-            title="Spearman x 100 on each set",
-            columns=[f"{name} (n = {len(scores):,})" for name, scores in self.scores.items()],
-            rows={
-                name: [f"{result['spearman'][each]:.2f}" for each in self.scores] for name, result in results.items()
-            },
-            legend=(
-                "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
-                "people gave them, x 100."
-            ),
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -26,7 +26,7 @@ from llmdistill.files import write_json
 from llmdistill.models.families import is_causal
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
+from llmdistill.tasks.benchmark import Benchmark, skipped_questions
 from llmdistill.tasks.forward import scoring_forward
 from llmdistill.tasks.spans import Spans, predict_spans
 from llmdistill.tasks.squad_files import (
@@ -43,157 +43,12 @@ from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class SquadData(BenchmarkData):
-    """The questions of one task."""
-
-    @property
-    def about(self) -> Mapping[str, Mapping[str, Any]]:
-        """The fields of QuestionSet of each set that models are scored on, without its questions.
-
-        And `size`, the number of its questions, and `unanswerable`, that of those without an answer.
-        """
-        return cast("Mapping[str, Mapping[str, Any]]", self.meta["sets"])
-
-    def questions(self, name: str) -> list[QuestionExample]:
-        """Read the questions of a set."""
-        return from_json(self.text(name))
-
-    @property
-    def task(self) -> SquadTask:
-        """The properties of the task."""
-        return SQUAD_TASKS[self.key]
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """See BenchmarkData: the scores at the best threshold, if some questions have no answer, come first."""
-        return ("best_f1", "best_em", "f1", "em") if self.task.has_unanswerable else ("f1", "em")
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """See BenchmarkData: F1 and exact match."""
-        return self.metrics[:2]
-
-    @property
-    def main_column(self) -> str:
-        """See BenchmarkData: for MLQA the mean over the languages."""
-        return self.task.title
-
-    def column(self, name: str) -> str:
-        """See BenchmarkData."""
-        return str(self.about[name]["column"])
-
-    @property
-    def chance(self) -> float:
-        """See BenchmarkData: the share of questions without an answer, which never answering gets right."""
-        dev = self.about["dev"]
-        return 100 * float(dev["unanswerable"] / dev["size"])
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """See BenchmarkData: questions."""
-        return {"train": int(self.meta["questions"]), **{name: int(each["size"]) for name, each in self.about.items()}}
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: dev, and for MLQA the test set of each language or pair of languages."""
-        asked = {"examples": self.digest, "max_answer_length": self.config.data.task.max_answer_length}
-        return dict.fromkeys(self.about, asked)
-
-    def collate(self, items: Sequence[EncodedWindow]) -> Batch:
-        """See BenchmarkData."""
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_windows(items, padding)
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: the metrics, and the predictions in the formats of the official scripts.
-
-        predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
-        are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
-        """
-        questions = self.questions(name)
-        with scoring_forward(scored.model) as forward:
-            spans = predict_spans(
-                forward,
-                self.encoded[name],
-                self.collate,
-                questions,
-                max_answer_length=self.config.data.task.max_answer_length,
-                batch_size=self.batch_size,
-                world=scored.world,
-            )
-        if scored.world.is_main:
-            self._write(scored, name, spans)
-        references = {question.id: [answer.text for answer in question.answers] for question in questions}
-        scores: dict[str, Any]
-        if self.task.has_unanswerable:
-            scores = asdict(squad2_scores(spans.texts, spans.null_odds, references))
-        else:
-            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
-        return {"metrics": scores, "examples": len(questions)}
-
-    def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
-        folder = scored.predictions / name
-        answers = spans.texts
-        if self.task.has_unanswerable:
-            answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
-            write_json(folder / "null_odds.json", spans.null_odds)
-            write_json(folder / "spans.json", spans.texts)
-        write_json(folder / "predictions.json", answers)
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See TaskData.
-
-        Returns:
-            That of BenchmarkData. For SQuAD 2.0 also ``"threshold"``, the null odds above which an answer is left out
-            for the best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each
-            test set, and ``MLQA``, the mean over the languages.
-        """
-        summary = super().summary(scores)
-        columns = summary["dev"]
-        if self.task.is_multilingual:
-            same = [columns[each["column"]] for each in self.about.values() if each["is_averaged"]]
-            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
-        if self.task.has_unanswerable:
-            official = dict(scores["dev"]["metrics"])
-            summary |= {"threshold": official["best_f1_threshold"], "official": official}
-        return summary
-
-    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
-        """See BenchmarkData."""
-        return {name: score["metrics"][name] for name in self.metrics}
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
-        return super().sentence(model, summary) + threshold
-
-    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: skipped questions, and a teacher that is not better than never answering."""
-        found = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
-        if teacher is not None and teacher["score"] <= teacher["chance"]:
-            found.append(
-                f"the teacher {self.config.teacher.model} is not better than never answering on {self.task.title}: "
-                f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
-                "can be learned from it: fine-tune it first"
-            )
-        return found
-
-    def legend(self) -> str:
-        """See BenchmarkData."""
-        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
-        text += f"{self.sizes['train']:,} questions."
-        if self.task.has_unanswerable:
-            text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
-        return text
-
-
 class Squad(Benchmark):
     """One task of question answering, whose answers are spans of the context."""
 
     head = "span"
     usual_length = 384
     layout = WINDOWS
-    data_class = SquadData
     has_classes = False
 
     @classmethod
@@ -217,7 +72,7 @@ class Squad(Benchmark):
     @property
     def hub(self) -> str:
         """See Task."""
-        return SQUAD_TASKS[self.key].hub
+        return self.task.hub
 
     @property
     def num_outputs(self) -> int:
@@ -228,7 +83,7 @@ class Squad(Benchmark):
         """See Task. Both models are encoders; the teacher is fine-tuned."""
         if is_causal(config):
             raise UserError(
-                f"{key} {reference}: {SQUAD_TASKS[self.key].title} needs an encoder, because the tokens of a "
+                f"{key} {reference}: {self.task.title} needs an encoder, because the tokens of a "
                 f"{config.model_type} do not see those after them; give a model such as BERT or RoBERTa"
             )
         super().check_model(key, reference, config)
@@ -272,12 +127,150 @@ class Squad(Benchmark):
             }
         return {"questions": len(files.train), "skipped": files.skipped, "sets": sets}
 
-    def report(self, meta: Mapping[str, Any], num_sequences: int) -> str:
-        """See Benchmark."""
-        return f"{meta['questions']:,} questions in {num_sequences:,} windows"
+    def about_training(self) -> str:
+        return f"{self.meta['questions']:,} questions in {len(self.train):,} windows"
 
     @property
     def limits(self) -> WindowLimits:
         """The sizes of the windows."""
         settings = self.config.data.task
         return WindowLimits(self.config.data.max_length, settings.stride, settings.max_question_length)
+
+    @property
+    def about(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of QuestionSet of each set that models are scored on, without its questions.
+
+        And `size`, the number of its questions, and `unanswerable`, that of those without an answer.
+        """
+        return cast("Mapping[str, Mapping[str, Any]]", self.meta["sets"])
+
+    def questions(self, name: str) -> list[QuestionExample]:
+        """Read the questions of a set."""
+        return from_json(self.text(name))
+
+    @property
+    def task(self) -> SquadTask:
+        """The properties of the task."""
+        return SQUAD_TASKS[self.key]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See Benchmark: the scores at the best threshold, if some questions have no answer, come first."""
+        return ("best_f1", "best_em", "f1", "em") if self.task.has_unanswerable else ("f1", "em")
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """See Benchmark: F1 and exact match."""
+        return self.metrics[:2]
+
+    @property
+    def main_column(self) -> str:
+        """See Benchmark: for MLQA the mean over the languages."""
+        return self.task.title
+
+    def column(self, name: str) -> str:
+        """See Benchmark."""
+        return str(self.about[name]["column"])
+
+    @property
+    def chance(self) -> float:
+        """See Benchmark: the share of questions without an answer, which never answering gets right."""
+        dev = self.about["dev"]
+        return 100 * float(dev["unanswerable"] / dev["size"])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See Benchmark: questions."""
+        return {"train": int(self.meta["questions"]), **{name: int(each["size"]) for name, each in self.about.items()}}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See Task: dev, and for MLQA the test set of each language or pair of languages."""
+        asked = {"examples": self.digest, "max_answer_length": self.config.data.task.max_answer_length}
+        return dict.fromkeys(self.about, asked)
+
+    def collate(self, items: Sequence[EncodedWindow]) -> Batch:
+        """See Benchmark."""
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_windows(items, padding)
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: the metrics, and the predictions in the formats of the official scripts.
+
+        predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
+        are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
+        """
+        questions = self.questions(name)
+        with scoring_forward(scored.model) as forward:
+            spans = predict_spans(
+                forward,
+                self.encoded[name],
+                self.collate,
+                questions,
+                max_answer_length=self.config.data.task.max_answer_length,
+                batch_size=self.batch_size,
+                world=scored.world,
+            )
+        if scored.world.is_main:
+            self._write(scored, name, spans)
+        references = {question.id: [answer.text for answer in question.answers] for question in questions}
+        scores: dict[str, Any]
+        if self.task.has_unanswerable:
+            scores = asdict(squad2_scores(spans.texts, spans.null_odds, references))
+        else:
+            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
+        return {"metrics": scores, "examples": len(questions)}
+
+    def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
+        folder = scored.predictions / name
+        answers = spans.texts
+        if self.task.has_unanswerable:
+            answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
+            write_json(folder / "null_odds.json", spans.null_odds)
+            write_json(folder / "spans.json", spans.texts)
+        write_json(folder / "predictions.json", answers)
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Task.
+
+        Returns:
+            That of Benchmark. For SQuAD 2.0 also ``"threshold"``, the null odds above which an answer is left out
+            for the best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each
+            test set, and ``MLQA``, the mean over the languages.
+        """
+        summary = super().summary(scores)
+        columns = summary["dev"]
+        if self.task.is_multilingual:
+            same = [columns[each["column"]] for each in self.about.values() if each["is_averaged"]]
+            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
+        if self.task.has_unanswerable:
+            official = dict(scores["dev"]["metrics"])
+            summary |= {"threshold": official["best_f1_threshold"], "official": official}
+        return summary
+
+    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
+        """See Benchmark."""
+        return {name: score["metrics"][name] for name in self.metrics}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
+        return super().sentence(model, summary) + threshold
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See Task: skipped questions, and a teacher that is not better than never answering."""
+        found = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
+        if teacher is not None and teacher["score"] <= teacher["chance"]:
+            found.append(
+                f"the teacher {self.config.teacher.model} is not better than never answering on {self.task.title}: "
+                f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
+                "can be learned from it: fine-tune it first"
+            )
+        return found
+
+    def legend(self) -> str:
+        """See Benchmark."""
+        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
+        text += f"{self.sizes['train']:,} questions."
+        if self.task.has_unanswerable:
+            text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
+        return text

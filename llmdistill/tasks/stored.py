@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.runtime.turns import made_once
-from llmdistill.tasks.base import Models, Task, TaskData
+from llmdistill.tasks.base import Models, Task
 
 _FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
@@ -58,6 +58,14 @@ class StoredTask(Task):
     """How its encoded examples are kept."""
     only_scores: bool = False
     """Whether neither a training set nor a test split without targets is read, because a model is scored in memory."""
+    encoded: Mapping[str, MappedItems[Any]]
+    """Once the task is read: the tokens of the training set (if it is read), and of the other sets."""
+    meta: Mapping[str, Any]
+    """What `write` has returned."""
+    text: Callable[[str], Any]
+    """Reads what `write` has written of a split beside its tokens."""
+    digest: str
+    """Identifies the examples and their tokens."""
 
     @abstractmethod
     def read_files(self) -> TaskFiles[Any, Any]:
@@ -81,24 +89,25 @@ class StoredTask(Task):
 
     @abstractmethod
     def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenize what `read_files` has read, and write it; return what `data` needs beside it as plain JSON values.
+        """Tokenize what `read_files` has read, and write it; return what else is needed as plain JSON values.
 
         Raises:
             UserError: the examples cannot be tokenized.
         """
 
     @abstractmethod
-    def data(
-        self,
-        stored: StoredSplits,
-        encoded: Mapping[str, MappedItems[Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        digest: str,
-    ) -> TaskData:
-        """Return the examples that `write` has written, with the tokens of each split.
+    def about_training(self) -> str:
+        """Return one sentence about the training set of the task once it is read."""
 
-        The digest identifies the examples and their tokens.
-        """
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences per rank in a forward pass of scoring."""
+        return self.config.train.micro_batch_size or self.config.train.global_batch_size
+
+    @property
+    def train(self) -> Any:
+        """The tokens of the training set; none if it is not read."""
+        return self.encoded.get("train", ())
 
     def read(self, models: Models) -> Any:
         """See Task. The examples are read and tokenized only if their tokens are not stored yet."""
@@ -139,7 +148,7 @@ class StoredTask(Task):
         return store(store_folder(self.config.data.cache_dir, "tasks", request), request, write)
 
     def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Any:
-        """Return the examples of a folder of `stored` for models of these configs.
+        """Return the task with the examples of a folder of `stored`, for models of these configs.
 
         Raises:
             UserError: an example has more tokens than a model has positions.
@@ -153,7 +162,9 @@ class StoredTask(Task):
                 f"data.max_length is {limit}: an example of {self.key} has {longest} tokens, but a model has "
                 f"positions for {positions}; give {positions} or less"
             )
-        return self.data(stored, encoded, tokenizer, folder.name)
+        task = self.having(tokenizer=tokenizer, encoded=encoded, meta=stored.meta, text=stored.text, digest=folder.name)
+        task.report = task.about_training()
+        return task
 
 
 def _hashes(paths: Iterable[Path] | None) -> list[list[str]] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.runtime.turns import made_once
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
@@ -35,6 +34,14 @@ from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 
 class Text(Task):
     """The task of learning a corpus of plain text."""
+
+    report = ""
+    models: Models
+    teachers_tokenizer: PreTrainedTokenizerBase
+    texts: TextTests
+    train: Mapping[str, Corpus] | None = None
+    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenized."""
+    valid: Corpus | None = None
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Raise UserError if a test set is no text."""
@@ -83,52 +90,37 @@ class Text(Task):
                 stream_rows(locate(reference))  # which asks the hub for nothing yet
         check_texts(text_tests(data.tests))
 
-    def read(self, models: Models) -> TextData:
+    def read(self, models: Models) -> Text:
         """See Task. The texts are only read when they are tokenized.
 
         Raises:
             UserError: the parts of the training text cannot be told apart.
         """
-        config = self.config
         if self.trains:
-            _parts(config.data)
-        return TextData(
-            settings=config.data,
-            seed=config.seed,
-            trains=self.trains,
-            causal=models.causal,
-            pairs=_reads_pairs(config.data, models),
-            next_sentence=models.objective.sequences is not None,
+            _parts(self.config.data)
+        return self.having(
+            models=models,
             tokenizer=load_tokenizer(models.tokenizer_path),
             teachers_tokenizer=load_tokenizer(models.teacher_path),
-            texts=TextTests.of(config, models),
-            report="",
+            texts=TextTests.of(self.config, models),
         )
 
+    @property
+    def pairs(self) -> bool:
+        """Whether the sequences are pairs of segments: as the settings say, else if the student can use them."""
+        given, models = self.config.data.text.pairs, self.models
+        if given is not None:
+            return given
+        return self.next_sentence or (not models.causal and has_segments(models.student))
 
-@dataclass(frozen=True, kw_only=True)
-class TextData(TaskData):
-    """The texts of a run."""
-
-    settings: DataConfig
-    seed: int
-    trains: bool
-    causal: bool
-    pairs: bool
-    """Whether the sequences are pairs of segments."""
-    next_sentence: bool
-    """Whether a pair has the target whether its second segment follows the first."""
-    tokenizer: PreTrainedTokenizerBase
-    teachers_tokenizer: PreTrainedTokenizerBase
-    texts: TextTests
-    report: str
-    train: Mapping[str, Corpus] | None = None
-    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenized."""
-    valid: Corpus | None = None
+    @property
+    def next_sentence(self) -> bool:
+        """Whether a pair has the target whether its second segment follows the first."""
+        return self.models.objective.sequences is not None
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: the texts whose perplexity is measured; another result is the validation loss in the log."""
+        """See Task: the texts whose perplexity is measured; another result is the validation loss in the log."""
         return self.texts.sets
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -143,17 +135,16 @@ class TextData(TaskData):
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         return f"Perplexity of the {model}: {self.texts.sentence(summary)}"
 
-    def of(self, models: Models) -> TextData:
-        pairs, next_sentence = _reads_pairs(self.settings, models), models.objective.sequences is not None
-        return replace(self, causal=models.causal, pairs=pairs, next_sentence=next_sentence)
+    def of(self, models: Models) -> Text:
+        return self.having(models=models)
 
-    def prepared(self, world: World) -> TextData:
-        """See TaskData. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
+    def prepared(self, world: World) -> Text:
+        """See Task. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
 
         Raises:
             UserError: the text cannot be read or is too short.
         """
-        settings = self.settings
+        settings = self.config.data
         on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer), world)
 
         def tokenized(reference: str, fraction: float) -> Corpus:
@@ -164,7 +155,7 @@ class TextData(TaskData):
                 field=settings.text.field,
                 cache_dir=settings.cache_dir,
                 fraction=fraction,
-                seed=self.seed,
+                seed=self.config.seed,
             )
             folder = made_once(make, world)
             return on_every(lambda: open_corpus(folder), world)
@@ -173,18 +164,18 @@ class TextData(TaskData):
         train = {name: tokenized(part, fraction) for name, part in _parts(settings).items()}
         valid = None if settings.valid is None else tokenized(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
-        data = replace(self, train=train, valid=valid, report=share + "; ".join(map(_counts, train.items())))
+        data = self.having(train=train, valid=valid, report=share + "; ".join(map(_counts, train.items())))
         if self.trains:
             sequences = data._train_sequences()  # raises UserError if the text is too short, also if steps are given
             if isinstance(sequences, MixedSequences):
-                return replace(data, report=f"{share}{sequences.report()}")
+                return data.having(report=f"{share}{sequences.report()}")
         return data
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(self._train_sequences()) // global_batch_size)
 
     def loader(self, share: Share) -> SequenceLoader:
-        """See TaskData.
+        """See Task.
 
         Raises:
             UserError: the text is too short for one sequence.
@@ -192,24 +183,24 @@ class TextData(TaskData):
         return SequenceLoader(self._train_sequences(), share)
 
     def taught_examples(self) -> tuple[Sequence[TextInputs], Callable[[list[TextInputs]], Batch]]:
-        """See TaskData: the sequences of the training text, and those that are validated by the same loss."""
+        """See Task: the sequences of the training text, and those that are validated by the same loss."""
         assert self.train is not None, "the text is not tokenized yet"
         texts = [self._sequences(text) for text in self.train.values()]
         parts: list[Any] = [FixedSequences(text) for text in texts]
         if self.valid is not None:
-            parts.append(FixedSequences(self._sequences(self.valid), self.settings.text.valid_sequences))
+            parts.append(FixedSequences(self._sequences(self.valid), self.config.data.text.valid_sequences))
         sequences: Any = ConcatDataset(parts)
         return sequences, texts[0].collate
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenized yet"
-        exponent = self.settings.text.sampling_exponent
+        exponent = self.config.data.text.sampling_exponent
         try:
             if exponent is None:
                 return self._sequences(self.train[""])
             return MixedSequences({name: self._part(name, text) for name, text in self.train.items()}, exponent)
         except UserError as error:
-            fraction = self.settings.text.fraction
+            fraction = self.config.data.text.fraction
             if fraction == 1:
                 raise
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
@@ -218,14 +209,14 @@ class TextData(TaskData):
         try:
             return self._sequences(text)
         except UserError as error:
-            raise UserError(f"the part {name} of data.train {self.settings.train}: {error}") from error
+            raise UserError(f"the part {name} of data.train {self.config.data.train}: {error}") from error
 
     def validation(self, share: Share) -> list[Batch]:
         if self.valid is None:
             return []
         return validation_batches(
             self._sequences(self.valid),
-            limit=self.settings.text.valid_sequences,
+            limit=self.config.data.text.valid_sequences,
             batch_size=share.micro_batch_size,
             rank=share.rank,
             world_size=share.world_size,
@@ -235,10 +226,10 @@ class TextData(TaskData):
         return TextSequences(
             corpus,
             self.tokenizer,
-            objective="next" if self.causal else "masked",
-            max_length=self.settings.max_length,
-            mask_share=self.settings.text.mask_share,
-            whole_words=self.settings.text.whole_words,
+            objective="next" if self.models.causal else "masked",
+            max_length=self.config.data.max_length,
+            mask_share=self.config.data.text.mask_share,
+            whole_words=self.config.data.text.whole_words,
             pairs=self.pairs,
             next_sentence=self.next_sentence,
         )
@@ -246,7 +237,7 @@ class TextData(TaskData):
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """See TaskData: the validation loss before and after training, None without a validation text; and texts."""
+        """See Task: the validation loss before and after training, None without a validation text; and texts."""
         losses = [row["valid_loss"] for row in log if "valid_loss" in row]
         params = sizes["student_params"]
         found: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
@@ -274,13 +265,6 @@ class TextData(TaskData):
             ),
         )
         return self.texts.added(table, results)
-
-
-def _reads_pairs(settings: DataConfig, models: Models) -> bool:
-    """Whether the sequences are pairs of segments: as the settings say, else if the student can use them."""
-    if settings.text.pairs is not None:
-        return settings.text.pairs
-    return models.objective.sequences is not None or (not models.causal and has_segments(models.student))
 
 
 def _counts(named: tuple[str, Corpus]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
+from llmdistill.tasks.benchmark import Benchmark, skipped_questions
 from llmdistill.tasks.stored import TaskFiles
 from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
 from llmdistill.tasks.writing_files import (
@@ -44,133 +43,15 @@ _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_n
 """The settings of writing on which a score depends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WritingData(BenchmarkData):
-    """The examples of one task."""
-
-    table_title = "Written texts: metrics from 0 to 100"
-    decimals = 2
-
-    @property
-    def settings(self) -> WritingConfig:
-        """How texts are learned and searched."""
-        return self.config.data.task.writing
-
-    @property
-    def batch_size(self) -> int:
-        """See BenchmarkData: the number of sources that a rank writes for at once."""
-        return self.config.scoring.batch_size
-
-    def texts(self, name: str) -> TextSet:
-        """Read the texts of a set."""
-        return TextSet.from_json(self.text(name))
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """See BenchmarkData: BLEU-4, METEOR and ROUGE-L of questions; ROUGE-L, ROUGE-1 and ROUGE-2 of summaries."""
-        return WRITING_TASKS[self.key].metrics
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """See BenchmarkData: all metrics."""
-        return self.metrics
-
-    @property
-    def main_column(self) -> str:
-        """See BenchmarkData: dev."""
-        return self.column("dev")
-
-    def column(self, name: str) -> str:
-        """See BenchmarkData."""
-        title = WRITING_TASKS[self.key].title
-        return title if name == "dev" else f"{title}-{name}"
-
-    @property
-    def chance(self) -> float:
-        """See BenchmarkData: one text for all sources has next to none of their 4-grams and words in order."""
-        return 0.0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """See BenchmarkData: sources, which may have several references."""
-        return {"train": len(self.train), **{name: each["sources"] for name, each in self.sets.items()}}
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: dev, and test if there is one."""
-        asked = {"examples": self.digest, **{name: getattr(self.settings, name) for name in _DECODING}}
-        limit = self.config.scoring.limit
-        counts = {name: len(range(len(self.encoded[name]))[:limit]) for name in self.meta["sets"]}
-        return {name: {**asked, "sources": count} for name, count in counts.items()}
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData. The last step may hold examples of a further epoch."""
-        return -(-epochs * len(self.train) // global_batch_size)
-
-    def loader(self, share: Share) -> SequenceLoader:
-        return SequenceLoader(MaskedTargets(self.train, self.tokenizer, mask_share=self.settings.mask_share), share)
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
-        found = self.texts(name).first(self.config.scoring.limit)
-        rows = write_targets(
-            scored.model,
-            [item.source_ids for item in self.encoded[name][: self.config.scoring.limit]],
-            BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
-            marks=Marks.of(self.tokenizer),
-            # A text ends with the separator; no other special token is ever a label.
-            forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],
-            batch_size=self.batch_size,
-            world=scored.world,
-            sharded=scored.sharded,
-        )
-        texts = [text.strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
-        if scored.world.is_main:
-            lines = [
-                {"source": example.source, "answer": example.hint, "references": references, "prediction": text}
-                for example, references, text in zip(found.examples, found.references, texts, strict=True)
-            ]
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            write_text(scored.predictions / f"{name}.jsonl", text)
-        metrics = text_metrics(WRITING_TASKS[self.key].metrics, texts, found.references)
-        return {"metrics": dict(metrics), "examples": len(found.examples)}
-
-    def metric_name(self, metric: str) -> str:
-        """See BenchmarkData: BLEU-4, ROUGE-L and so on."""
-        return {str(key): name for key, name in NAMES.items()}[metric]
-
-    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
-        found = skipped_questions(self.meta["skipped"], "their answer is not in their context")
-        if "meteor" in self.metrics and not has_synonyms():
-            found.append(
-                "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "
-                "are lower than those with synonyms (python -m nltk.downloader wordnet)"
-            )
-        if teacher is not None and teacher["score"] <= teacher["chance"]:
-            found.append(
-                f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
-                f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
-            )
-        return found
-
-    def legend(self) -> str:
-        """See BenchmarkData."""
-        settings = self.settings
-        return (
-            f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
-            f"at most {settings.max_length} tokens; {len(self.train):,} training examples."
-        )
-
-
 class Writing(Benchmark):
     """One task in which an encoder writes texts."""
 
     head = "lm_head"
     usual_length = 512
     layout = TARGETS
-    data_class = WritingData
     has_classes = False
+    table_title = "Written texts: metrics from 0 to 100"
+    decimals = 2
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its files; raise UserError if there is none."""
@@ -184,7 +65,7 @@ class Writing(Benchmark):
     @property
     def _max_source(self) -> int:
         """The largest number of tokens of a source."""
-        return self.config.data.max_length - self.config.data.task.writing.max_length
+        return self.config.data.max_length - self.settings.max_length
 
     @classmethod
     def title(cls, key: str) -> str:
@@ -224,7 +105,7 @@ class Writing(Benchmark):
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: the masked tokens of the targets."""
-        return Objective(label_smoothing=self.config.data.task.writing.label_smoothing)
+        return Objective(label_smoothing=self.settings.label_smoothing)
 
     def read_files(self) -> TaskFiles[TargetExample, TextSet]:
         """See StoredTask."""
@@ -243,7 +124,7 @@ class Writing(Benchmark):
         self, files: TaskFiles[TargetExample, TextSet], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
         """See StoredTask. The texts of the sets that models are scored on are kept too."""
-        limits = {"max_source": self._max_source, "max_target": self.config.data.task.writing.max_length}
+        limits = {"max_source": self._max_source, "max_target": self.settings.max_length}
         cut_sources = cut_targets = 0
 
         def pieces(examples: Sequence[TargetExample]) -> Iterator[list[EncodedTarget]]:
@@ -261,11 +142,122 @@ class Writing(Benchmark):
             writer.add_text(name, each.to_json())
         return {**cuts, "skipped": files.skipped, "sets": list(files.sets)}
 
-    def report(self, meta: Mapping[str, Any], num_sequences: int) -> str:
-        """See Benchmark."""
+    def about_training(self) -> str:
+        meta = self.meta
         return (
-            f"{num_sequences:,} examples; {meta['cut_sources']:,} sources are cut at {self._max_source} tokens, "
-            f"{meta['cut_targets']:,} targets at {self.config.data.task.writing.max_length}"
+            f"{len(self.train):,} examples; {meta['cut_sources']:,} sources are cut at {self._max_source} tokens, "
+            f"{meta['cut_targets']:,} targets at {self.settings.max_length}"
+        )
+
+    @property
+    def settings(self) -> WritingConfig:
+        """How texts are learned and searched."""
+        return self.config.data.task.writing
+
+    @property
+    def batch_size(self) -> int:
+        """See Benchmark: the number of sources that a rank writes for at once."""
+        return self.config.scoring.batch_size
+
+    def texts(self, name: str) -> TextSet:
+        """Read the texts of a set."""
+        return TextSet.from_json(self.text(name))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See Benchmark: BLEU-4, METEOR and ROUGE-L of questions; ROUGE-L, ROUGE-1 and ROUGE-2 of summaries."""
+        return WRITING_TASKS[self.key].metrics
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """See Benchmark: all metrics."""
+        return self.metrics
+
+    @property
+    def main_column(self) -> str:
+        """See Benchmark: dev."""
+        return self.column("dev")
+
+    def column(self, name: str) -> str:
+        """See Benchmark."""
+        title = WRITING_TASKS[self.key].title
+        return title if name == "dev" else f"{title}-{name}"
+
+    @property
+    def chance(self) -> float:
+        """See Benchmark: one text for all sources has next to none of their 4-grams and words in order."""
+        return 0.0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See Benchmark: sources, which may have several references."""
+        return {"train": len(self.train), **{name: each["sources"] for name, each in self.sets.items()}}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See Task: dev, and test if there is one."""
+        asked = {"examples": self.digest, **{name: getattr(self.settings, name) for name in _DECODING}}
+        limit = self.config.scoring.limit
+        counts = {name: len(range(len(self.encoded[name]))[:limit]) for name in self.meta["sets"]}
+        return {name: {**asked, "sources": count} for name, count in counts.items()}
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See Task. The last step may hold examples of a further epoch."""
+        return -(-epochs * len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> SequenceLoader:
+        return SequenceLoader(MaskedTargets(self.train, self.tokenizer, mask_share=self.settings.mask_share), share)
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
+        found = self.texts(name).first(self.config.scoring.limit)
+        rows = write_targets(
+            scored.model,
+            [item.source_ids for item in self.encoded[name][: self.config.scoring.limit]],
+            BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
+            marks=Marks.of(self.tokenizer),
+            # A text ends with the separator; no other special token is ever a label.
+            forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],
+            batch_size=self.batch_size,
+            world=scored.world,
+            sharded=scored.sharded,
+        )
+        texts = [text.strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+        if scored.world.is_main:
+            lines = [
+                {"source": example.source, "answer": example.hint, "references": references, "prediction": text}
+                for example, references, text in zip(found.examples, found.references, texts, strict=True)
+            ]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_text(scored.predictions / f"{name}.jsonl", text)
+        metrics = text_metrics(WRITING_TASKS[self.key].metrics, texts, found.references)
+        return {"metrics": dict(metrics), "examples": len(found.examples)}
+
+    def metric_name(self, metric: str) -> str:
+        """See Benchmark: BLEU-4, ROUGE-L and so on."""
+        return {str(key): name for key, name in NAMES.items()}[metric]
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See Task: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
+        found = skipped_questions(self.meta["skipped"], "their answer is not in their context")
+        if "meteor" in self.metrics and not has_synonyms():
+            found.append(
+                "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "
+                "are lower than those with synonyms (python -m nltk.downloader wordnet)"
+            )
+        if teacher is not None and teacher["score"] <= teacher["chance"]:
+            found.append(
+                f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
+                f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
+            )
+        return found
+
+    def legend(self) -> str:
+        """See Benchmark."""
+        settings = self.settings
+        return (
+            f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
+            f"at most {settings.max_length} tokens; {len(self.train):,} training examples."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,7 @@ from llmdistill.data.pairs import PairExample
 from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
-from llmdistill.tasks.glue import Glue, GlueData
+from llmdistill.tasks.glue import Glue
 from llmdistill.tasks.glue_files import GLUE_TASKS, PairSet
 from llmdistill.tasks.stored import TaskFiles
 
@@ -28,38 +27,8 @@ _COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label
 """The columns of XNLI and MNLI, and of XNLI's own copy of the training set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class XnliData(GlueData):
-    """The examples of XNLI."""
-
-    @property
-    def main_column(self) -> str:
-        """See BenchmarkData: the mean over the languages."""
-        return NAME
-
-    def column(self, name: str) -> str:
-        """See GlueData."""
-        return f"{NAME} {name}" if name == "dev" else name
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See GlueData; the column XNLI is the mean over the test sets of the languages."""
-        found = super().summary(scores)
-        mean = fmean(found["dev"][column]["accuracy"] for column in self.labels)
-        return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
-
-    def legend(self) -> str:
-        """See BenchmarkData."""
-        languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.labels)
-        return (
-            f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
-            f"{NAME} is the mean of the test sets. {self.sizes['train']:,} English training examples."
-        )
-
-
 class Xnli(Glue):
     """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
-
-    data_class = XnliData
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
@@ -88,6 +57,29 @@ class Xnli(Glue):
     def hub(self) -> str:
         """See Task."""
         return _HUB
+
+    @property
+    def main_column(self) -> str:
+        """See Benchmark: the mean over the languages."""
+        return NAME
+
+    def column(self, name: str) -> str:
+        """See Glue."""
+        return f"{NAME} {name}" if name == "dev" else name
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Glue; the column XNLI is the mean over the test sets of the languages."""
+        found = super().summary(scores)
+        mean = fmean(found["dev"][column]["accuracy"] for column in self.labels)
+        return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
+
+    def legend(self) -> str:
+        """See Benchmark."""
+        languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.labels)
+        return (
+            f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
+            f"{NAME} is the mean of the test sets. {self.sizes['train']:,} English training examples."
+        )
 
 
 def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[PairExample, PairSet]:

@@ -12,7 +12,7 @@ from llmdistill.experiments.trials import Result
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.tables import TitledTable
-from llmdistill.tasks.benchmark import BenchmarkData
+from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
 from llmdistill.tasks.glue_files import GLUE
 
@@ -26,7 +26,7 @@ NAMES: dict[Convention, str] = {
 one whose SQuAD 2.0 was run too."""
 
 
-def summarize(data: BenchmarkData, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+def summarize(data: Benchmark, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
     """Return a task's part of results.json, as plain JSON values."""
     students = [result.metrics["student"] for result in choice.results if result.metrics is not None]
     metrics = [student["dev"] for student in students]

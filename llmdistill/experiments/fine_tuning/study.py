@@ -46,7 +46,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.glue import Glue
 
 SUBMISSION = "predictions"
@@ -84,7 +84,7 @@ class TaskStudy:
         """The settings that are tried."""
         return protocol_of(self.config, self.task)
 
-    def read(self, world: World) -> BenchmarkData:
+    def read(self, world: World) -> Benchmark:
         """Read the task's examples; every rank must call this method.
 
         Raises:
@@ -168,7 +168,7 @@ class TaskStudy:
             method_settings=sections,
         )
 
-    def conduct(self, data: BenchmarkData, runner: Runner, world: World) -> dict[str, Any]:
+    def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
         `data` are the examples that `read` returns. Every rank must call this method.
@@ -223,7 +223,7 @@ class TaskStudy:
 
         return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
 
-    def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner, world: World) -> None:
+    def _keep(self, choice: Choice, data: Benchmark, runner: Runner, world: World) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
@@ -251,7 +251,7 @@ class TaskStudy:
 
         on_main(keep, world)
 
-    def _submit(self, data: BenchmarkData, world: World) -> list[str]:
+    def _submit(self, data: Benchmark, world: World) -> list[str]:
         """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
         paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
         missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)

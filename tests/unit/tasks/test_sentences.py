@@ -21,7 +21,7 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.objective import Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
-from llmdistill.tasks.sentences import SentenceData, Sentences
+from llmdistill.tasks.sentences import Sentences
 
 PAIRS = [("a b", "a c", 4.0), ("d", "e f a", 0.5), ("b b b", "b", 5.0), ("c d e", "f", 1.0), ("a", "d e", 2.0)]
 
@@ -35,7 +35,7 @@ def run_of(folder: Path, **data: object) -> RunConfig:
     return changed(RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key="")
 
 
-def data_of(folder: Path) -> tuple[BertModel, SentenceData]:
+def data_of(folder: Path) -> tuple[BertModel, Sentences]:
     model = encoder(folder / "teacher")
     task = Sentences(run_of(folder))
     paths = {"teacher_path": folder / "teacher", "tokenizer_path": folder / "teacher"}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.config import DataConfig, GenerationConfig, RunConfig
-from llmdistill.data.instruct import Limits
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig
 from llmdistill.data.pairs import EncodedPair
-from llmdistill.tasks.glue import GlueData
-from llmdistill.tasks.instructions import InstructionData
-from llmdistill.tasks.text import TextData
+from llmdistill.tasks.glue import Glue
+from llmdistill.tasks.instructions import Instructions
+from llmdistill.tasks.text import Text
 from llmdistill.tasks.windows import TextTests
 
 NO_TEXTS = TextTests(texts={}, settings=GenerationConfig(), models=None)
@@ -17,27 +16,15 @@ NO_TEXTS = TextTests(texts={}, settings=GenerationConfig(), models=None)
 
 @pytest.fixture
 def instructions():
-    return InstructionData(
-        settings=DataConfig(),
-        limits=Limits(),
-        texts=NO_TEXTS,
-        scoring=GenerationConfig(decoding="greedy"),
-        trains=True,
-        tokenizer=None,
-        teachers_tokenizer=None,
-        written_by=None,
-        tests={"seen": [], "unseen": []},
-        report="",
-        data_warnings=["another model wrote the answers"],
-    )
+    task = Instructions(RunConfig(ds_config="", scoring=GenerationConfig(decoding="greedy")))
+    tests, warnings = {"seen": [], "unseen": []}, ["another model wrote the answers"]
+    return task.having(texts=NO_TEXTS, tests=tests, data_warnings=warnings)
 
 
 @pytest.fixture
 def text():
-    settings = DataConfig(kind="text", train="a.txt")
-    kind = {"causal": True, "pairs": False, "next_sentence": False}
-    own = {"tokenizer": None, "teachers_tokenizer": None, "texts": NO_TEXTS}
-    return TextData(settings=settings, seed=0, trains=True, report="", **own, **kind)
+    task = Text(RunConfig(ds_config="", data=DataConfig(kind="text", train="a.txt")))
+    return task.having(texts=NO_TEXTS)
 
 
 def test_a_teacher_at_chance_is_warned_of(instructions):
@@ -76,15 +63,7 @@ def test_without_a_validation_text_there_is_no_loss_to_show(text):
 @pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
 def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
     rows = [EncodedPair([1], None, 0, number) for number in range(size)]
-    data = GlueData(
-        config=RunConfig(ds_config=""),
-        key="rte",
-        tokenizer=None,
-        encoded={"train": rows},
-        meta={"labels": {}},
-        text=str,
-        digest="",
-        report="",
-    )
+    task = Glue(RunConfig(ds_config="", data=DataConfig(kind="task", task=TaskConfig(name="rte"))))
+    data = task.having(encoded={"train": rows})
     assert data.num_steps(1, batch) == steps
     assert data.num_steps(3, batch) == 3 * steps, "each epoch is rounded up"

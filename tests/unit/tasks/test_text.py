@@ -26,7 +26,7 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.text import TextData
+from llmdistill.tasks.text import Text
 from llmdistill.tasks.windows import TextTests
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,10 +36,10 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture
-def data_of(tmp_path: Path) -> Callable[..., TextData]:
+def data_of(tmp_path: Path) -> Callable[..., Text]:
     """Reads the text of a run whose teacher has this config; further arguments are settings of the run."""
 
-    def read(config: PreTrainedConfig, architecture: str, *arguments: str) -> TextData:
+    def read(config: PreTrainedConfig, architecture: str, *arguments: str) -> Text:
         folder, text = tmp_path / "teacher", tmp_path / "text.txt"
         config.architectures = [architecture]
         config.save_pretrained(folder)
@@ -55,13 +55,13 @@ def data_of(tmp_path: Path) -> Callable[..., TextData]:
         ds_config = str(ROOT / "ds_configs/zero2.json")
         plan = make_plan(parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments], METHODS)[0])
         data = plan.task.read(plan.models).prepared(WORLD)
-        assert isinstance(data, TextData)
+        assert isinstance(data, Text)
         return data
 
     return read
 
 
-def first_batch(data: TextData) -> Any:
+def first_batch(data: Text) -> Any:
     return data.loader(Share(seed=0, global_batch_size=8, micro_batch_size=8)).micro_batches(0)[0]
 
 
@@ -151,6 +151,6 @@ def test_without_a_validation_text_the_table_has_no_column_for_it():
     losses = dict.fromkeys(("teacher", "untrained", "student"))
     without = {name: {"params": 1, "valid_loss": loss} for name, loss in losses.items()}
     data = SimpleNamespace(texts=TextTests(texts={}, settings=GenerationConfig(), models=None))
-    table = TextData.table(data, without)
+    table = Text.table(data, without)
     assert (table.columns, table.rows) == ([], {name: [] for name in losses})
-    assert TextData.table(data, {**without, "student": {"params": 1, "valid_loss": 1.5}}).rows["student"] == ["1.5000"]
+    assert Text.table(data, {**without, "student": {"params": 1, "valid_loss": 1.5}}).rows["student"] == ["1.5000"]

@@ -17,7 +17,7 @@ from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, ScoreTable
-from llmdistill.tasks.writing import WritingData
+from llmdistill.tasks.writing import Writing
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -60,7 +60,7 @@ def test_a_method_of_layers_alone_learns_the_labels_too(folder: Path) -> None:
     assert set(plan.method.weights) == {"attention", "value_relation", "label"}
 
 
-def read(folder: Path, *arguments: str) -> WritingData:
+def read(folder: Path, *arguments: str) -> Writing:
     config = config_of(folder, *arguments)
     task = make_task(config)
     model = BertConfig.from_pretrained(folder / "student")
@@ -73,7 +73,7 @@ def read(folder: Path, *arguments: str) -> WritingData:
         objective=task.objective(model, uses_output=True),
     )
     data = task.read(models)
-    assert isinstance(data, WritingData)
+    assert isinstance(data, Writing)
     return data
 
 
