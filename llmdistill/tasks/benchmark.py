@@ -147,7 +147,6 @@ class Benchmark(StoredTask):
         return epochs * -(-len(self.train) // global_batch_size)
 
     def loader(self, share: Share) -> Loader:
-        """See Task."""
         return TrainLoader(self.train, share, self.collate)
 
     def collate(self, items: Sequence[Any]) -> Batch:

@@ -55,7 +55,6 @@ class Glue(Benchmark):
 
     @property
     def hub(self) -> str:
-        """See Task."""
         return HUB_NAME
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
@@ -73,12 +72,10 @@ class Glue(Benchmark):
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        """See Benchmark."""
         check_data_dir(folder, [glue_name(key)], key=setting)
 
     @classmethod
     def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
-        """See Benchmark."""
         task = GLUE_TASKS[glue_name(key)]
         if task.classes:
             check_further(asked, glue_name(key), task.classes, len(task.sentences))
@@ -96,13 +93,11 @@ class Glue(Benchmark):
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
-        """See Benchmark."""
         config = copy.deepcopy(config)
         config.num_labels = GLUE_TASKS[glue_name(key)].num_outputs
         return config
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
-        """See StoredTask."""
         settings, task = self.config.data.task, self.task
         files = read_task(self.name, settings.dir, settings.limit, only_scores=self.only_scores)
         further = read_further(self._further(), self.name, task.classes, len(task.sentences))
@@ -131,7 +126,6 @@ class Glue(Benchmark):
         model.config.problem_type = "single_label_classification" if classes else "regression"
 
     def paths(self) -> list[Path] | None:
-        """See StoredTask."""
         folder = self.config.data.task.dir
         further = [Path(str(given["data"])) for given in self._further().values()]
         if folder is None or not all(path.is_file() for path in further):
@@ -147,14 +141,12 @@ class Glue(Benchmark):
         return sets_of(self.config.data.task.out_of_domain, self.name) if self.task.classes else {}
 
     def decides(self) -> dict[str, Any]:
-        """See StoredTask."""
         settings = self.config.data
         return {"limit": settings.task.limit, "max_length": settings.max_length, "further": self._further()}
 
     def write(
         self, files: TaskFiles[PairExample, PairSet], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
-        """See StoredTask."""
         sets = {name: each.examples for name, each in files.sets.items()}
         for name, examples in {"train": files.train, **sets}.items():
             if examples:
@@ -182,12 +174,10 @@ class Glue(Benchmark):
         return self.column("dev")
 
     def column(self, name: str) -> str:
-        """See Benchmark."""
         return name if name in self.labels else column_of(self.name, cast(Split, name))
 
     @property
     def chance(self) -> float:
-        """See Benchmark."""
         return chance_score(self.name, self.encoded["dev"], cast(Metric, self.metrics[0]))
 
     @property
@@ -202,14 +192,12 @@ class Glue(Benchmark):
         return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
 
     def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
-        """See Benchmark."""
         items = self.encoded[split]
         answers = self._answers(scored, items)
         if scored.world.is_main:
             write_submission(path, self.task, items, answers)
 
     def collate(self, items: Sequence[EncodedPair]) -> Batch:
-        """See Benchmark."""
         padding: Any = self.tokenizer.pad_token_id
         return collate_pairs(items, padding)
 
@@ -242,7 +230,6 @@ class Glue(Benchmark):
         ]
 
     def legend(self) -> str:
-        """See Benchmark."""
         text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
         if self.labels:
             text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."

@@ -73,7 +73,6 @@ class Instructions(Task):
             )
 
     def changing_examples(self, *, causal: bool) -> str | None:
-        """See Task."""
         if self.config.data.streaming:
             return "data.streaming reads the examples while it trains"
         share = self.config.data.on_policy
@@ -93,7 +92,6 @@ class Instructions(Task):
         return TOKENS
 
     def check_files(self) -> None:
-        """See Task."""
         data = self.config.data
         texts = text_tests(data.tests)
         asked = (reference for name, reference in data.tests.items() if name not in texts)

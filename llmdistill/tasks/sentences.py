@@ -91,7 +91,6 @@ class Sentences(StoredTask):
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
-        """See StoredTask."""
         paths = [locate(reference) for reference in self._references().values()]
         return paths if all(path.is_file() for path in paths) else None
 
@@ -110,14 +109,12 @@ class Sentences(StoredTask):
                 stream_rows(locate(reference))
 
     def read_files(self) -> TaskFiles[str, list[SentencePair]]:
-        """See StoredTask."""
         references = {name: locate(reference) for name, reference in self._references().items()}
         read = read_triples if self.config.data.sentences.triples else read_sentences
         train = read(references.pop("train")) if self.trains else []
         return TaskFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
 
     def decides(self) -> dict[str, Any]:
-        """See StoredTask."""
         settings = self.settings
         return {
             "max_length": settings.max_length,
@@ -165,7 +162,6 @@ class Sentences(StoredTask):
         return dict.fromkeys(self.meta["sets"], asked)
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See Task."""
         return -(-epochs * len(Grouped(self.train, self.rows_per_example)) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
@@ -221,12 +217,10 @@ class Sentences(StoredTask):
         return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See Task."""
         shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
         return f"Spearman of the {model}: {shown or 'no test sets'}"
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See Task."""
         return ScoreTable(
             title="Spearman x 100 on each set",
             columns=[f"{name} (n = {len(scores):,})" for name, scores in self.similarities.items()],

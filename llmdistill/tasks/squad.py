@@ -58,12 +58,10 @@ class Squad(Benchmark):
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        """See Benchmark."""
         check_files(folder, key, setting=setting)
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
-        """See Benchmark."""
         config = type(config).from_dict(config.to_dict())
         config.num_labels = 2
         config.architectures = [MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES[config.model_type]]
@@ -71,7 +69,6 @@ class Squad(Benchmark):
 
     @property
     def hub(self) -> str:
-        """See Task."""
         return self.task.hub
 
     @property
@@ -97,15 +94,12 @@ class Squad(Benchmark):
         model.config.problem_type = None
 
     def read_files(self) -> TaskFiles[QuestionExample, QuestionSet]:
-        """See StoredTask."""
         return read_files(self.key, self.config.data.task, only_scores=self.only_scores)
 
     def paths(self) -> list[Path] | None:
-        """See StoredTask."""
         return task_paths(self.key, self.config.data.task)
 
     def decides(self) -> dict[str, Any]:
-        """See StoredTask."""
         task = self.config.data.task
         asked = {"limit": task.limit, "languages": task.languages, "crossed": task.crossed}
         return {**asked, **asdict(self.limits)}
@@ -169,7 +163,6 @@ class Squad(Benchmark):
         return self.task.title
 
     def column(self, name: str) -> str:
-        """See Benchmark."""
         return str(self.about[name]["column"])
 
     @property
@@ -190,7 +183,6 @@ class Squad(Benchmark):
         return dict.fromkeys(self.about, asked)
 
     def collate(self, items: Sequence[EncodedWindow]) -> Batch:
-        """See Benchmark."""
         padding: Any = self.tokenizer.pad_token_id
         return collate_windows(items, padding)
 
@@ -249,7 +241,6 @@ class Squad(Benchmark):
         return summary
 
     def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
-        """See Benchmark."""
         return {name: score["metrics"][name] for name in self.metrics}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
@@ -268,7 +259,6 @@ class Squad(Benchmark):
         return found
 
     def legend(self) -> str:
-        """See Benchmark."""
         text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
         text += f"{self.sizes['train']:,} questions."
         if self.task.has_unanswerable:

@@ -57,7 +57,6 @@ class Text(Task):
             self.scored = ()
 
     def changing_examples(self, *, causal: bool) -> str | None:
-        """See Task."""
         return None if causal else "data.kind text masks the sequences of an encoder anew in every epoch"
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
@@ -83,7 +82,6 @@ class Text(Task):
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
     def check_files(self) -> None:
-        """See Task."""
         data = self.config.data
         for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
             if reference is not None and text_files(locate(reference)) is None:

@@ -203,7 +203,6 @@ class TextTests:
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData."""
         settings = {key: getattr(self.settings, key) for key in ("window", "stride", "limit")}
         return {
             name: {"reference": fingerprint(str(text.data)), "lines": text.lines, **settings}

@@ -69,17 +69,14 @@ class Writing(Benchmark):
 
     @classmethod
     def title(cls, key: str) -> str:
-        """See Benchmark."""
         return WRITING_TASKS[key].title
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        """See Benchmark."""
         check_folder(folder, key, setting=setting)
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
-        """See Benchmark."""
         config = type(config).from_dict(config.to_dict())
         config.architectures = [MODEL_FOR_MASKED_LM_MAPPING_NAMES[config.model_type]]
         return config
@@ -100,7 +97,6 @@ class Writing(Benchmark):
         self.check_positions(key, reference, config)
 
     def changing_examples(self, *, causal: bool) -> str | None:
-        """See Task."""
         return f"the targets of {WRITING_TASKS[self.key].title} are masked anew in every epoch"
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
@@ -108,15 +104,12 @@ class Writing(Benchmark):
         return Objective(label_smoothing=self.settings.label_smoothing)
 
     def read_files(self) -> TaskFiles[TargetExample, TextSet]:
-        """See StoredTask."""
         return read_files(self.key, self.config.data.task, only_scores=self.only_scores)
 
     def paths(self) -> list[Path] | None:
-        """See StoredTask."""
         return task_paths(self.key, self.config.data.task)
 
     def decides(self) -> dict[str, Any]:
-        """See StoredTask."""
         task = self.config.data.task
         return {"limit": task.limit, "max_source": self._max_source, "max_target": task.writing.max_length}
 
@@ -179,7 +172,6 @@ class Writing(Benchmark):
         return self.column("dev")
 
     def column(self, name: str) -> str:
-        """See Benchmark."""
         title = WRITING_TASKS[self.key].title
         return title if name == "dev" else f"{title}-{name}"
 
@@ -253,7 +245,6 @@ class Writing(Benchmark):
         return found
 
     def legend(self) -> str:
-        """See Benchmark."""
         settings = self.settings
         return (
             f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "

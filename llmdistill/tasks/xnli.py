@@ -32,7 +32,6 @@ class Xnli(Glue):
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        """See Benchmark."""
         if folder is None:
             return
         if not Path(folder).is_dir():
@@ -42,20 +41,16 @@ class Xnli(Glue):
             _split_file(folder, split)
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
-        """See Glue."""
         return read_xnli(self.config.data.task, only_scores=self.only_scores)
 
     def _own_paths(self, folder: str) -> list[Path]:
-        """See Glue."""
         return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
 
     def decides(self) -> dict[str, Any]:
-        """See Benchmark."""
         return {**super().decides(), "languages": self.config.data.task.languages}
 
     @property
     def hub(self) -> str:
-        """See Task."""
         return _HUB
 
     @property
@@ -64,7 +59,6 @@ class Xnli(Glue):
         return NAME
 
     def column(self, name: str) -> str:
-        """See Glue."""
         return f"{NAME} {name}" if name == "dev" else name
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -74,7 +68,6 @@ class Xnli(Glue):
         return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
 
     def legend(self) -> str:
-        """See Benchmark."""
         languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.labels)
         return (
             f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
