@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from llmdistill.models.shapes import parse_shape, shaped_config
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.devices import TORCH_DTYPES
-from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches
+from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches, timing
 from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
@@ -47,26 +47,24 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     seconds = {
         kind: time_batches(loaded, batches, warmup=config.warmup, training=training) for kind, training in kinds.items()
     }
+    timings = [(kind, each, {name: timing(times) for name, times in each.items()}) for kind, each in seconds.items()]
     rows = {
         name: {
             "path": str(paths[name]) if name in paths else "random weights",
             "params": parameter_split(model),
             "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
-            **{kind: _timing(found[name], found[first]) for kind, found in seconds.items()},
+            **{
+                kind: {
+                    "seconds": sum(times[name]),
+                    **found[name],
+                    "speedup": found[first]["median"] / found[name]["median"],
+                }
+                for kind, times, found in timings
+            },
         }
         for name, model in loaded.items()
     }
     return ModelScores(results={"models": rows})
-
-
-def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    low, median, high = np.percentile(seconds, [25, 50, 75])
-    return {
-        "seconds": sum(seconds),
-        "median": float(median),
-        "iqr": float(high - low),
-        "speedup": float(np.median(base) / median),
-    }
 
 
 def _head(config: PreTrainedConfig) -> Head:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,31 +18,6 @@ from llmdistill.progress import progress
 
 Inputs = Mapping[str, Any]
 """The keyword arguments of a model's forward pass."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The time of one forward pass, in seconds."""
-
-    median: float
-    iqr: float
-    """The interquartile range."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The speed of a model's forward pass."""
-
-    latency: Timing
-    """The time for a single sequence."""
-    batch: Timing
-    """The time for a whole batch."""
-    throughput: float
-    """Sequences per second in whole batches."""
-    latency_speedup: float
-    """The median latency of the first model divided by the median latency of this model."""
-    speedup: float
-    """The throughput of this model divided by that of the first model; papers call this speed-up."""
 
 
 def parameter_split(model: PreTrainedModel) -> dict[str, int]:
@@ -73,7 +47,7 @@ def measure_speed(
     repeats: int = 20,
     warmup: int = 3,
     seed: int = 0,
-) -> dict[str, Speed]:
+) -> dict[str, dict[str, Any]]:
     """Time forward passes over random tokens, for a single sequence and for whole batches.
 
     All models get the same tokens, in turns; see `time_batches`.
@@ -85,6 +59,11 @@ def measure_speed(
         repeats: the number of timed passes of each kind.
         warmup: the number of passes before them that are not timed.
         seed: the seed of the tokens.
+
+    Returns:
+        For each model the `timing` in seconds of a single sequence, ``latency``, and of a whole batch, ``batch``; the
+        ``throughput``, sequences per second in whole batches; and ``latency_speedup`` and ``speedup`` over the first
+        model, by the medians of both. Papers call the latter speed-up.
 
     Raises UserError if the length exceeds the number of positions of a model.
     """
@@ -100,16 +79,16 @@ def measure_speed(
     in_turns = dict.fromkeys(models, batches * (warmup + repeats))
     found = time_batches(models, in_turns, warmup=len(batches) * warmup)
     seconds = {name: (both[0::2], both[1::2]) for name, both in found.items()}
-    timings = {name: (_timing(alone), _timing(whole)) for name, (alone, whole) in seconds.items()}
+    timings = {name: (timing(alone), timing(whole)) for name, (alone, whole) in seconds.items()}
     base = next(iter(timings.values()))
     return {
-        name: Speed(
-            latency=alone,
-            batch=whole,
-            throughput=batch_size / whole.median,
-            latency_speedup=base[0].median / alone.median,
-            speedup=base[1].median / whole.median,
-        )
+        name: {
+            "latency": alone,
+            "batch": whole,
+            "throughput": batch_size / whole["median"],
+            "latency_speedup": base[0]["median"] / alone["median"],
+            "speedup": base[1]["median"] / whole["median"],
+        }
         for name, (alone, whole) in timings.items()
     }
 
@@ -194,6 +173,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timing(seconds: list[float]) -> Timing:
+def timing(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the `median` and the interquartile range, `iqr`, of times."""
     low, median, high = np.percentile(seconds, [25, 50, 75])
-    return Timing(median=float(median), iqr=float(high - low))
+    return {"median": float(median), "iqr": float(high - low)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +215,5 @@ def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[s
     found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:
         repeats = _GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS
-        speeds = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
-        found["speed"] = {role: asdict(value) for role, value in speeds.items()}
+        found["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
     return write_result(file, asked, found)
