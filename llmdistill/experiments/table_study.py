@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from llmdistill.artifacts import read_record
-from llmdistill.config import RunConfig, TaskConfig
+from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
@@ -37,7 +37,7 @@ from llmdistill.progress import progress
 from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
-from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark
+from llmdistill.tasks.benchmark import Benchmark, named_benchmark
 
 _CHUNKS = "conll2000/train.txt"
 """The file of CoNLL-2000, in tasks.data_dir."""
@@ -143,8 +143,10 @@ class TableStudy:
         tasks, section = self.tasks, "data.task."
         own = {key.removeprefix(section): each for key, each in tasks.run_settings.items() if key.startswith(section)}
         values = {"dir": tasks.data_dir, "limit": tasks.limit, "out_of_domain": tasks.out_of_domain, **own}
-        for _, key in self._benchmarks():
-            check_data(next(iter(self.configs.values())), changed(TaskConfig(), values, key="data.task"), key)
+        settings = changed(TaskConfig(), values, key="data.task")
+        for found, key in self._benchmarks():
+            data = DataConfig(kind="task", task=replace(settings, name=key))
+            found(replace(next(iter(self.configs.values())), data=data), trains=False).read_files()
 
 
 def conduct(study: TableStudy) -> dict[str, Measured]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.config import RunConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.load import Head
@@ -59,12 +58,31 @@ class Benchmark(StoredTask):
 
     @classmethod
     @abstractmethod
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        """Return the files of a task in a folder.
+
+        Raises:
+            UserError: a file does not exist.
+        """
+
+    @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
         """Check that a folder has the files of a task; None is the data set on the hub.
 
         Raises:
             UserError: the folder or a file does not exist; the message names the setting.
         """
+        if folder is None:
+            return
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{setting} {folder}: no such folder; give the one with {cls.title(key)}'s files, or none for the hub"
+            )
+        cls.files_in(folder, key, setting=setting)
+
+    def paths(self) -> list[Path] | None:
+        folder = self.config.data.task.dir
+        return None if folder is None else self.files_in(folder, self.key, setting="data.task.dir")
 
     @classmethod
     def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
@@ -224,16 +242,6 @@ def named_benchmark(title: str) -> tuple[type[Benchmark], str]:
     """Return the class of a task and its key in `tasks.TASKS` by its title."""
     key = task_key(title)
     return benchmark_class(key), key
-
-
-def check_data(config: RunConfig, settings: TaskConfig, key: str) -> None:
-    """Read the files of a task, which hours of distillation may come before.
-
-    Raises:
-        UserError: a file is missing or malformed.
-    """
-    data = DataConfig(kind="task", task=replace(settings, name=key))
-    cast(Benchmark, benchmark_class(key)(replace(config, data=data), trains=False)).read_files()
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

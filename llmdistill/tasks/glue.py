@@ -36,7 +36,6 @@ from llmdistill.tasks.glue_files import (
     Metric,
     PairSet,
     Split,
-    check_data_dir,
     column_of,
     glue_name,
     read_task,
@@ -71,8 +70,8 @@ class Glue(Benchmark):
         return glue_name(key)
 
     @classmethod
-    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        check_data_dir(folder, [glue_name(key)], key=setting)
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        return task_paths(glue_name(key), folder, setting=setting)
 
     @classmethod
     def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
@@ -126,15 +125,9 @@ class Glue(Benchmark):
         model.config.problem_type = "single_label_classification" if classes else "regression"
 
     def paths(self) -> list[Path] | None:
-        folder = self.config.data.task.dir
-        further = [Path(str(given["data"])) for given in self._further().values()]
-        if folder is None or not all(path.is_file() for path in further):
-            return None
-        return [*self._own_paths(folder), *further]
-
-    def _own_paths(self, folder: str) -> list[Path]:
-        """Return the files of the task itself."""
-        return task_paths(self.name, folder)
+        """See StoredTask: the files of the further sets too."""
+        own, further = super().paths(), [Path(str(given["data"])) for given in self._further().values()]
+        return None if own is None or not all(path.is_file() for path in further) else [*own, *further]
 
     def _further(self) -> dict[str, dict[str, Any]]:
         """Return the settings of the further sets of the task."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -90,21 +89,6 @@ def glue_name(task: str) -> str:
     return next(name for name, glue in GLUE_TASKS.items() if glue.hub == task)
 
 
-def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:
-    """Check that the folder has a subfolder for each task; raise UserError otherwise."""
-    if data_dir is None:
-        return
-    if not Path(data_dir).is_dir():
-        raise UserError(f"{key} {data_dir}: no such folder; give that of GLUE's own download, or none for the hub")
-    missing = [name for name in names if not (Path(data_dir) / name).is_dir()]
-    if missing:
-        there = [name for name in GLUE if (Path(data_dir) / name).is_dir()]
-        raise UserError(
-            f"{key} {data_dir}: it has no folder {missing[0]} (of GLUE's tasks it has "
-            f"{', '.join(there) or 'none'}); add it, or name a task that is there"
-        )
-
-
 def column_of(name: str, split: Split) -> str:
     """Return the column name of a split in papers and on the GLUE server: MNLI-m, MNLI-mm, or the task's name."""
     if not GLUE_TASKS[name].has_mismatched:
@@ -128,9 +112,16 @@ def read_task(
     return TaskFiles(train, {split: PairSet(read_split(name, split, data_dir)) for split in splits})
 
 
-def task_paths(name: str, data_dir: str) -> list[Path]:
-    """Return the files of a task's folder, of which `read_task` reads some."""
-    return sorted(path for path in (Path(data_dir) / name).iterdir() if path.suffix in (".tsv", ".txt"))
+def task_paths(name: str, data_dir: str, *, setting: str) -> list[Path]:
+    """Return the files of a task's folder, of which `read_task` reads some; raise UserError if there is no folder."""
+    folder = Path(data_dir) / name
+    if not folder.is_dir():
+        there = [name for name in GLUE if (Path(data_dir) / name).is_dir()]
+        raise UserError(
+            f"{setting} {data_dir}: it has no folder {name} (of GLUE's tasks it has {', '.join(there) or 'none'}); add "
+            "it, or name a task that is there"
+        )
+    return sorted(path for path in folder.iterdir() if path.suffix in (".tsv", ".txt"))
 
 
 def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:

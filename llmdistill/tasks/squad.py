@@ -33,10 +33,10 @@ from llmdistill.tasks.squad_files import (
     SQUAD_TASKS,
     QuestionSet,
     SquadTask,
-    check_files,
     from_json,
     read_files,
     task_paths,
+    test_files,
     to_json,
 )
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
@@ -57,8 +57,9 @@ class Squad(Benchmark):
         return SQUAD_TASKS[key].title
 
     @classmethod
-    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        check_files(folder, key, setting=setting)
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        """See Benchmark, without the test sets of MLQA."""
+        return task_paths(folder, key)
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
@@ -97,7 +98,8 @@ class Squad(Benchmark):
         return read_files(self.key, self.config.data.task, only_scores=self.only_scores)
 
     def paths(self) -> list[Path] | None:
-        return task_paths(self.key, self.config.data.task)
+        found = super().paths()
+        return None if found is None else [*found, *test_files(self.key, self.config.data.task)]
 
     def decides(self) -> dict[str, Any]:
         task = self.config.data.task
@@ -208,7 +210,7 @@ class Squad(Benchmark):
         references = {question.id: [answer.text for answer in question.answers] for question in questions}
         scores: dict[str, Any]
         if self.task.has_unanswerable:
-            scores = asdict(squad2_scores(spans.texts, spans.null_odds, references))
+            scores = squad2_scores(spans.texts, spans.null_odds, references)
         else:
             scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
         return {"metrics": scores, "examples": len(questions)}

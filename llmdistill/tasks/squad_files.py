@@ -93,22 +93,6 @@ def from_json(value: Mapping[str, Any]) -> list[QuestionExample]:
     ]
 
 
-def check_files(folder: str | None, key: str, *, setting: str) -> None:
-    """Check that a folder has the files of a task.
-
-    Raises:
-        UserError: the folder or a file does not exist.
-    """
-    if folder is None:
-        return
-    if not Path(folder).is_dir():
-        raise UserError(
-            f"{setting} {folder}: no such folder; give that of {SQUAD_TASKS[key].title}'s files, or none for the hub"
-        )
-    _train_file(folder, key)
-    _dev_file(folder, key)
-
-
 def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[QuestionExample, QuestionSet]:
     """Read the questions of a task, or only the sets that score; `settings.limit` counts training questions.
 
@@ -130,18 +114,15 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     return TaskFiles(train, sets, [question.id for question in found if not question.is_located])
 
 
-def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
-    """Return the files of a task; None for the data set on the hub.
+def task_paths(folder: str, key: str) -> list[Path]:
+    """Return the files of a task, without MLQA's test sets; raise UserError if one is missing."""
+    return [_train_file(folder, key), _dev_file(folder, key)]
 
-    Raises:
-        UserError: a file is missing, or a language has no data.
-    """
-    folder = settings.dir
-    if folder is None:
-        return None
+
+def test_files(key: str, settings: TaskConfig) -> list[Path]:
+    """Return the files of MLQA's test sets; raise UserError if a language has no data."""
     pairs = _pairs(settings) if SQUAD_TASKS[key].is_multilingual else []
-    tests = [_mlqa_folder(folder, "test") / each.file("test") for each in pairs]
-    return [_train_file(folder, key), _dev_file(folder, key), *tests]
+    return [_mlqa_folder(str(settings.dir), "test") / each.file("test") for each in pairs]
 
 
 def _read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:

@@ -112,41 +112,25 @@ def squad1_scores(
     return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
 
 
-@dataclass(frozen=True)
-class Squad2Scores:
-    """The scores of SQuAD 2.0, in percent; in the official script `em` is called exact, and `threshold` thresh."""
-
-    f1: float
-    """With a question unanswered where its null odds are above the given threshold."""
-    em: float
-    best_f1: float
-    """At the best threshold of these questions; a question is unanswered where its null odds are above it."""
-    best_f1_threshold: float
-    best_em: float
-    best_em_threshold: float
-    has_answer_f1: float | None
-    """Of the questions that have an answer; None if there are none."""
-    has_answer_em: float | None
-    no_answer_f1: float | None
-    """Of the questions that have no answer, which is the share that is left unanswered; None if there are none."""
-    total: int
-    """The number of questions."""
-
-
 def squad2_scores(
     answers: Mapping[str, str],
     null_odds: Mapping[str, float],
     references: Mapping[str, Sequence[str]],
     *,
     threshold: float = 0.0,
-) -> Squad2Scores:
-    """Return the scores as the script of SQuAD 2.0 with `--na-prob-file`.
+) -> dict[str, float | None]:
+    """Return the scores in percent, as the script of SQuAD 2.0 with `--na-prob-file`, which calls `em` exact.
 
     Args:
         answers: the best span of each question by its id, also where the null odds are high.
         null_odds: how much more probable no answer is than the span; any measure that rises with it.
         references: the right answers of each question; none if it has no answer.
         threshold: f1 and em leave a question unanswered where its null odds are above it.
+
+    Returns:
+        ``f1`` and ``em``; ``best_f1``, ``best_f1_threshold``, ``best_em`` and ``best_em_threshold``, at the best
+        threshold of these questions; ``has_answer_f1``, ``has_answer_em`` and ``no_answer_f1`` of the questions with
+        and without an answer, None if there are none; and ``total``, the number of questions.
 
     Raises:
         ValueError: there is no question, or one has no answer or no null odds.
@@ -160,18 +144,18 @@ def squad2_scores(
     }
     means = {name: _means(final, references, name) for name in ("f1", "em")}
     best = {name: _best(raw, answers, null_odds, references, name) for name in ("f1", "em")}
-    return Squad2Scores(
-        f1=100 * sum(each.f1 for each in final.values()) / len(final),
-        em=100 * sum(each.em for each in final.values()) / len(final),
-        best_f1=best["f1"][0],
-        best_f1_threshold=best["f1"][1],
-        best_em=best["em"][0],
-        best_em_threshold=best["em"][1],
-        has_answer_f1=means["f1"][0],
-        has_answer_em=means["em"][0],
-        no_answer_f1=means["f1"][1],
-        total=len(raw),
-    )
+    return {
+        "f1": 100 * sum(each.f1 for each in final.values()) / len(final),
+        "em": 100 * sum(each.em for each in final.values()) / len(final),
+        "best_f1": best["f1"][0],
+        "best_f1_threshold": best["f1"][1],
+        "best_em": best["em"][0],
+        "best_em_threshold": best["em"][1],
+        "has_answer_f1": means["f1"][0],
+        "has_answer_em": means["em"][0],
+        "no_answer_f1": means["f1"][1],
+        "total": len(raw),
+    }
 
 
 def _check(found: Mapping[str, object], references: Mapping[str, object]) -> None:

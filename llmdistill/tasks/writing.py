@@ -34,7 +34,6 @@ from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
 from llmdistill.tasks.writing_files import (
     WRITING_TASKS,
     TextSet,
-    check_folder,
     read_files,
     task_paths,
 )
@@ -73,7 +72,19 @@ class Writing(Benchmark):
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        check_folder(folder, key, setting=setting)
+        """See Benchmark; some tasks have no data set on the hub."""
+        if folder is None and WRITING_TASKS[key].hub is None:
+            raise UserError(
+                f"{setting} is missing: {key} reads files of yours: give a folder with train.jsonl and dev.jsonl, or "
+                "take xsum or cnn_dailymail"
+            )
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"{setting} {folder}: no such folder; give one with train.jsonl and dev.jsonl")
+        super().check_folder(folder, key, setting=setting)
+
+    @classmethod
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        return task_paths(folder, key, setting=setting)
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
@@ -105,9 +116,6 @@ class Writing(Benchmark):
 
     def read_files(self) -> TaskFiles[TargetExample, TextSet]:
         return read_files(self.key, self.config.data.task, only_scores=self.only_scores)
-
-    def paths(self) -> list[Path] | None:
-        return task_paths(self.key, self.config.data.task)
 
     def decides(self) -> dict[str, Any]:
         task = self.config.data.task

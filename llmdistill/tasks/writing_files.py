@@ -95,31 +95,6 @@ class TextSet:
         return cls(examples=[TargetExample(*each) for each in value["examples"]], references=value["references"])
 
 
-def check_folder(folder: str | None, key: str, *, setting: str) -> None:
-    """Check that a folder has the files of a task; None is the data set on the hub.
-
-    Raises:
-        UserError: the folder or a file does not exist, or the task has no data set on the hub.
-    """
-    if folder is None:
-        if WRITING_TASKS[key].hub is None:
-            raise UserError(
-                f"{setting} is missing: {key} reads files of yours: give a folder with train.jsonl and dev.jsonl, or "
-                "take xsum or cnn_dailymail"
-            )
-        return
-    if not Path(folder).is_dir():
-        raise UserError(f"{setting} {folder}: no such folder; give one with train.jsonl and dev.jsonl")
-    if _is_squad(folder, key):
-        return squad_files.check_files(folder, _SQUAD, setting=setting)
-    for split in ("train", "dev"):
-        if _file(folder, key, split) is None:
-            names = " or ".join(f"{name}.jsonl" for name in _NAMES[split])
-            raise UserError(
-                f"{setting} {folder}: has no {names} (or .json, .parquet, .csv); put the {split} split there"
-            )
-
-
 def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[TargetExample, TextSet]:
     """Read the examples of a task, or only the sets that score; `settings.limit` counts training examples.
 
@@ -144,19 +119,16 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     return TaskFiles(train, sets, skipped)
 
 
-def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
-    """Return the files of a task; None for the data set on the hub.
-
-    Raises:
-        UserError: a file is missing.
-    """
-    folder = settings.dir
-    if folder is None:
-        return None
+def task_paths(folder: str, key: str, *, setting: str) -> list[Path]:
+    """Return the files of a task in a folder; raise UserError if there is none of the train or dev split."""
     if _is_squad(folder, key):
-        return squad_files.task_paths(_SQUAD, settings)
-    found = [_file(folder, key, split) for split in _NAMES]
-    return [path for path in found if path is not None]
+        return squad_files.task_paths(folder, _SQUAD)
+    found = {split: _file(folder, key, split) for split in _NAMES}
+    missing = next((split for split in found if split != "test" and found[split] is None), None)
+    if missing is not None:
+        names = " or ".join(f"{name}.jsonl" for name in _NAMES[missing])
+        raise UserError(f"{setting} {folder}: has no {names} (or .json, .parquet, .csv); put the {missing} split there")
+    return [path for path in found.values() if path is not None]
 
 
 def _is_squad(folder: str | None, key: str) -> bool:

@@ -31,20 +31,11 @@ class Xnli(Glue):
     """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
 
     @classmethod
-    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
-        if folder is None:
-            return
-        if not Path(folder).is_dir():
-            raise UserError(f"{setting} {folder}: no such folder; give that of XNLI's files, or none for the hub")
-        _train_file(folder)
-        for split in _SPLITS:
-            _split_file(folder, split)
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
         return read_xnli(self.config.data.task, only_scores=self.only_scores)
-
-    def _own_paths(self, folder: str) -> list[Path]:
-        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
 
     def decides(self) -> dict[str, Any]:
         return {**super().decides(), "languages": self.config.data.task.languages}

@@ -10,7 +10,8 @@ from question_files import write_file
 from llmdistill.config import TaskConfig
 from llmdistill.data.targets import TargetExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.writing_files import check_folder, read_files
+from llmdistill.tasks.writing import Writing
+from llmdistill.tasks.writing_files import read_files
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ def test_summaries_of_the_usual_rows(tmp_path: Path, pair: str) -> None:
     write(tmp_path / "train.jsonl", {source: "a b c", target: "a", "id": 1}, {source: "d", target: "e"})
     write(tmp_path / "validation.jsonl", {source: "f", target: "g"})
     write(tmp_path / "test.jsonl", {source: "h", target: "i"})
-    check_folder(str(tmp_path), "summarization", setting="data.task.dir")
+    Writing.check_folder(str(tmp_path), "summarization", setting="data.task.dir")
     files = read_files("summarization", TaskConfig(dir=str(tmp_path)))
     assert files.train == [TargetExample("a b c", None, "a"), TargetExample("d", None, "e")]
     assert {name: each.references for name, each in files.sets.items()} == {"dev": [["g"]], "test": [["i"]]}
@@ -57,7 +58,7 @@ def test_examples_of_one_source_are_one_with_several_references(tmp_path: Path) 
 def test_questions_of_the_official_files(tmp_path: Path) -> None:
     squad(tmp_path / "train-v1.1.json", ("an apple fell", "what fell", "an apple"), ("a pear", "what", "a plum"))
     squad(tmp_path / "dev-v1.1.json", ("one two", "how many", "two"))
-    check_folder(str(tmp_path), "questiongeneration", setting="data.task.dir")
+    Writing.check_folder(str(tmp_path), "questiongeneration", setting="data.task.dir")
     files = read_files("questiongeneration", TaskConfig(dir=str(tmp_path)))
     assert files.train == [TargetExample("an apple fell", "an apple", "what fell")]
     assert files.skipped == ["1"]
@@ -103,10 +104,10 @@ def test_an_empty_dev_split_is_named(tmp_path: Path) -> None:
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.task\.dir is missing"):
-        check_folder(None, "summarization", setting="data.task.dir")
+        Writing.check_folder(None, "summarization", setting="data.task.dir")
     with pytest.raises(UserError, match="no such folder"):
-        check_folder(str(tmp_path / "none"), "xsum", setting="data.task.dir")
+        Writing.check_folder(str(tmp_path / "none"), "xsum", setting="data.task.dir")
     write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})
     with pytest.raises(UserError, match=r"has no dev\.jsonl or valid\.jsonl"):
-        check_folder(str(tmp_path), "xsum", setting="data.task.dir")
-    check_folder(None, "xsum", setting="data.task.dir")
+        Writing.check_folder(str(tmp_path), "xsum", setting="data.task.dir")
+    Writing.check_folder(None, "xsum", setting="data.task.dir")

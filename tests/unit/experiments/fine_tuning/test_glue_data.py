@@ -4,7 +4,8 @@ import pytest
 
 from llmdistill.errors import UserError
 from llmdistill.tasks.benchmark import find_benchmarks
-from llmdistill.tasks.glue_files import GLUE_TASKS, check_data_dir, read_task
+from llmdistill.tasks.glue import Glue
+from llmdistill.tasks.glue_files import GLUE_TASKS, read_task
 
 
 def test_tasks_by_what_users_type() -> None:
@@ -31,12 +32,12 @@ def test_tasks_that_are_none(names, said) -> None:
 
 
 def test_folders_that_are_not_there(data) -> None:
-    check_data_dir(str(data), ["RTE", "CoLA"], key="--data_dir")
-    check_data_dir(None, list(GLUE_TASKS), key="--data_dir")
+    for folder in (str(data), None):
+        Glue.check_folder(folder, "rte", setting="--data_dir")
     with pytest.raises(UserError, match="no such folder"):
-        check_data_dir(str(data / "nowhere"), ["RTE"], key="--data_dir")
-    with pytest.raises(UserError, match=r"no folder WNLI.*it has CoLA, STS-B, MNLI, RTE"):
-        check_data_dir(str(data), ["RTE", "WNLI"], key="--data_dir")
+        Glue.check_folder(str(data / "nowhere"), "rte", setting="--data_dir")
+    with pytest.raises(UserError, match=r"^--data_dir .*no folder WNLI.*it has CoLA, STS-B, MNLI, RTE"):
+        Glue.check_folder(str(data), "wnli", setting="--data_dir")
 
 
 def test_a_task_s_splits(data) -> None:
