@@ -114,21 +114,13 @@ def compare(arguments: Sequence[str]) -> int:
         UserError: bad arguments, or the teacher and the untrained student cannot be scored.
     """
     launcher_flags, arguments = split_launcher_flags(arguments)
+    command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     own, rest = split_own(arguments)
     parsed = parse(build_parser(), own)
     settings = build(parsed, CompareConfig)
     if settings.suite in table_names():
-        return compare_table(
-            settings.suite,
-            rest,
-            rows=None if settings.rows is None else _listed(settings.rows),
-            output_dir=settings.output_dir,
-            launcher_flags=launcher_flags,
-            trials_at_once=settings.trials_at_once,
-            dry_run=parsed.dry_run,
-            as_json=parsed.json,
-            command=["llmdistill", "compare", *arguments, *launcher_flags],
-        )
+        rows = None if settings.rows is None else _listed(settings.rows)
+        return compare_table(parsed, rest, launcher_flags, rows=rows, command=command)
     recipe, flags = parse_run(rest, METHODS)
     if recipe.data.kind not in ("instructions", "text"):
         has = "data.kind is" if flags.recipe is None else f"--recipe {flags.recipe} has data.kind"
@@ -166,7 +158,6 @@ def compare(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", study.root)
         return stop.code if isinstance(stop, Stopped) else 130
-    command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
     results = write_comparison(study.root, comparison)
     if parsed.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,28 +23,15 @@ if TYPE_CHECKING:
 
 
 def compare_table(
-    name: str,
-    settings: Sequence[str],
-    *,
-    rows: Sequence[str] | None,
-    output_dir: str | None,
-    launcher_flags: Sequence[str],
-    trials_at_once: int,
-    dry_run: bool,
-    as_json: bool,
-    command: Sequence[str],
+    parsed: Any, settings: Sequence[str], launcher_flags: Sequence[str], *, rows: Sequence[str] | None, command: str
 ) -> int:
     """Run the rows of a table and write the report; return 1 if a row failed, 130 or 143 after a signal, else 0.
 
     Args:
-        name: the name of the suite.
+        parsed: the arguments of the comparison (`compare.build_parser`), with the name of the suite.
         settings: the settings of a run as the user typed them; they hold for every row.
-        rows: the keys of the rows to run; None for all that can be run.
-        output_dir: the folder of everything; None for runs/NAME.
         launcher_flags: flags of the deepspeed launcher for every run.
-        trials_at_once: the number of runs at the same time.
-        dry_run: whether to list the runs, and what is missing for them, without running anything.
-        as_json: whether to print one JSON object.
+        rows: the keys of the rows to run; None for all that can be run.
         command: the command as the user typed it.
 
     Raises:
@@ -58,17 +44,17 @@ def compare_table(
     from llmdistill.experiments.tables import load_table
     from llmdistill.report.published import print_published, write_published
 
-    table = load_table(name)
+    table = load_table(parsed.suite)
     chosen = rows_to_run(table, rows)
     configs, models = configs_of(table, chosen, settings)
-    launcher = Launcher(tuple(launcher_flags), trials_at_once)
+    launcher = Launcher(tuple(launcher_flags), parsed.trials_at_once)
     launcher.check()
-    root = Path(output_dir or f"runs/{name}")
+    root = Path(parsed.output_dir or f"runs/{table.name}")
     study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher)
     if table.suite is not None and study.names:
-        raise UserError(f"tasks.names is {study.names}: nothing is fine-tuned for {name}; leave it out")
-    if dry_run:
-        _print_plan(study, as_json=as_json)
+        raise UserError(f"tasks.names is {study.names}: nothing is fine-tuned for {table.name}; leave it out")
+    if parsed.dry_run:
+        _print_plan(study, as_json=parsed.json)
         return 0
     study.check()
     try:
@@ -76,9 +62,9 @@ def compare_table(
     except KeyboardInterrupt as stop:
         logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", root)
         return stop.code if isinstance(stop, Stopped) else 130
-    report = _report(study, measured, shlex.join(command))
+    report = _report(study, measured, command)
     results = write_published(root, report)
-    if as_json:
+    if parsed.json:
         print_result(results)
     else:
         print_published(report)

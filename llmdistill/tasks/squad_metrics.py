@@ -51,11 +51,6 @@ def _is_punctuation(letter: str) -> bool:
     return letter in string.punctuation or unicodedata.category(letter).startswith("P")
 
 
-def normalize_in(language: str | None) -> Normalize:
-    """Return the normalization of SQuAD (None), or that of MLQA in a language."""
-    return normalize if language is None else partial(normalize_mlqa, language=language)
-
-
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
     """Return the F1 of the common words of two answers, each word as often as it occurs in both: 0 to 1."""
     common = sum((Counter(prediction) & Counter(reference)).values())
@@ -108,7 +103,8 @@ def squad1_scores(
     _check(answers, references)
     if not all(references.values()):
         raise ValueError("a question has no reference")
-    scores = [score_answer(answers[key], texts, normalize_in(language)) for key, texts in references.items()]
+    normalized: Normalize = normalize if language is None else partial(normalize_mlqa, language=language)
+    scores = [score_answer(answers[key], texts, normalized) for key, texts in references.items()]
     return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
 
 

@@ -11,6 +11,20 @@ GENERATION_TESTS = "tests/unit/generation"
 
 BREAKS = [
     Break(
+        "read-changes-the-task",
+        f"{TASKS}/base.py",
+        "task = copy.copy(self)",
+        "task = self",
+        f"{TESTS}/test_tables.py::test_the_steps_of_an_epoch_of_glue_learn_each_example",
+    ),
+    Break(
+        "folder-of-a-task-unchecked",
+        f"{TASKS}/benchmark.py",
+        "        cls.files_in(folder, key, setting=setting)\n",
+        "",
+        f"{TESTS}/test_squad_files.py::test_files_and_languages_that_are_not_there",
+    ),
+    Break(
         "changed-files-unseen",
         f"{TASKS}/stored.py",
         '"examples": hashes if files is None else files.digest',

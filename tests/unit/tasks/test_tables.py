@@ -66,4 +66,5 @@ def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
     task = Glue(RunConfig(ds_config="", data=DataConfig(kind="task", task=TaskConfig(name="rte"))))
     data = task.having(encoded={"train": rows})
     assert data.num_steps(1, batch) == steps
+    assert not hasattr(task, "encoded"), "the examples are those of the copy, for one pair of models"
     assert data.num_steps(3, batch) == 3 * steps, "each epoch is rounded up"
