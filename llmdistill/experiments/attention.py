@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
-from llmdistill.data.text_files import unreadable
+from llmdistill.data.text_files import text_lines
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters
@@ -120,13 +120,9 @@ def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int
 
 
 def _first_lines(file: str, count: int) -> list[str]:
-    try:
-        with Path(file).open(encoding="utf-8-sig") as lines:
-            texts = list(islice((line.strip() for line in lines if line.strip()), count))
-    except FileNotFoundError as error:
-        raise UserError(f"--data {file}: no such file; give a plain text file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(Path(file), "UTF-8 text", error) from error
+    if not Path(file).is_file():
+        raise UserError(f"--data {file}: no such file; give a plain text file")
+    texts = list(islice((line.strip() for line in text_lines(Path(file)) if line.strip()), count))
     if len(texts) < count:
         raise UserError(f"--examples {count}: {file} has {len(texts)} lines of text; ask for fewer")
     return texts

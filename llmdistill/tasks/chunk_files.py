@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from llmdistill.data.text_files import unreadable
+from llmdistill.data.text_files import text_lines
 from llmdistill.errors import UserError
 
 OUTSIDE = "O"
@@ -55,11 +56,13 @@ def read_sentences(path: str | Path) -> list[Sentence]:
     Raises:
         UserError: there is no such file, no sentence in it, or a line is malformed; the message names the line.
     """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give a file of CoNLL-2000, unpacked, such as its train.txt")
     sentences: list[Sentence] = []
     words: list[str] = []
     tags: list[str] = []
-    number = 0
-    for number, line in enumerate(_lines(Path(path)), start=1):
+    # An empty line ends the last sentence too.
+    for number, line in enumerate(chain(text_lines(Path(path), newline="\n"), [""]), start=1):
         fields = line.split()
         if fields:
             _check(fields, tags[-1] if tags else OUTSIDE, f"{path}:{number}")
@@ -68,21 +71,9 @@ def read_sentences(path: str | Path) -> list[Sentence]:
         elif words:
             sentences.append(Sentence(tuple(words), _spans(tags), number - len(words)))
             words, tags = [], []
-    if words:
-        sentences.append(Sentence(tuple(words), _spans(tags), number + 1 - len(words)))
     if not sentences:
         raise UserError(f"{path}: holds no sentence; give a file of CoNLL-2000 such as its train.txt")
     return sentences
-
-
-def _lines(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give a file of CoNLL-2000, unpacked, such as its train.txt")
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            yield from file
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
 
 
 def _check(fields: Sequence[str], before: str, place: str) -> None:
