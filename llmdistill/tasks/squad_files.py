@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config.data import TaskConfig
-from llmdistill.data.sources import Rows, benchmark_rows
+from llmdistill.data.sources import READERS, Rows, benchmark_rows
 from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
-from llmdistill.files import parse_json
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.squad_metrics import LANGUAGES
 from llmdistill.tasks.stored import TaskFiles
@@ -219,28 +218,20 @@ def _file_rows(path: Path) -> Rows:
     Raises:
         UserError: the file does not exist, or has another format.
     """
-    try:
-        articles = parse_json(path.read_text(encoding="utf-8-sig"))["data"]
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}); fix or replace it") from error
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: has no list under 'data', which the official format has; take such a file") from error
-    place = str(path)
-    try:
-        for number, article in enumerate(articles, start=1):
-            place = f"{path}: article {number}"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's")
+    for article, place in READERS[".json"](path):
+        try:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     listed = question["answers"]
                     answers = {key: [each[key] for each in listed] for key in ("text", "answer_start")}
                     row = {**question, "context": paragraph["context"], "answers": answers}
                     yield row, f"{place}, question {question.get('id')}"
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
-        ) from error
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
+            ) from error
 
 
 def _train_file(folder: str, key: str) -> Path:

@@ -76,19 +76,19 @@ UNANSWERED = {"id": "b", "question": "w0", "answers": []}
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ({"rows": []}, "has no list under 'data'"),
-        ([RIGHT], "has no list under 'data'"),
-        ({"data": {"a": 1}}, "article 1: not in the official format"),
-        ({"data": [{"title": "x"}]}, "article 1: not in the official format (KeyError: 'paragraphs')"),
+        ({"rows": []}, "holds no array; give an array of objects, or an object with one under"),
+        ([RIGHT], "item 1: not in the official format (KeyError: 'paragraphs')"),
+        ({"data": {"a": 1}}, "holds no array"),
+        ({"data": [{"title": "x"}]}, "item 1: not in the official format (KeyError: 'paragraphs')"),
         (official({"id": "a", "question": "w0"}), "not in the official format (KeyError: 'answers')"),
         (official({**RIGHT, "answers": [{"text": "w1"}]}), "answer_start"),
-        (official({**RIGHT, "question": 7}), "article 1, question a: expected id, question and context as text"),
+        (official({**RIGHT, "question": 7}), "item 1, question a: expected id, question and context as text"),
         (official({**RIGHT, "answers": [{"text": "w1", "answer_start": "0"}]}), "question a: expected id, question"),
         (official(RIGHT, context="  "), "question a: expected id, question and context as text"),
         (official(RIGHT, RIGHT), "two questions have the id a"),
         (official(UNANSWERED), "question b has no answer, but every question of SQuAD1 has one"),
         (official(), "holds no question"),
-        ("{", "cannot be read as JSON"),
+        ("{", ":1: not JSON"),
     ],
 )
 def test_a_dev_file_that_cannot_be_read(folder, tmp_path, file, said) -> None:
