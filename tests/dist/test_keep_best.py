@@ -51,9 +51,9 @@ def test_the_student_of_the_smallest_loss_is_that_of_a_run_that_ends_there(train
 def test_the_score_of_the_kept_student_is_the_best_in_the_log_on_one_rank_and_two(trained):
     greedy = ("--recipe", "quickstart", "--student.factorize.weighting", "none", "--data.tests", "{}")
     greedy += ("--student.factorize.allocation", "uniform", "--student.factorize.target_params", "null")
-    greedy += ("--student.factorize.rank", "40", "--train.steps", "9", "--train.validate_every", "3")
-    greedy += ("--scoring.decoding", "greedy", "--scoring.limit", "10", "--scoring.models", "student")
-    greedy += ("--train.keep_best", "score")
+    greedy += ("--student.factorize.rank", "40", "--train.steps", "6", "--train.validate_every", "2")
+    greedy += ("--scoring.decoding", "greedy", "--scoring.limit", "5", "--scoring.models", "student")
+    greedy += ("--train.keep_best", "score", "--train.global_batch_size", "16", "--data.max_length", "128")
     alone = trained(*greedy)
     scores = [row["valid_score"] for row in read_metrics_log(alone) if "valid_score" in row]
     metrics = json.loads((alone / "metrics.json").read_text())
