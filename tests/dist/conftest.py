@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tiny import save_decoder
 
 from support import MAIN_JOB
+
+
+@pytest.fixture(autouse=True, scope="module")
+def empty_plots() -> Iterator[None]:
+    """Runs in the tests' own process draw as little as those of the rank server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "draw", lambda figure, renderer: None)
+        yield
 
 
 @pytest.fixture(scope="session")
