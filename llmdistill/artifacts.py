@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +25,6 @@ CARD = "README.md"
 """File of a model's folder for readers. Users complete it, so a manifest does not list it."""
 PLACE = "USER/NAME"
 """Stands in the examples of a card for the model's folder or its name on the hub, which is known when it is pushed."""
-
-
-class State(Enum):
-    """The progress of a requested result."""
-
-    NEW = "new"
-    UNFINISHED = "goes on"
-    FINISHED = "finished"
 
 
 class Difference(NamedTuple):
@@ -65,27 +56,16 @@ def _differences(old: Any, new: Any, key: str) -> list[Difference]:
     ]
 
 
-def compare_records(
-    old: Mapping[str, Any] | None,
-    new: Mapping[str, Any],
-    *,
-    finished: bool,
-    subject: str,
-    remedy: str,
-) -> State:
-    """Return whether the requested result is new, unfinished or finished, by the saved record and the requested one.
+def compare_records(old: Mapping[str, Any] | None, new: Mapping[str, Any], *, subject: str, remedy: str) -> None:
+    """Raise a UserError if the requested record differs from the saved one, if there is one.
 
-    Raises a UserError if they differ, which begins with `subject`, names the first setting, its old and new value, and
-    how many more, and ends with `remedy`.
+    It begins with `subject`, names the first setting, its old and new value, and how many more, and ends with `remedy`.
     """
-    if old is None:
-        return State.NEW
-    found = differences(old, new)
+    found = [] if old is None else differences(old, new)
     if found:
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(f"{subject}: {first.key} was {first.old} and is now {first.new}{more}; {remedy}")
-    return State.FINISHED if finished else State.UNFINISHED
 
 
 def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict[str, Any] | None, str | None]:

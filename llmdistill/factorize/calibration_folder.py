@@ -108,7 +108,7 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         if old is None and folder.exists() and not (folder.is_dir() and is_unused(folder)):
             raise UserError(f"{subject} is not empty and holds no statistics; {remedy}")
         subject = f"{subject}: it holds statistics of another measurement"
-        compare_records(old, record, finished=False, subject=subject, remedy=remedy)
+        compare_records(old, record, subject=subject, remedy=remedy)
         if old is None:
             write_json(folder / RECORD, record)
         for each in (folder, self._factors, folder / "sums"):

@@ -109,7 +109,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
     if asked is not None:
         subject = f"{parts} holds batches of another request"
         remedy = "choose another --output, or remove that folder"
-        compare_records(asked, request, finished=False, subject=subject, remedy=remedy)
+        compare_records(asked, request, subject=subject, remedy=remedy)
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
@@ -123,7 +123,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
 def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any]) -> None:
     same = {key: record.get(key) for key in request}
     subject = f"{output} holds the answers to another request"
-    compare_records(same, request, finished=True, subject=subject, remedy="choose another --output")
+    compare_records(same, request, subject=subject, remedy="choose another --output")
     if file_sha256(output) != record.get("output_sha256"):
         raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
 

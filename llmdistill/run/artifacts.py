@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from llmdistill.artifacts import State, compare_records, plain, read_record
+from llmdistill.artifacts import MANIFEST, compare_records, plain, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.config.marks import marked
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.run.changes import METRICS_FILE, changes_warnings, forget_end, is_raised, with_changes
+from llmdistill.run.callbacks.best import read_best
+from llmdistill.run.callbacks.finite import ENDED, NOT_FINITE
+from llmdistill.run.checkpoints import checkpoints
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
 from llmdistill.teacher.cache_folder import cache_fingerprint
 
 RUN_FILE = "run.json"
+METRICS_FILE = "metrics.json"
+"""This file is written last: a folder that contains it is finished."""
 LOCK_FILE = ".lock"
 INPUTS = "inputs"
 """Subfolder of a run folder for the models and data that the caller had in memory. Their file names are derived from
@@ -39,6 +44,10 @@ _IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Parameters of the optimizer that choose its implementation, not what it computes."""
 _INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
 """Settings that name the inputs of a run; the content of these inputs is compared as well as the names."""
+_STEPS = "earlier_steps"
+"""Key in the record of a run: for each time that its steps were increased the setting, its old value, and the step."""
+_RATES = "earlier_learning_rates"
+"""Key in the record of a run: the peak learning rates that it had before, the first one first."""
 
 
 def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -119,30 +128,18 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
-def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> State:
-    """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
-    finished = (folder / METRICS_FILE).is_file()
-    try:
-        before = None if old is None else _identity(with_changes(folder, old, new, may_go_on=may_go_on))
-    except (KeyError, TypeError, AttributeError) as error:  # of another version, or of something else
-        raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
-    state = compare_records(
-        before,
+def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> None:
+    """Raise UserError if the folder contains a different run."""
+    compare_records(
+        None if old is None else _identity(_with_changes(folder, old, new, may_go_on=may_go_on)),
         _identity(new),
-        finished=finished,
         subject=f"output_dir {folder}: it holds a run of another configuration",
         remedy="choose another output_dir, or give the same settings to go on with it",
     )
-    return State.UNFINISHED if old is not None and is_raised(old, new) else state
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    return read_record(folder / RUN_FILE, remedy=_REMEDY)
-
-
-def run_warnings(folder: Path) -> list[str]:
-    """Return what a report must say of how a run came to its end; rank 0 only."""
-    return changes_warnings(_read(folder) or {})
+    return read_record(folder / RUN_FILE, remedy=_REMEDY, keys={"config": dict, "inputs": dict, "ds_config": dict})
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
@@ -164,8 +161,8 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
 
 
 @contextmanager
-def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) -> Iterator[State]:
-    """Create the run folder or check that it contains this run, lock it, and yield the state of the run.
+def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) -> Iterator[None]:
+    """Create the run folder or check that it contains this run, and lock it for the block.
 
     Temporary folders that killed processes have left in it are removed. With `may_go_on` the run may have more steps
     than the folder's. Every rank must enter this context manager.
@@ -177,24 +174,24 @@ def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) ->
     assert config.output_dir is not None
     folder, locks = Path(config.output_dir), list[IO[str]]()
 
-    def claim() -> State:
+    def claim() -> None:
         try:
-            state = _claim(folder, run_record(config, world.size), config.resume, locks, may_go_on=may_go_on)
+            _claim(folder, run_record(config, world.size), config.resume, locks, may_go_on=may_go_on)
             for each in (folder, folder / INPUTS):
                 if each.is_dir():
                     remove_abandoned(each)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        return state
 
     try:
-        yield on_main(claim, world)
+        on_main(claim, world)
+        yield
     finally:
         for lock in locks:
             lock.close()
 
 
-def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str]], *, may_go_on: bool) -> State:
+def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str]], *, may_go_on: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir {folder}: it is a file; choose another output_dir or remove the file")
     old = _read(folder)
@@ -204,13 +201,12 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
-    state = _compare(folder, old, record, may_go_on=may_go_on)
-    if old is not None and is_raised(old, record):
+    _compare(folder, old, record, may_go_on=may_go_on)
+    if old is not None and _is_raised(old, record):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten
-        forget_end(folder)
+        _forget_end(folder)
     write_json(folder / RUN_FILE, record)
     locks += [] if locks else [_lock(folder)]
-    return state
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -226,3 +222,77 @@ def _lock(folder: Path) -> IO[str]:
     except OSError:
         pass  # some network file systems have no locks
     return file
+
+
+def _with_changes(folder: Path, old: Mapping[str, Any], new: dict[str, Any], *, may_go_on: bool) -> Mapping[str, Any]:
+    """Return the old record with what may change of the new one, to which the earlier values are added.
+
+    The learning rate may be lower if a step whose loss or gradient was not finite has ended the run, which could not
+    continue otherwise. With `may_go_on` the steps may be more: the batch of a step depends only on the seed and the
+    number of the step, so the student differs from that of one long run only by the schedule of the learning rate.
+
+    Raises:
+        UserError: the steps are more, and the run has trained its student and has no checkpoint to resume from.
+    """
+    was, now = old["config"]["train"], new["config"]["train"]
+    earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
+    changed: dict[str, Any] = {}
+    if now["learning_rate"] < was["learning_rate"]:
+        ended = read_record(folder / NOT_FINITE / ENDED, remedy="remove the file", keys={"learning_rate": float})
+        if ended is not None and ended["learning_rate"] == was["learning_rate"]:
+            changed["learning_rate"] = now["learning_rate"]
+            earlier[_RATES].append(was["learning_rate"])
+    for key in ("steps", "epochs"):
+        if not may_go_on or None in (was[key], now[key]) or now[key] <= was[key]:
+            continue
+        found = checkpoints(folder)
+        if not found and (folder / "student").exists():
+            raise UserError(
+                f"train.{key} was {was[key]} and is now {now[key]}, but {folder} has no checkpoint to go on from: "
+                "choose another output_dir"
+            )
+        changed[key] = now[key]
+        earlier[_STEPS] += [{"key": key, "value": was[key], "step": found[-1].step}] if found else []
+    new |= {key: values for key, values in earlier.items() if values}
+    return {**old, "config": {**old["config"], "train": {**was, **changed}}}
+
+
+def _is_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the new record of a run, from `_with_changes`, asks for more steps than the old one."""
+    return len(new.get(_STEPS, ())) > len(old.get(_STEPS, ()))
+
+
+def _forget_end(folder: Path) -> None:
+    """Remove the results of a finished run, so that it resumes from its last checkpoint; rank 0 only.
+
+    The best student becomes the best student so far.
+    """
+    for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json", MANIFEST):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "predictions" / "student", ignore_errors=True)
+    best = read_best(folder)
+    if best is not None and (folder / "student").is_dir() and not (folder / best["student"]).exists():
+        (folder / best["student"]).parent.mkdir(exist_ok=True)
+        (folder / "student").rename(folder / best["student"])
+    shutil.rmtree(folder / "student", ignore_errors=True)
+
+
+def run_warnings(folder: Path) -> list[str]:
+    """Return what the report of a run with changes must say; more steps matter where the learning rate is scheduled."""
+    record = _read(folder) or {}
+    train, warnings = record.get("config", {}).get("train", {}), []
+    if record.get(_RATES):
+        rates = ", then ".join(f"{each:g}" for each in record[_RATES])
+        warnings.append(
+            f"the learning rate was {rates} until the loss or the gradient was not finite; the run went on from its "
+            f"last checkpoint with {train['learning_rate']:g}"
+        )
+    earlier = record.get(_STEPS, [])
+    if earlier and not (train["schedule"] == "constant" and train["warmup_ratio"] is None):
+        said = ", then ".join(f"{each['value']} until step {each['step']}" for each in earlier)
+        key = earlier[-1]["key"]
+        warnings.append(
+            f"train.{key} was {said}, and the run went on with {train[key]}: the learning rate of each step is that of "
+            f"the number of {key} at its time, so the student is not that of one run of {train[key]} {key}"
+        )
+    return warnings

@@ -95,7 +95,7 @@ def claim(job: Job) -> list[int]:
         raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
     subject = f"--output {job.folder}: it holds another cache"
     old = None if asked is None else {key: asked.get(key) for key in job.record}
-    compare_records(old, job.record, finished=False, subject=subject, remedy=remedy)
+    compare_records(old, job.record, subject=subject, remedy=remedy)
     if finished is None:
         write_json(job.folder / REQUEST_FILE, job.record)
     missing = [n for n in range(len(job.shards)) if not is_whole(job.folder, shard_name(n), finished)]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.artifacts import State
 from llmdistill.config.command_line import parse_run, scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import temporary_folder
@@ -37,8 +36,8 @@ def parse(tmp_path):
 
 
 def claim(config, size=1):
-    with claim_folder(config, world(size)) as state:
-        return state
+    with claim_folder(config, world(size)):
+        pass
 
 
 def finish(config):
@@ -48,11 +47,13 @@ def finish(config):
 
 
 def test_the_same_run_goes_on_until_it_is_finished(parse, tmp_path):
-    assert claim(parse()) is State.NEW
-    assert claim(parse("--train.log_every", "3")) is State.UNFINISHED
+    claim(parse())
+    claim(parse("--train.log_every", "3"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["train"]["log_every"] == 3
-    finish(parse())
-    assert claim(parse()) is State.FINISHED
+    assert finished_metrics(parse()) is None
+    metrics = finish(parse())
+    claim(parse())
+    assert finished_metrics(parse()) == metrics
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_what_does_not_shape_the_student_may_change(parse, tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 9}}))
     claim(parse())
     finish(parse())
-    assert claim(parse("--train.micro_batch_size", "1"), size=2) is State.FINISHED
+    claim(parse("--train.micro_batch_size", "1"), size=2)
     with pytest.raises(UserError, match="seed was 0 and is now 1"):
         claim(parse("--seed", "1"), size=2)
 
@@ -122,7 +123,8 @@ def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
         ours, theirs = os.pipe()
         if os.fork() == 0:  # a lock is held against other processes alone
             try:
-                os.write(theirs, claim(parse()).name.encode())
+                claim(parse())
+                os.write(theirs, b"claimed")
             except UserError as error:
                 os.write(theirs, str(error).encode())
             finally:
@@ -134,7 +136,7 @@ def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
 
     with claim_folder(parse(), world()):
         assert "another process is at this run" in claimed_by_another_process()
-    assert claimed_by_another_process() == "UNFINISHED"
+    assert claimed_by_another_process() == "claimed"
 
 
 def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(parse):
@@ -170,7 +172,7 @@ def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_
     keep = () if by is None else ("--train.keep_best", by)
     claim(parse("--recipe", "quickstart", *keep))
     if said is None:
-        assert claim(parse("--recipe", "quickstart", *keep, *free)) is State.UNFINISHED
+        claim(parse("--recipe", "quickstart", *keep, *free))
     else:
         with pytest.raises(UserError, match=said):
             claim(parse("--recipe", "quickstart", *keep, *free))
@@ -182,9 +184,9 @@ def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_
         (b"[1]", "not a JSON object"),
         (b"\xff\xfe\x00", "not valid JSON"),
         (b'"text"', "not a JSON object"),
-        (b"{}", "not the record of a run"),
-        (b'{"config": 5, "inputs": {}, "ds_config": {}}', "not the record of a run"),
-        (b'{"config": {"train": 5}, "inputs": [], "ds_config": {}}', "not the record of a run"),
+        (b"{}", "it has no config, or one of another type"),
+        (b'{"config": 5, "inputs": {}, "ds_config": {}}', "it has no config, or one of another type"),
+        (b'{"config": {"train": 5}, "inputs": [], "ds_config": {}}', "it has no inputs, or one of another type"),
     ],
 )
 def test_a_record_that_is_none_is_one_sentence(parse, tmp_path, content, said):
@@ -209,7 +211,7 @@ def test_what_a_kill_left_half_blocks_no_folder(parse, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json.part").write_text('{"con')
     (tmp_path / "run" / ".lock").write_text("")
-    assert claim(parse()) is State.NEW
+    claim(parse())
 
 
 def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from llmdistill.config import TrainConfig
 from llmdistill.files import write_json
-from llmdistill.run import changes
+from llmdistill.run import artifacts
 from llmdistill.run.callbacks.best import read_best
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.train import main
@@ -67,7 +67,7 @@ def test_a_stopped_run_without_an_end_of_its_schedule_ends_as_one_run(base, trai
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert json.loads((stopped / "metrics.json").read_text())["warnings"] == []
     # A kill after the end is forgotten and before the new steps are noted leaves a run that the old command ends.
-    changes.forget_end(run)
+    artifacts._forget_end(run)
     train(run, *same)
     assert (run / "student").is_dir()
 
