@@ -107,7 +107,7 @@ def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     """Return the machine: this CPU for --gpus 0, or where the words name no machine and no GPU is here."""
     import torch
 
-    from llmdistill.run.forecast.duration import measure_cpu
+    from llmdistill.run.forecast.choices import measure_cpu
 
     names = {each.name for each in fields(MachineConfig)}
     given = names & {word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")}
@@ -234,7 +234,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     """Print the run, the choices, and of the best choice of each ds_config the memory by part and the step."""
     from llmdistill.report.tables import print_table
     from llmdistill.run.forecast.choices import best_of_each, gigabytes
-    from llmdistill.run.forecast.duration import Duration
+    from llmdistill.run.forecast.layout import Duration
 
     train, sizes, cache = plan.config.train, plan.models.sizes, _cache_of(choices)
     print_result(

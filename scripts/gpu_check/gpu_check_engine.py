@@ -25,11 +25,12 @@ from llmdistill.artifacts import entries_of
 from llmdistill.batch import POSITIONS, Batch, HeadInputs
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
+from llmdistill.config.machine import MachineConfig
 from llmdistill.files import write_json
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.run.forecast.cached import trace_cache
-from llmdistill.run.forecast.memory import CACHED, Sizes, Zero, peak_memory
+from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import ForecastModels, trace_step
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import request_of, tapped
@@ -289,12 +290,12 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
     if setting.cached is not None:
         cached = trace_cache(teacher, method, batch, CacheConfig(content=setting.cached))
     trace = trace_step(models, batch, checkpointing=setting.checkpointing, cached=cached)
-    zero = Zero.of(ds_config, accumulation_steps=setting.accumulation_steps)
-    return peak_memory(
-        zero,
-        Sizes.of(student, teacher, cached_head_bytes=0 if cached is None else cached.head_bytes),
-        "replicated" if cached is None else CACHED,
-        trace.moments,
-        ranks=ranks,
+    layout = Layout(
+        zero=Zero.of(ds_config, accumulation_steps=setting.accumulation_steps),
+        sizes=Sizes.of(student, teacher, cached_head_bytes=0 if cached is None else cached.head_bytes),
+        teacher="replicated" if cached is None else CACHED,
+        machine=MachineConfig(gpus=ranks),
         accumulation_steps=setting.accumulation_steps,
     )
+    parts = layout.peak_memory(trace.moments)
+    return {name: size for name, size in parts.items() if name != "allocator"}

@@ -9,8 +9,7 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig, parse_bytes
 from llmdistill.run.checks import check_top_k
 from llmdistill.run.forecast.cached import CacheTrace, PositionCounts, trace_cache
-from llmdistill.run.forecast.duration import pass_seconds, read_seconds
-from llmdistill.run.forecast.memory import TEACHERS, Sizes, resident_teacher, teacher_sharers, with_allocator
+from llmdistill.run.forecast.layout import TEACHER_ZERO, TEACHERS, Layout, Sizes, read_seconds
 from llmdistill.run.forecast.step import ForecastModels, full_batch
 from llmdistill.run.plan import Plan
 from llmdistill.teacher.cache_folder import CACHE_FILE, read_cache_record
@@ -86,10 +85,10 @@ def forecast_making(
     of_step = PositionCounts.of(full_batch(plan, plan.task.rows_per_example)).times(train.global_batch_size)
     if counts is None and train.epochs is None:
         counts = of_step.times(train.steps)
-    sharding, fits = _teacher_that_fits(trace, sizes, machine)
+    layout, fits = _teacher_that_fits(trace, sizes, machine)
     each = counts or of_step  # one step stands for an unknown number of them
     passes = each.tokens / (machine.ranks * trace.micro_batch.tokens)
-    seconds = passes * pass_seconds(sizes, sharding, trace.work, machine)
+    seconds = passes * layout.pass_seconds(trace.work)
     seconds += read_seconds(trace.row_bytes(each) / machine.ranks, machine)  # a disk is written as fast as it is read
     steps = train.steps if train.epochs is None else train.epochs * each.sequences / train.global_batch_size
     is_there = (Path(asked.folder) / CACHE_FILE).is_file()
@@ -99,7 +98,7 @@ def forecast_making(
         folder=asked.folder,
         settings=trace.settings,
         is_there=is_there,
-        sharding=sharding,
+        sharding=str(layout.teacher),
         fits=fits,
         bytes_per_token=trace.shard_bytes(each) / max(1, each.tokens),
         counts=counts,
@@ -111,15 +110,14 @@ def forecast_making(
     )
 
 
-def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[str, bool]:
-    """The simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
+def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[Layout, bool]:
+    """The layout with the simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
     for sharding in shardings(machine):
-        sharers = teacher_sharers(sharding, ranks=machine.ranks, ranks_of_node=machine.ranks_of_node)
-        parts = {"activations": trace.peak, **resident_teacher(sizes, sharding, sharers)}
-        needed = with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation)
+        layout = Layout(zero=TEACHER_ZERO, sizes=sizes, teacher=sharding, machine=machine)
+        needed = layout.reserved({"activations": trace.peak, **layout.resident_teacher})
         if sum(needed.values()) <= machine.memory_bytes:
-            return sharding, True
-    return sharding, False
+            return layout, True
+    return layout, False
 
 
 def shardings(machine: MachineConfig) -> list[str]:

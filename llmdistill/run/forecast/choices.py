@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
+import psutil
+import torch
+from torch.utils.benchmark import Timer
+
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.checks import can_cache
 from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
-from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
-from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
+from llmdistill.run.forecast.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.ds_config import read_ds_config
@@ -40,29 +44,18 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutChoice:
+class LayoutChoice(Layout):
     """One way to launch a training."""
 
     ds_config: str
     """The name of a shipped DeepSpeed configuration."""
     micro_batch_size: int
-    accumulation_steps: int
     checkpointing: bool
-    teacher: str | None
-    """The value of teacher.sharding, or "cached"; None if the run has no teacher."""
     memory: Mapping[str, float]
     """Bytes of each rank, by part."""
     flops: float
     """FLOP of the matrix products of a step on each rank."""
-    wire_bytes: float
-    """Bytes that each rank sends in a step, in collectives over all ranks."""
-    node_bytes: float
-    """Bytes that each rank sends in a step within its node alone."""
     duration: Duration
-    available: int
-    """Bytes of a GPU."""
-    margin: float
-    """Share of them that should stay free."""
     cache: CacheForecast | None = None
     """The cache that is read in place of the teacher's pass; None unless the teacher is "cached"."""
 
@@ -74,12 +67,12 @@ class LayoutChoice:
     @property
     def fits(self) -> bool:
         """Whether the memory of a GPU is enough."""
-        return self.total <= self.available
+        return self.total <= self.machine.memory_bytes
 
     @property
     def tight(self) -> bool:
         """Whether less memory stays free than should, so that an inexact forecast may decide."""
-        return self.total > (1 - self.margin) * self.available
+        return self.total > (1 - self.machine.margin) * self.machine.memory_bytes
 
     @property
     def seconds(self) -> float:
@@ -154,28 +147,15 @@ def make_choices(
             trace = between(low, high, micro_batch_size)
             work = trace.student + trace.teacher
             read = kept.row_bytes(of_sequence.times(micro_batch_size)) if is_cached and kept is not None else 0
-            parts = peak_memory(
-                zero,
-                sizes,
-                teacher,
-                trace.moments,
-                ranks=ranks,
-                accumulation_steps=steps,
-                ranks_of_node=machine.ranks_of_node,
-            )
+            layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
             choice = LayoutChoice(
+                **vars(layout),
                 ds_config=name,
                 micro_batch_size=micro_batch_size,
-                accumulation_steps=steps,
                 checkpointing=checkpointing,
-                teacher=teacher,
-                memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
+                memory=layout.peak_memory(trace.moments),
                 flops=steps * work.flops,
-                wire_bytes=wire_bytes(zero, sizes, teacher, ranks, accumulation_steps=steps),
-                node_bytes=node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=steps),
-                duration=step_duration(zero, sizes, teacher, work, machine, accumulation_steps=steps, read_bytes=read),
-                available=machine.memory_bytes,
-                margin=machine.margin,
+                duration=layout.step_duration(work, read_bytes=read),
                 cache=forecast if is_cached else None,
             )
             choices.append(choice)
@@ -231,10 +211,11 @@ def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice],
 def missing(choices: Sequence[LayoutChoice]) -> str:
     """Say what the choice lacks that needs least, in one sentence."""
     least = min(choices, key=lambda choice: choice.total)
+    available = least.machine.memory_bytes
     part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
-    over, weight = (gigabytes(each) for each in (least.total - least.available, least.memory[part]))
+    over, weight = (gigabytes(each) for each in (least.total - available, least.memory[part]))
     return (
-        f"--gpu_memory: nothing fits in {gigabytes(least.available)} GB: {least.described()} needs least, "
+        f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
         f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
         f"take {_REMEDIES[part]}, or more memory"
     )
@@ -248,13 +229,14 @@ def gigabytes(size: float) -> str:
 def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
     """Say why a choice is proposed, in one sentence."""
     others = _preferred(choices, micro_batch_size)
-    said = f"{gigabytes(choice.total)} of {gigabytes(choice.available)} GB, {choice.duration.seconds:.3g} s a step; "
+    available = gigabytes(choice.machine.memory_bytes)
+    said = f"{gigabytes(choice.total)} of {available} GB, {choice.duration.seconds:.3g} s a step; "
     if len(others) == 1:
         said += "the only setting that fits"
     else:
         said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
     if not choice.tight:
-        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.margin:.0%} free"
+        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.machine.margin:.0%} free"
     if choice.micro_batch_size == micro_batch_size:
         said += f" with the run's own micro batch size {micro_batch_size}"
     if choice.cache is not None and choice.cache.seconds_per_step > 0:
@@ -265,3 +247,26 @@ def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_si
         needed = max(each.total for each in plain)
         said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
     return said
+
+
+def measure_cpu() -> dict[str, Any]:
+    """Return settings of `MachineConfig`, measured in fp32 with the threads that a run would have; it takes a second.
+
+    The memory is what other programs leave free, and the room for a cache is that of the current folder's disk.
+    """
+    side = 1024
+    left, right = torch.randn(2, side, side)
+    numbers = torch.zeros(2**24)  # 64 MiB, more than a cache holds
+
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.2).median)
+
+    values = {"left": left, "right": right, "numbers": numbers, "target": torch.empty_like(numbers)}
+    return {
+        "gpu_memory": f"{psutil.virtual_memory().available / 1e9:.1f}GB",
+        "tflops": 2e-12 * side**3 / seconds("left @ right"),
+        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),
+        "cache_space": f"{shutil.disk_usage('.').free / 1e9:.1f}GB",
+        "reserved": "1GB",  # Python with torch, transformers and DeepSpeed
+    }

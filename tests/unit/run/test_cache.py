@@ -29,7 +29,7 @@ from llmdistill.run.artifacts import run_record
 from llmdistill.run.assemble import make_teacher
 from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
-from llmdistill.run.forecast.memory import Sizes
+from llmdistill.run.forecast.layout import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.run.wiring import request_of, tapped

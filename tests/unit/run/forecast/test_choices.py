@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.forecast.choices import LayoutChoice, best_of_each, propose, reason
-from llmdistill.run.forecast.duration import Duration
+from llmdistill.run.forecast.layout import Duration
 
 GB = 10**9
 
@@ -22,11 +23,10 @@ def choice(ds_config: str = "zero1", *, gb: float = 50, seconds: float = 1.0, **
         "teacher": "replicated",
         "memory": {"student": gb * GB / 4, "activations": gb * GB * 3 / 4},
         "flops": 1e15,
-        "wire_bytes": 1e9,
-        "node_bytes": 0.0,
+        "zero": None,
+        "sizes": None,
         "duration": Duration(compute=seconds, memory=0, wire=0, launch=0, host=0),
-        "available": 80 * GB,
-        "margin": 0.1,
+        "machine": MachineConfig(gpu_memory="80GB", margin=0.1),
     }
     return LayoutChoice(**(given | changes))
 

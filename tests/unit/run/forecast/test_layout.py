@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmdistill.config.machine import MachineConfig
-from llmdistill.run.forecast.duration import step_duration, wire_bandwidth, wire_bytes
-from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory, step_memory, with_allocator
+from llmdistill.run.forecast.layout import Layout, Sizes, Zero
 from llmdistill.run.forecast.step import Moment
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.tracing import Work
@@ -27,13 +26,15 @@ MOMENTS = [
 ]
 
 
-def zero_of(name: str, steps: int = 1) -> Zero:
-    return Zero.of(read_ds_config(name), accumulation_steps=steps)
+def layout(name: str, teacher: str | None = "replicated", *, steps: int = 1, sizes=SIZES, **machine) -> Layout:
+    zero = Zero.of(read_ds_config(name), accumulation_steps=steps)
+    found = MachineConfig(**{"gpus": RANKS, "bandwidth_share": 1, **machine})
+    return Layout(zero=zero, sizes=sizes, teacher=teacher, machine=found, accumulation_steps=steps)
 
 
-def parts(name: str, *, teacher: str | None = "replicated", steps: int = 1, moments=MOMENTS) -> dict[str, float]:
-    found = peak_memory(zero_of(name, steps), SIZES, teacher, moments, ranks=RANKS, accumulation_steps=steps)
-    return {part: round(size / 1e9, 3) for part, size in found.items() if size}
+def parts(found: Layout, moments=MOMENTS) -> dict[str, float]:
+    memory = found.peak_memory(moments)
+    return {part: round(size / 1e9, 3) for part, size in memory.items() if size and part != "allocator"}
 
 
 ALWAYS = {"activations": 9.0, "taps": 1.0}
@@ -52,34 +53,25 @@ WHOLE = {"teacher": 16.0, "student": 2.0, "optimizer": 3.0, **ALWAYS}
     ],
 )
 def test_parts_of_each_ds_config(name, steps, expected):
-    assert parts(name, steps=steps) == expected
+    assert parts(layout(name, steps=steps)) == expected
 
 
 def test_sharded_teacher_keeps_its_share_and_what_it_gathers():
-    found = parts("zero2", teacher="zero3")
+    found = parts(layout("zero2", "zero3"))
     assert (found["teacher"], found["gathered"]) == (4.0, 2.1)
-    assert "teacher" not in parts("zero2", teacher=None)
+    assert "teacher" not in parts(layout("zero2", None))
 
 
 def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
     def found(teacher: str, ranks_of_node: int) -> dict[str, float]:
-        return peak_memory(
-            zero_of("zero1"),
-            SIZES,
-            teacher,
-            MOMENTS,
-            ranks=RANKS,
-            accumulation_steps=1,
-            ranks_of_node=ranks_of_node,
-        )
+        return parts(layout("zero1", teacher, gpus=ranks_of_node, nodes=RANKS // ranks_of_node))
 
-    assert found("node", 2)["teacher"] == 8e9
+    assert found("node", 2)["teacher"] == 8
     assert found("node", RANKS) == found("zero3", RANKS)
     assert found("node", 1) == found("replicated", 1)
 
     def wire(teacher: str | None) -> float:
-        machine = MachineConfig(gpus=2, nodes=2, nvlink=300, infiniband=25, bandwidth_share=1)
-        return step_duration(zero_of("zero1"), SIZES, teacher, Work(), machine, accumulation_steps=1).wire
+        return layout("zero1", teacher, gpus=2, nodes=2, nvlink=300, infiniband=25).step_duration(Work()).wire
 
     # A rank sends 1/2 of 16 GB at 300 GB/s within its node, or 3/4 of them at the 2 x 25 GB/s between the nodes.
     assert wire("node") - wire(None) == pytest.approx(8 / 300)
@@ -89,7 +81,7 @@ def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
 
 def test_peak_is_in_the_optimizers_step_where_activations_are_small():
     little = [Moment(0, {"activations": 1e9}), Moment(10**9, {"activations": 0.0})]
-    assert parts("zero2", moments=little) == {
+    assert parts(layout("zero2"), little) == {
         "teacher": 16.0,
         "student": 2.0,
         "optimizer": 3.0,
@@ -100,24 +92,24 @@ def test_peak_is_in_the_optimizers_step_where_activations_are_small():
 
 
 def test_optimizer_that_is_not_fused_needs_temporary_tensors():
-    ds_config = read_ds_config("zero2")
-    ds_config["optimizer"]["params"]["fused"] = False
-    zero = Zero.of(ds_config, accumulation_steps=1)
-    assert step_memory(zero, SIZES, RANKS)["step"] == 3e9
+    fused = layout("zero2")
+    assert parts(replace(fused, zero=replace(fused.zero, fused=False)), [Moment(0, {})])["step"] == 3
+    assert Zero.of({"optimizer": {"params": {"foreach": True}}}, accumulation_steps=1).fused is False
 
 
 def test_gradients_grow_while_activations_shrink():
     growing = [Moment(0, {"activations": 5e9}), Moment(10**9, {"activations": 4.5e9})]
-    assert parts("zero1", moments=growing)["gradients"] == 2.0
+    assert parts(layout("zero1"), growing)["gradients"] == 2.0
 
 
 def test_allocator_holds_a_share_of_the_tensors():
-    assert with_allocator({"student": 100.0, "taps": 20.0}, reserved=7, fragmentation=0.1)["allocator"] == 19.0
+    found = layout("zero1", reserved="2GB", fragmentation=0.1).reserved({"student": 100e9, "taps": 20e9})
+    assert found["allocator"] == pytest.approx(14e9)
 
 
 def test_bytes_on_the_wire():
     def sent(name: str, teacher: str | None = None, steps: int = 1) -> float:
-        return wire_bytes(zero_of(name, steps), SIZES, teacher, RANKS, accumulation_steps=steps) / 1e9
+        return layout(name, teacher, steps=steps).wire_bytes / 1e9
 
     assert sent("zero1", steps=4) == pytest.approx(0.75 * 4)  # one all-reduce a step, however many micro batches
     assert sent("zero2", steps=4) == pytest.approx(0.75 * (4 * 2 + 2))
@@ -126,9 +118,8 @@ def test_bytes_on_the_wire():
 
 
 def test_wire_is_as_fast_as_the_slowest_link_of_a_ring():
-    assert wire_bandwidth(MachineConfig(gpus=8)) == 300
-    assert wire_bandwidth(MachineConfig(gpus=8, nodes=2)) == 200
-    assert wire_bandwidth(MachineConfig(gpus=2, nodes=2)) == 50
+    for gpus, nodes, bandwidth in ((8, 1, 300), (8, 2, 200), (2, 2, 50)):
+        assert layout("zero1", gpus=gpus, nodes=nodes).sent_seconds(1e9) == pytest.approx(1 / bandwidth)
 
 
 @pytest.mark.parametrize(
@@ -142,14 +133,11 @@ def test_wire_is_as_fast_as_the_slowest_link_of_a_ring():
     ],
 )
 def test_what_bounds_a_step(work, name, bound):
-    machine = MachineConfig(gpus=RANKS, nvlink=50)
-    found = step_duration(zero_of(name), SIZES, None, work, machine, accumulation_steps=1)
-    assert found.bound == bound
+    assert layout(name, None, nvlink=50, bandwidth_share=0.75).step_duration(work).bound == bound
 
 
 def test_time_is_the_work_at_the_reached_peaks():
-    machine = MachineConfig(gpus=1, tflops=100, product_share=0.5, memory_bandwidth=1000, bandwidth_share=0.5)
-    sizes = replace(SIZES, trained=0)
-    work = Work(flops=1e14, product_bytes=1e9, other_bytes=1e12)
-    found = step_duration(zero_of("zero1"), sizes, None, work, machine, accumulation_steps=3)
+    speeds = {"tflops": 100, "product_share": 0.5, "memory_bandwidth": 1000, "bandwidth_share": 0.5}
+    alone = layout("zero1", None, steps=3, sizes=replace(SIZES, trained=0), gpus=1, **speeds)
+    found = alone.step_duration(Work(flops=1e14, product_bytes=1e9, other_bytes=1e12))
     assert (found.compute, found.memory, found.seconds) == pytest.approx((6.0, 6.0, 12.0))
