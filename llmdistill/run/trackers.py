@@ -11,6 +11,8 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,17 @@ def check_libraries(config: RunConfig, ds_config: Mapping[str, Any]) -> None:
 
 def check_access(names: Sequence[str]) -> None:
     """Raise a UserError if a tracker cannot be reached or does not know the user, before a run does any work."""
-    for name in names:
-        if name in _TRACKERS:
-            with _failing(name):
-                _TRACKERS[name].check()
+    if "wandb" in names and not _is_offline("wandb"):
+        import wandb
+
+        with _failing("wandb"):
+            if wandb.run is None:
+                wandb.login()
+    if "mlflow" in names:
+        import mlflow
+
+        with _failing("mlflow"):
+            mlflow.search_experiments(max_results=1)
 
 
 @contextmanager
@@ -67,110 +76,81 @@ def _failing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"train.report_to {name}: {_said(error)}; {_TRACKERS[name].remedy}, or leave it out") from error
+        raise UserError(f"train.report_to {name}: {_said(error)}; {_REMEDIES[name]}, or leave it out") from error
 
 
 def _said(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+@dataclass
 class _Tracker:
-    """A run of a tracker; one that the caller has open is used and left open."""
+    """An open run of a tracker; one that the caller has open is used and left open."""
 
     id: str
     last: int
     """The last step that the run has, -1 without any."""
+    send: Callable[[int, dict[str, float]], None]
+    end: Callable[[bool], None]
+    """Ends the run; False if the training is not over."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send the figures of a step, unless the run has them."""
         if step > self.last:
-            self._send(step, dict(values))
+            self.send(step, dict(values))
             self.last = step
 
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        raise NotImplementedError
+
+def _open_wandb(folder: Path, settings: Mapping[str, Any], known: str | None) -> _Tracker:
+    """Open the run of W&B with the id `known`, by default a new one."""
+    import wandb
+
+    given, active = os.environ.get, wandb.run
+    run = active or wandb.init(
+        project=given("WANDB_PROJECT", "llmdistill"),
+        name=given("WANDB_NAME", folder.name),
+        id=given("WANDB_RUN_ID", known),
+        resume="allow",
+        dir=given("WANDB_DIR", str(folder)),
+        config=dict(settings),
+    )
+    return _Tracker(
+        id=str(run.id),
+        last=int(run.step) - 1,
+        send=lambda step, values: run.log(values, step=step),
+        end=lambda whole: None if active else run.finish(exit_code=0 if whole else 1),
+    )
 
 
-class _WandB(_Tracker):
-    remedy = "run `wandb login`, set WANDB_API_KEY, or work without the network by WANDB_MODE=offline"
+def _open_mlflow(folder: Path, settings: Mapping[str, Any], known: str | None) -> _Tracker:
+    """Open the run of MLflow with the id `known`, by default a new one, which gets the settings as its parameters."""
+    import mlflow
 
-    @staticmethod
-    def knows() -> bool:
-        """Whether W&B tells `last`; without the network it does not read its files, which a kill cuts short."""
-        return os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
-
-    @classmethod
-    def check(cls) -> None:
-        """Raise an error of W&B without an API key."""
-        import wandb
-
-        if wandb.run is None and cls.knows():
-            wandb.login()
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
-        """Open the run of the id `known`, by default a new one."""
-        import wandb
-
-        given = os.environ.get
-        self._own = wandb.run is None
-        self._run = wandb.run or wandb.init(
-            project=given("WANDB_PROJECT", "llmdistill"),
-            name=given("WANDB_NAME", folder.name),
-            id=given("WANDB_RUN_ID", known),
-            resume="allow",
-            dir=given("WANDB_DIR", str(folder)),
-            config=dict(settings),
-        )
-        self.id, self.last = str(self._run.id), int(self._run.step) - 1
-
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self, *, whole: bool) -> None:
-        if self._own:
-            self._run.finish(exit_code=0 if whole else 1)
+    active = mlflow.active_run()
+    run = active or mlflow.start_run(run_id=known, run_name=os.environ.get("MLFLOW_RUN_NAME", folder.name))
+    if known is None and active is None:
+        values = flattened(dict(settings))
+        mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in values.items()})
+    client = mlflow.MlflowClient()
+    found = [client.get_metric_history(run.info.run_id, f"train/{name}") for name in ("loss", "valid_loss")]
+    return _Tracker(
+        id=str(run.info.run_id),
+        last=max((int(each.step) for history in found for each in history), default=-1),
+        send=lambda step, values: mlflow.log_metrics(values, step=step),
+        end=lambda whole: None if active else mlflow.end_run("FINISHED" if whole else "KILLED"),
+    )
 
 
-class _MLflow(_Tracker):
-    remedy = "fix MLFLOW_TRACKING_URI, or remove the variable to keep the run in a file here"
-
-    @staticmethod
-    def knows() -> bool:
-        """Whether MLflow tells `last`."""
-        return True
-
-    @staticmethod
-    def check() -> None:
-        """Raise an error of MLflow if its store does not answer."""
-        import mlflow
-
-        mlflow.search_experiments(max_results=1)
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
-        """Open the run of the id `known`, by default a new one, which gets the settings as its parameters."""
-        import mlflow
-
-        self._mlflow, run = mlflow, mlflow.active_run()
-        self._own = run is None
-        if run is None:
-            run = mlflow.start_run(run_id=known, run_name=os.environ.get("MLFLOW_RUN_NAME", folder.name))
-        self.id = str(run.info.run_id)
-        if known is None and self._own:
-            values = flattened(dict(settings))
-            mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in values.items()})
-        client = mlflow.MlflowClient()
-        found = [client.get_metric_history(self.id, f"train/{name}") for name in ("loss", "valid_loss")]
-        self.last = max((int(each.step) for history in found for each in history), default=-1)
-
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        self._mlflow.log_metrics(values, step=step)
-
-    def close(self, *, whole: bool) -> None:
-        if self._own:
-            self._mlflow.end_run("FINISHED" if whole else "KILLED")
+def _is_offline(name: str) -> bool:
+    """Whether a tracker cannot tell `last`: without network W&B does not read its files, which a kill cuts short."""
+    return name == "wandb" and os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
 
 
-_TRACKERS: dict[str, type[_WandB] | type[_MLflow]] = {"wandb": _WandB, "mlflow": _MLflow}
+_OPEN = {"wandb": _open_wandb, "mlflow": _open_mlflow}
+_REMEDIES = {
+    "wandb": "run `wandb login`, set WANDB_API_KEY, or work without the network by WANDB_MODE=offline",
+    "mlflow": "fix MLFLOW_TRACKING_URI, or remove the variable to keep the run in a file here",
+}
 
 
 class Monitors:
@@ -179,7 +159,7 @@ class Monitors:
     def __init__(self, deepspeed: Any, world: World) -> None:
         """`deepspeed` is DeepSpeed's monitor or None."""
         self._deepspeed, self._world = deepspeed, world
-        self.trackers: dict[str, _WandB | _MLflow] = {}
+        self.trackers: dict[str, _Tracker] = {}
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Send the figures of one step. A tracker that fails is left out from then on, with a warning."""
@@ -190,9 +170,9 @@ class Monitors:
 
     def close(self, *, whole: bool) -> None:
         """End the runs of the trackers; not `whole` if the training is not over."""
-        self._each(lambda tracker: tracker.close(whole=whole), "after the last step")
+        self._each(lambda tracker: tracker.end(whole), "after the last step")
 
-    def _each(self, call: Callable[[_WandB | _MLflow], None], what: str) -> None:
+    def _each(self, call: Callable[[_Tracker], None], what: str) -> None:
         for name, tracker in list(self.trackers.items()):
             try:
                 call(tracker)
@@ -217,7 +197,7 @@ def monitors(config: RunConfig, deepspeed: Any, rows: Log, start: int, world: Wo
             writer.close()
             writer.purge_step = 0 if start == 0 else start + 1  # step 0 is the validation before the first step
         for name in config.train.report_to or []:
-            if name in _TRACKERS:
+            if name in _OPEN:
                 kept = read_record(file, remedy="remove the file, and the trackers get new runs") or {}
                 with _failing(name):
                     found.trackers[name], record[name] = _open(name, config, kept.get(name), rows, start)
@@ -237,24 +217,24 @@ def monitors(config: RunConfig, deepspeed: Any, rows: Log, start: int, world: Wo
 
 def _open(
     name: str, config: RunConfig, entry: Mapping[str, Any] | None, rows: Log, start: int
-) -> tuple[_WandB | _MLflow, dict[str, Any]]:
+) -> tuple[_Tracker, dict[str, Any]]:
     """Return an open tracker that has the rows, and its entry in the file.
 
     It is a new run if the run of the earlier entry has rows after `start` that this training makes otherwise: no
     tracker takes rows back.
     """
-    kind, folder, settings = _TRACKERS[name], Path(str(config.output_dir)), to_dict(config)
+    opened = partial(_OPEN[name], Path(str(config.output_dir)), to_dict(config))
     shaping = {"steps": config.train.steps, "learning_rate": config.train.learning_rate}
     tracker = None
-    if entry is not None and (kind.knows() or entry["sent"] is not None):
-        tracker = kind(folder, settings, entry["id"])
-        if not kind.knows():
+    if entry is not None and (entry["sent"] is not None or not _is_offline(name)):
+        tracker = opened(entry["id"])
+        if _is_offline(name):
             tracker.last = int(entry["sent"])
         if tracker.last > start and entry["shaping"] != shaping:
-            tracker.close(whole=True)
+            tracker.end(True)
             tracker = None
     if tracker is None:
-        tracker = kind(folder, settings, None)
+        tracker = opened(None)
     for row in rows:
         tracker.add(int(row["step"]), {f"train/{key}": value for key, value in row.items() if key != "step"})
     return tracker, {"id": tracker.id, "shaping": shaping, "sent": None}
