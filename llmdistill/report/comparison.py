@@ -15,7 +15,6 @@ from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
     TEACHER,
-    Beginning,
     Comparison,
     Row,
     Run,
@@ -44,7 +43,14 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
 
 def _results(comparison: Comparison) -> dict[str, Any]:
     methods = {row.key: _result(row, comparison.difference(row)) for row in comparison.rows}
-    starts = {"starts": [_beginning(each) for each in comparison.beginnings]} if comparison.beginnings else {}
+    starts = [
+        {
+            **{"start": each.start, "size": each.size, "params": each.params, "untrained": each.average},
+            **{key: each.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")},
+            "run": each.folder,
+        }
+        for each in comparison.beginnings
+    ]
     counted = {comparison.score.counted: comparison.examples, "texts": comparison.texts}
     counts = {
         key: {name: {"scored": scored, "total": total} for name, (scored, total) in found.items()}
@@ -52,19 +58,7 @@ def _results(comparison: Comparison) -> dict[str, Any]:
         if found
     }
     sets = {"score": comparison.score.key, "sets": list(comparison.sets), **counts}
-    return {"methods": methods, **starts, **sets, "warnings": list(comparison.warnings)}
-
-
-def _beginning(each: Beginning) -> dict[str, Any]:
-    measured = {key: each.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")}
-    return {
-        "start": each.start,
-        "size": each.size,
-        "params": each.params,
-        "untrained": each.average,
-        **measured,
-        "run": each.folder,
-    }
+    return {"methods": methods, **({"starts": starts} if starts else {}), **sets, "warnings": list(comparison.warnings)}
 
 
 def _result(row: Row, difference: float | None) -> dict[str, Any]:

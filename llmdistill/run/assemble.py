@@ -214,19 +214,15 @@ def make_trainer(
 
 def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:
     """Return the function that saves the engine's student as a model in a folder; every rank must call it."""
-
-    def save(output: Path) -> None:
-        save_student(
-            engine,
-            world,
-            template=partial(load_student, plan, untrained),
-            source=untrained,
-            output=output,
-            lora=plan.config.student.lora,
-            prompt=plan.config.data.prompt,
-        )
-
-    return save
+    return partial(
+        save_student,
+        engine,
+        world,
+        template=partial(load_student, plan, untrained),
+        source=untrained,
+        lora=plan.config.student.lora,
+        prompt=plan.config.data.prompt,
+    )
 
 
 def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: World) -> BestStudent | None:

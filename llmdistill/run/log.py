@@ -89,20 +89,10 @@ class RunLog:
             kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= step]
             write_text(self._file, b"".join(kept).decode("utf-8"))
 
-    def _append(self, row: dict[str, float]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        if self.monitor is not None:
-            self.monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
-
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
         if not self._active:
             return
-        self._append({"step": step, **values})
-        self._send(step, values)
         cells = {
             "step": f"{step}/{self._steps}",
             "loss": f"{values['loss']:.4g}",
@@ -114,31 +104,26 @@ class RunLog:
         }
         if list(cells) != self._header:
             self._header = list(cells)
-            self.say("".join(f" {name:>8}" for name in cells))
-        self.say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
-        if "valid_loss" in values:
-            self._say_validation(step, values)
+            say("".join(f" {name:>8}" for name in cells))
+        say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
+        self.validated(step, values)
 
     def validated(self, step: int, values: dict[str, float]) -> None:
-        """Log a validation for which there are no figures of steps; step 0 is the student before the first step."""
-        if self._active:
-            self._append({"step": step, **values})
-            self._send(step, values)
-            self._say_validation(step, values)
+        """Log figures of a validation, or of steps and one; step 0 is the student before the first step."""
+        if not self._active:
+            return
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.monitor is not None:
+            self.monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+        if "valid_loss" in values:
+            score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
+            when = f"at step {step}" if step > 0 else "before the first step"
+            say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
 
-    def _say_validation(self, step: int, values: dict[str, float]) -> None:
-        score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
-        when = f"at step {step}" if step > 0 else "before the first step"
-        self.say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
-
-    def advance(self, steps: int = 1) -> None:
-        """Count steps that are done."""
-        self._activity.advance(steps)
-
-    def say(self, line: str) -> None:
-        """Print a line above the progress bar."""
-        if self._active:
-            say(line)
+    def advance(self) -> None:
+        """Count a step that is done."""
+        self._activity.advance()
 
 
 def _stops() -> str:

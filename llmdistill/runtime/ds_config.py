@@ -94,7 +94,7 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
         given = block.get(name, "auto")
         if given == "auto":
             block[name] = value
-        elif not _same(given, value):
+        elif given != value:
             raise UserError(
                 f"{path}: {key} is {given}, but the run says {value}: "
                 'write "auto" there, or give the run the same value'
@@ -103,9 +103,3 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
         if value == "auto":
             raise UserError(f'{path}: {key} is "auto", which the run does not set: give it a value or remove it')
     return resolved
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-    return bool(first == second)

@@ -50,27 +50,23 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     return BatchSplit(micro_batch_size, global_batch_size // unit)
 
 
-def resolve_dtype(wanted: str, ds_config: dict[str, Any]) -> str:
-    """Return the dtype of the run: its setting, else the DeepSpeed configuration's, else the best for this machine."""
-    if wanted != "auto":
-        return wanted
-    in_file = ds_config.get("bf16", {}).get("enabled", "auto")
-    if in_file != "auto":
-        return "bf16" if in_file else "fp32"
-    return best_dtype(default_device())
-
-
 def student_ds_config(
     ds_config: dict[str, Any], path: str, settings: TrainConfig, split: BatchSplit, *, output_dir: str
 ) -> dict[str, Any]:
-    """Return the student's complete DeepSpeed configuration; a UserError if the file and the run contradict."""
-    dtype = resolve_dtype(settings.dtype, ds_config)
+    """Return the student's complete DeepSpeed configuration; a UserError if the file and the run contradict.
+
+    The dtype is the run's setting, else that of the file, else the best for this machine.
+    """
+    in_file = ds_config.get("bf16", {}).get("enabled", "auto")
+    if settings.dtype != "auto":
+        in_file = settings.dtype == "bf16"
+    bf16 = best_dtype(default_device()) == "bf16" if in_file == "auto" else bool(in_file)
     owned: dict[str, Any] = {
         "train_batch_size": settings.global_batch_size,
         "train_micro_batch_size_per_gpu": split.micro_batch_size,
         "gradient_accumulation_steps": split.accumulation_steps,
         "gradient_clipping": settings.max_grad_norm,
-        "bf16.enabled": dtype == "bf16",
+        "bf16.enabled": bf16,
         "optimizer.params.lr": settings.learning_rate,
         "optimizer.params.betas": list(settings.betas),
         "optimizer.params.eps": settings.eps,
@@ -179,11 +175,6 @@ def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
     return state
 
 
-def trained_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
-    """Return the trainable parameters on the CPU of rank 0 and None on other ranks; every rank must call it."""
-    return _gather(engine, world, [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad])
-
-
 def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     import deepspeed
 
@@ -201,10 +192,10 @@ def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> d
 def save_student(
     engine: Any,
     world: World,
+    output: Path,
     *,
     template: Callable[[torch.dtype], PreTrainedModel],
     source: Path | str,
-    output: Path,
     lora: LoraConfig | None = None,
     prompt: str | None = None,
 ) -> None:
@@ -214,7 +205,8 @@ def save_student(
     the `prompt` by which the student learned to be asked.
     """
     has_adapters = lora is not None and lora.rank is not None
-    state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
+    trained = ((name, each) for name, each in engine.module.named_parameters() if each.requires_grad)
+    state = _gather(engine, world, trained) if has_adapters else full_state_dict(engine, world)
     if state is not None:
         with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten
             model = template(next(iter(state.values())).dtype)

@@ -95,9 +95,7 @@ def gpus() -> Finding:
 def communication() -> Finding:
     """Whether the ranks can talk to each other: by NCCL on GPUs, else by gloo."""
     wanted = "NCCL" if torch.cuda.is_available() else "gloo"
-    distributed = torch.distributed
-    there = distributed.is_nccl_available() if wanted == "NCCL" else distributed.is_gloo_available()
-    if there:
+    if torch.distributed.is_backend_available(wanted.lower()):
         return Finding("ok", "communication", wanted)
     return Finding("failure", "communication", f"PyTorch lacks {wanted}", "install a build of PyTorch that has it")
 
@@ -128,6 +126,5 @@ def disk(folder: Path, needed_bytes: int | None) -> Finding:
         return Finding("ok", "disk", said)
     said += f", of which the run needs about {byte_size(needed_bytes)}"
     if free < needed_bytes:
-        remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
-        return Finding("failure", "disk", said, remedy or "give another --output_dir")
+        return Finding("failure", "disk", said, "free some, give another --output_dir, or lower train.keep_checkpoints")
     return Finding("ok", "disk", said)

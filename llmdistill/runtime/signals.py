@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -11,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from llmdistill.errors import Stopped
 
+_RUNNER = re.compile(r"/deepspeed$|^deepspeed\.launcher")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGAIN_SECONDS = 0.5
 """From then on a second SIGINT is another Ctrl-C, and not the same one that a launcher passes on."""
@@ -145,31 +148,21 @@ def _listen(reader: socket.socket, state: _State) -> None:
 
 
 def _watch_launcher(state: _State) -> None:
-    """Send this rank SIGTERM when its launcher ends, in whichever way."""
+    """Send this rank SIGTERM when its parent ends, in whichever way, or DeepSpeed's runner that started the parent."""
     if "RANK" not in os.environ or not hasattr(os, "pidfd_open"):
         return
     watched = selectors.DefaultSelector()
-    for process in _launchers():
-        with suppress(OSError):
-            watched.register(os.pidfd_open(process), selectors.EVENT_READ)
+    for number, process in enumerate(psutil.Process().parents()):
+        with suppress(psutil.Error, OSError):
+            words = process.cmdline()[:4]
+            if process.pid == 1 or (number > 0 and not any(_RUNNER.search(word) for word in words)):
+                break
+            watched.register(os.pidfd_open(process.pid), selectors.EVENT_READ)
+
+    def wait() -> None:
+        watched.select()
+        if not state.is_over.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
     if watched.get_map():
-        threading.Thread(target=_wait_for_launcher, args=(watched, state), name="launcher", daemon=True).start()
-
-
-def _wait_for_launcher(watched: selectors.BaseSelector, state: _State) -> None:
-    watched.select()
-    if not state.is_over.is_set():
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _launchers() -> Iterator[int]:
-    """The parent of this rank, and what has started the parent if it is DeepSpeed's runner on the same node."""
-    process = os.getppid()
-    while process > 1:
-        yield process
-        with suppress(OSError):
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-            if any(word.endswith(b"/deepspeed") or word.startswith(b"deepspeed.launcher") for word in words[:4]):
-                continue
-        return
+        threading.Thread(target=wait, name="launcher", daemon=True).start()

@@ -333,7 +333,7 @@ BREAKS = [
     Break(
         "disagreement-accepted",
         "llmdistill/runtime/ds_config.py",
-        "elif not _same(given, value):",
+        "elif given != value:",
         "elif False:",
         "tests/unit/runtime/test_ds_config.py::test_disagreement_names_key_values_and_remedy",
     ),
