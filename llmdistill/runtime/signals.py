@@ -154,8 +154,7 @@ def _watch_launcher(state: _State) -> None:
     watched = selectors.DefaultSelector()
     for number, process in enumerate(psutil.Process().parents()):
         with suppress(psutil.Error, OSError):
-            words = process.cmdline()[:4]
-            if process.pid == 1 or (number > 0 and not any(_RUNNER.search(word) for word in words)):
+            if process.pid == 1 or (number > 0 and not any(map(_RUNNER.search, process.cmdline()[:4]))):
                 break
             watched.register(os.pidfd_open(process.pid), selectors.EVENT_READ)
 
