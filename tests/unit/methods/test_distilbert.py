@@ -7,8 +7,6 @@ import torch
 from references import terms_of
 from torch.nn import functional
 
-from llmdistill.errors import UserError
-from llmdistill.methods import METHODS
 from llmdistill.methods.distilbert import DistilbertConfig, build_distilbert
 
 
@@ -56,15 +54,6 @@ def test_terms_without_weight_do_not_exist(
     assert method.student_taps == ({"hidden": {1}} if "cosine" in names else {})
     assert method.teacher_taps == ({"hidden": {3}} if "cosine" in names else {})
     assert not method.projections
-
-
-def test_only_the_cosine_needs_the_same_width(models) -> None:
-    teacher, student = models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4)
-    with pytest.raises(UserError, match=r"32 wide in the teacher and 16 in the student: set distilbert\.cosine to 0"):
-        METHODS["distilbert"].build(DistilbertConfig(), teacher, student)
-    METHODS["distilbert"].build(DistilbertConfig(cosine=0.0), teacher, student)
-    with pytest.raises(UserError, match="distilbert compares models of one kind"):
-        METHODS["distilbert"].build(DistilbertConfig(), models.gpt2(4, 16, 4, 4), student)
 
 
 @pytest.mark.parametrize("positions", ["masked", "all"])

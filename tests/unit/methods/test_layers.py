@@ -88,12 +88,3 @@ def test_makds_layers_are_the_students_and_the_map_says_which_teach_them(models)
         assert means[name] == pytest.approx(error(name, [(0, 4), (2, 1)]), rel=1e-4)
     assert means["hidden"] == pytest.approx(error("hidden", [(2, 1)]), rel=1e-4)
     assert means["attention"] == pytest.approx(pair.mean_over_tokens(attention), rel=1e-4)
-
-
-def test_without_a_map_like_is_compared_with_like(models) -> None:
-    settings = MakdConfig()
-    with pytest.raises(UserError, match=r"num_layers is 5 in .* and 3 in .* or map the layers by makd\.teacher_layers"):
-        METHODS["makd"].build(settings, models.bert(5, 16, 4, 4), models.bert(3, 16, 4, 4), TOKENS)
-    mapped = MakdConfig(teacher_layers="uniform")
-    with pytest.raises(UserError, match="hidden_size is 16 in the teacher and 8 in the student"):
-        METHODS["makd"].build(mapped, models.bert(5, 16, 4, 4), models.bert(3, 8, 4, 4), TOKENS)

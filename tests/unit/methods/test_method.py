@@ -6,11 +6,10 @@ import pytest
 import torch
 from references import terms_of
 
-from llmdistill.losses.terms import LayerTerm
-from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
-from llmdistill.methods.method import combine
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.minilmv2 import Minilmv2Config
 from llmdistill.methods.tinybert import TinybertConfig
@@ -96,13 +95,30 @@ def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:
     assert build_method(["distilbert", "kd"], {**labels_alone, "kd": KdConfig()}, config, config).needs_teacher
 
 
-def mapped(name: str, widths: tuple[int, int]) -> Method:
-    """A method of one aspect, mapped."""
-    term = LayerTerm(name, frozenset({("hidden", 0)}), frozenset({("hidden", 0)}), lambda *_: None)
-    return Method(weights={name: 1.0}, layer_terms=[term], projections={"hidden": widths})
-
-
-def test_one_aspect_is_mapped_one_way() -> None:
-    assert combine({"a": mapped("x", (2, 4)), "b": mapped("y", (2, 4))}).projections == {"hidden": (2, 4)}
-    with pytest.raises(AssertionError, match="two methods map hidden"):
-        combine({"a": mapped("x", (2, 4)), "b": mapped("y", (2, 8))})
+@pytest.mark.parametrize(
+    ("method", "settings", "of_student", "of_teacher"),
+    [
+        ("minilm", MinilmConfig(value_relation=0.0), {"query": {1}, "key": {1}}, {"query": {4}, "key": {4}}),
+        ("minilm", MinilmConfig(attention=0.0), {"value": {1}}, {"value": {4}}),
+        (
+            "minilmv2",
+            Minilmv2Config(relations=["vv"], relation_heads=2, teacher_layer=4),
+            {"value": {1}},
+            {"value": {3}},
+        ),
+        ("tinybert", TinybertConfig(attention=0.0, embedding=0.0), {"hidden": {0, 1}}, {"hidden": {2, 4}}),
+        ("tinybert", TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=1.0), {}, {}),
+        (
+            "kroneckerbert",
+            KroneckerbertConfig(teacher_layers="uniform", embedding=0.0, attention=0.0, ffn_output="projection"),
+            {"ffn_down": {0, 1}},
+            {"ffn_down": {2, 4}},
+        ),
+        ("distilbert", DistilbertConfig(cosine=0.0), {}, {}),
+    ],
+)
+def test_no_layer_is_tapped_for_a_term_without_weight(
+    models, method: str, settings: Any, of_student: dict[str, set[int]], of_teacher: dict[str, set[int]]
+) -> None:
+    built = METHODS[method].build(settings, models.bert(5, 16, 4, 4), models.bert(2, 16, 4, 4))
+    assert (built.student_taps, built.teacher_taps) == (of_student, of_teacher)

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config
 
-from llmdistill.errors import UserError
-from llmdistill.methods import METHODS
 from llmdistill.methods.minilm import MinilmConfig, build_minilm
 
 LAYERS = {
@@ -103,55 +100,6 @@ def test_values_of_the_same_width_need_no_matrix(models) -> None:
     method = build_minilm(MinilmConfig(value_mse=1.0), pair.teacher_config, pair.student_config)
     assert not method.projections
     assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, [(1, 2)]), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "aspects"),
-    [
-        (MinilmConfig(), {"query", "key", "value"}),
-        (MinilmConfig(value_relation=0.0), {"query", "key"}),
-        (MinilmConfig(attention=0.0), {"value"}),
-        (MinilmConfig(attention=0.0, value_relation=0.0, value_mse=1.0), {"value"}),
-        (MinilmConfig(attention=0.0, value_relation=0.0, hidden_relation=1.0), {"hidden"}),
-    ],
-)
-def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects: set[str]) -> None:
-    method = build_minilm(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
-    assert method.needs_teacher
-    assert method.student_taps == {aspect: {1} for aspect in aspects}
-    assert method.teacher_taps == {aspect: {4} for aspect in aspects}
-    assert method.projections == ({"value": (16, 32)} if settings.value_mse else {})
-
-
-def test_hidden_states_are_cut_into_as_many_parts_as_heads(models) -> None:
-    def qwen(width: int) -> Qwen3Config:
-        sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2}
-        return Qwen3Config(vocab_size=40, num_attention_heads=4, num_key_value_heads=4, head_dim=4, **sizes)
-
-    with pytest.raises(UserError, match=r"hidden_relation .* the 4 heads, which do not divide a width of 18"):
-        build_minilm(MinilmConfig(hidden_relation=1.0), qwen(16), qwen(18))
-    build_minilm(MinilmConfig(), qwen(16), qwen(18))
-
-
-@pytest.mark.parametrize(
-    ("settings", "student", "message"),
-    [
-        ({}, ("bert", 2, 24, 6), "the teacher has 4 attention heads and the student 6: .*minilmv2"),
-        ({"teacher_layer": 6}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 6: the teacher has 5 layers"),
-        ({"teacher_layer": 0}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 0"),
-        ({"teacher_layers": "1,2,3"}, ("bert", 2, 16, 4), r"minilm\.teacher_layers 1,2,3 does not fit: give 2 numbers"),
-        ({}, ("gpt2", 2, 16, 4), r"the teacher \(bert\) is an encoder and the student \(gpt2\) a decoder"),
-    ],
-)
-def test_models_that_cannot_be_compared(models, settings: dict, student: tuple, message: str) -> None:
-    name, *sizes = student
-    with pytest.raises(UserError, match=message):
-        METHODS["minilm"].build(MinilmConfig(**settings), models.bert(5, 32, 4, 4), models.families[name](*sizes, 4))
-
-
-def test_other_windows_cannot_be_compared(models) -> None:
-    with pytest.raises(UserError, match="window is None in the student's layer 2 and 3 in the teacher's layer 5"):
-        build_minilm(MinilmConfig(), models.mistral(5, 32, 4, 2), models.llama(2, 16, 4, 2))
 
 
 def test_a_target_sees_the_source_and_itself_so_far(models) -> None:

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from references import terms_of
 
-from llmdistill.errors import UserError
-from llmdistill.methods import METHODS
 from llmdistill.methods.tinybert import TinybertConfig, build_tinybert
 
 LAYERS = [(0, 2), (1, 4)]
@@ -77,45 +74,3 @@ def test_models_of_the_same_width_need_no_matrix(models) -> None:
     assert not method.projections
     expected = naive(pair, {}, layers=[(0, 1), (1, 3)])
     assert pair.means(method) == pytest.approx({name: expected[name] for name in method.weights}, rel=1e-4)
-
-
-def test_the_matrices_learn(models) -> None:
-    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 8, 4, 4))
-    method = build_tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
-    run = pair.run(method)
-    terms = terms_of(method, run.student, run.teacher, pair.batch)
-    torch.stack([term.sum for term in terms.values()]).sum().backward()
-    for projector in run.projectors.values():
-        assert projector.weight.grad is not None
-        assert projector.weight.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "taps"),
-    [
-        (TinybertConfig(), {"query": {0, 1}, "key": {0, 1}, "hidden": {0, 1}, "embedding": {0}}),
-        (TinybertConfig(attention=0.0, embedding=0.0), {"hidden": {0, 1}}),
-        (TinybertConfig(hidden=0.0, embedding=0.0), {"query": {0, 1}, "key": {0, 1}}),
-        (TinybertConfig(attention=0.0, hidden=0.0), {"embedding": {0}}),
-        (TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=1.0), {}),
-    ],
-)
-def test_it_asks_only_for_what_it_needs(models, settings: TinybertConfig, taps: dict[str, set[int]]) -> None:
-    method = build_tinybert(settings, models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4))
-    assert method.needs_teacher
-    assert method.student_taps == taps
-    of_teacher = {name: {0} if name == "embedding" else {1, 3} for name in taps}
-    assert method.teacher_taps == of_teacher
-    assert method.projections == {name: (16, 32) for name in ("hidden", "embedding") if name in taps}
-
-
-def test_models_that_cannot_be_compared(models) -> None:
-    other = models.bert(2, 16, 2, 2)
-    with pytest.raises(UserError, match=r"tinybert\.attention .* 4 attention heads and the student 2"):
-        METHODS["tinybert"].build(TinybertConfig(), models.bert(4, 32, 4, 4), other)
-    # Hidden states have no heads.
-    METHODS["tinybert"].build(TinybertConfig(attention=0.0), models.bert(4, 32, 4, 4), other)
-    with pytest.raises(UserError, match=r"tinybert compares models of one kind"):
-        METHODS["tinybert"].build(TinybertConfig(), models.llama(4, 32, 4, 4), other)
-    with pytest.raises(UserError, match=r"window is None in the student's layer 1 and 3 in the teacher's layer 2"):
-        METHODS["tinybert"].build(TinybertConfig(), models.mistral(4, 32, 4, 2), models.llama(2, 16, 4, 2))
