@@ -38,6 +38,12 @@ def test_terms_are_the_divergence_and_the_labels() -> None:
     torch.testing.assert_close(terms["label"].sum / terms["label"].count, labels)
 
 
+def test_the_whole_weight_on_the_teacher_leaves_no_labels() -> None:
+    method = build(KdConfig(ratio=1.0, divergence="reverse_kl"))
+    assert method.weights == {"reverse_kl": 1.0}
+    assert terms_of(method, STUDENT, TEACHER, BATCH).keys() == {"reverse_kl"}
+
+
 def test_the_students_own_answers_are_no_labels() -> None:
     own = Batch(BATCH.input_ids, BATCH.attention_mask, BATCH.labels, own_answers=True)
     assert own.to("cpu").own_answers
