@@ -236,16 +236,6 @@ class Record(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("terms", [[LABEL, KL_2], [LABEL, *OTHERS]], ids=["short way", "any way"])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[TokenTerm]) -> None:
-    rows, words, chunk = 4000, 200, 100
-    sizes = {"rows": rows, "words": words, "width": 2}
-    student, teacher = learned(head(0, **sizes)), head(1, **sizes)
-    with Record() as record:
-        outcome(token_losses, student, teacher, terms, vocabulary=words, chunk=chunk)
-    assert chunk * words <= record.largest <= 1.01 * chunk * words
-
-
 @pytest.mark.parametrize("weight_is_learned", [True, False])
 def test_without_gradients_only_the_logits_are_computed(weight_is_learned: bool) -> None:
     student, teacher = learned(head(0), *([] if weight_is_learned else ["rows", "weight", "bias"])), head(1)
@@ -299,24 +289,6 @@ def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype)
             for function in (token_losses, token_losses_plain)
         )
         assert_near(found, expected, 1e-10 if dtype == torch.float64 else 5e-3)
-
-
-def test_a_second_backward_pass_and_a_second_derivative_are_refused() -> None:
-    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
-    first, second = (token_losses(student, teacher, labels(), [KL], torch.ones(1)).total for _ in range(2))
-    first.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass"):
-        first.backward()
-    with pytest.raises(RuntimeError, match="twice"):
-        torch.autograd.grad(second, student.rows, create_graph=True)
-
-
-def test_the_weights_gradient_is_handed_over_without_a_copy() -> None:
-    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
-    total = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
-    kept = total.grad_fn.gradients.weight.data_ptr()
-    total.backward()
-    assert student.weight.grad.data_ptr() == kept
 
 
 def test_smoothed_labels_are_those_of_torch() -> None:

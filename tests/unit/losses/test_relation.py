@@ -82,22 +82,6 @@ def test_models_of_other_head_numbers_are_compared() -> None:
     assert loss.sum.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_values_of_groups_are_not_repeated_among_themselves() -> None:
-    """V-V of two groups, cut into two heads, is each group against itself."""
-    student, teacher = (RelationInputs(side, side) for side in (make(0, (2, 2)).left, make(1, (2, 2)).left))
-    loss = relation_kl(student, teacher, MASKS["right"], relation_heads=2, causal=True)
-    by_group = [
-        relation_kl(
-            *(RelationInputs(sides.left[:, g : g + 1], sides.left[:, g : g + 1]) for sides in (student, teacher)),
-            MASKS["right"],
-            relation_heads=1,
-            causal=True,
-        ).sum
-        for g in range(2)
-    ]
-    torch.testing.assert_close(loss.sum, sum(by_group) / 2, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (2, 1)], ids=["same heads", "groups"])
 @pytest.mark.parametrize(("causal", "window"), VISIBILITY)
 def test_gradient(causal: bool, window: int | None, heads: tuple[int, int]) -> None:
@@ -108,23 +92,6 @@ def test_gradient(causal: bool, window: int | None, heads: tuple[int, int]) -> N
         return relation_kl(sides, teacher, MASKS["left"], relation_heads=4, causal=causal, window=window).sum
 
     torch.autograd.gradcheck(loss, tuple(side.requires_grad_() for side in student))
-
-
-def test_gradient_of_a_side_with_itself() -> None:
-    teacher = RelationInputs(make(1, (2, 2)).left, make(1, (2, 2)).left)
-    torch.autograd.gradcheck(
-        lambda side: (
-            relation_kl(RelationInputs(side, side), teacher, MASKS["left"], relation_heads=3, causal=False).sum
-        ),
-        make(0, (2, 2)).left.requires_grad_(),
-    )
-
-
-def test_heads_that_do_not_fit() -> None:
-    with pytest.raises(AssertionError, match="5 relation heads do not divide a width of 12"):
-        relation_kl(make(0), make(1), MASKS["left"], relation_heads=5, causal=True)
-    with pytest.raises(AssertionError, match="4 heads are no multiple of 3"):
-        relation_kl(make(0, (4, 3)), make(1, (4, 3)), MASKS["left"], relation_heads=4, causal=True)
 
 
 def test_heads_repeated_and_side_by_side() -> None:
