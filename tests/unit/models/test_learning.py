@@ -176,12 +176,6 @@ def test_a_divergence_at_all_tokens_beside_labels_at_some(name: str, family: str
     assert int(ways.running.losses["label"].count) == int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
-def test_the_positions_of_a_decoder_are_those_of_its_answers(name: str) -> None:
-    config = make("llama", 0).config
-    assert build_method([name], EVERYWHERE, config, config).positions == method_of(name, "llama").positions
-
-
 def test_a_combination_and_the_students_own_answers() -> None:
     config = make("llama", 0).config
     method = build_method(["makd", "kd"], SETTINGS, config, config)
@@ -243,14 +237,6 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
 
 
-def test_a_batch_without_labels_teaches_nothing_on_words() -> None:
-    batch = make_batch()
-    batch = replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
-    ways = both_ways(method_of("kd", "llama"), make("llama", 1), make("llama", 0), batch)
-    assert all(loss.sum == 0 and loss.count == 0 for loss in ways.running.losses.values())
-    assert all(not gradient.any() for gradient in ways.running.gradients.values())
-
-
 def test_the_head_sees_only_the_rows_that_predict_a_label() -> None:
     student, batch = make("llama", 1), make_batch()
     seen = []
@@ -260,39 +246,3 @@ def test_the_head_sees_only_the_rows_that_predict_a_label() -> None:
     (plain, whole), (rows, loss) = seen
     assert (plain, whole) == ((3, 9, 16), (3, 9, 40))
     assert (rows, loss) == ((1, labels, 16), ())
-
-
-def test_relations_alone_run_the_head_on_no_row() -> None:
-    student = make("llama", 1)
-    seen = []
-    student.lm_head.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape))
-    both_ways(method_of("minilmv2", "llama"), student, make("llama", 0), make_batch())
-    assert seen[1] == (1, 0, 16)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_rows_give_the_losses_of_the_sequences_apart(family: str) -> None:
-    method = method_of("makd", family)
-    lengths, ids = (5, 4), torch.randint(3, 40, (9,), generator=torch.Generator().manual_seed(2))
-    parts = ids.split(lengths)
-    apart = Batch(
-        torch.stack([nn.functional.pad(part, (0, 5 - len(part))) for part in parts]),
-        torch.stack([nn.functional.pad(torch.ones_like(part), (0, 5 - len(part))) for part in parts]),
-        torch.stack([nn.functional.pad(part, (0, 5 - len(part)), value=IGNORE_INDEX) for part in parts]),
-    )
-    labels = ids.clone()
-    labels[[0, 5]] = IGNORE_INDEX  # the last token of a sequence does not predict the next one's first
-    packed = Batch(
-        ids[None],
-        torch.tensor([[1] * 5 + [2] * 4]),
-        labels[None],
-        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-    )
-    student, teacher = make(family, 1), make(family, 0)
-    one = both_ways(method, student, teacher, apart).running
-    other = both_ways(method, student, teacher, packed).running
-    for name, loss in one.losses.items():
-        torch.testing.assert_close(other.losses[name].sum, loss.sum, rtol=2e-5, atol=1e-6)
-        assert other.losses[name].count == loss.count
-    for name, gradient in one.gradients.items():
-        assert (other.gradients[name] - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name

@@ -122,15 +122,3 @@ def test_the_ways_can_be_set_again() -> None:
     assert ways == {"student": {"shortcut": False, "own_mask": False}}
     set_loss_modes({"student": again, "teacher": tapped_model("llama")}, ways)
     assert (again.shortcut, again.own_mask) == (False, False)
-
-
-def test_the_check_costs_one_pass_over_the_batch() -> None:
-    tapped, tokens = tapped_model("llama"), []
-    tapped.model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    batch = make_batch()
-    before = torch.get_rng_state()
-    check_losses({"student": tapped}, batch, World.alone())
-    assert sum(tokens) <= batch.input_ids.numel()
-    assert torch.equal(before, torch.get_rng_state())

@@ -124,16 +124,6 @@ def test_every_decoder_is_tried() -> None:
     assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal and not family.own_mask}
 
 
-def test_the_sequences_of_a_batch() -> None:
-    sequences = make_batch().with_label_rows(shift=True).sequences
-    assert sequences is not None
-    assert sequences.lengths == LENGTHS
-    assert sequences.longest == 8
-    assert sequences.starts.tolist() == [0, 5, 9, 13, 15, 23, 26]
-    left = Sequences.of(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
-    assert left.lengths == (2, 2, 4)
-
-
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 @pytest.mark.parametrize("groups", [4, 2, 1])

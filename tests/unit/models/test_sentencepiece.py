@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from transformers import LlamaConfig, LlamaTokenizer
+from transformers import LlamaTokenizer
 
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Example, Limits, encode
+from llmdistill.data.instruct import Example
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
+from llmdistill.models.tokenizer import load_tokenizer
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
 
@@ -106,24 +105,3 @@ def test_missing_package(
     monkeypatch.setattr("llmdistill.models.tokenizer.import_module", absent)
     with pytest.raises(UserError, match=f"needs the package {package}: pip install {package}"):
         load_tokenizer(llama[0])
-
-
-def test_same_sentencepiece_is_the_same_vocabulary(llama: tuple[Path, SentencePieceProcessor], tmp_path: Path) -> None:
-    for name, size in (("teacher", 448), ("student", 400)):
-        LlamaConfig(vocab_size=size).save_pretrained(tmp_path / name)
-        for file in llama[0].iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
-    size, note = compare_vocabularies(tmp_path / "teacher", tmp_path / "student")
-    assert size == 400
-    assert note is not None
-
-
-def test_examples_are_cut_by_it(llama: tuple[Path, SentencePieceProcessor], examples: list[Example]) -> None:
-    tokenizer = load_tokenizer(llama[0])
-    data = encode(examples[:16], tokenizer, Limits(max_prompt_length=300, max_length=400))
-    end = llama[1].eos_id()
-    for item, example in zip(data.items, examples, strict=False):
-        assert item.prompt_ids[0] == tokenizer.bos_token_id
-        assert item.response_ids == [*llama[1].encode(example.outputs[0]), end]
-    batch = collate(data.items, pad_token_id=tokenizer.pad_token_id)
-    assert (batch.labels == end).sum() == 16

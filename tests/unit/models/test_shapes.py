@@ -339,11 +339,3 @@ def test_sizes_that_a_way_cannot_fill(init: Any, shape: str, expected: str) -> N
     teacher = teacher_of("bert")
     with pytest.raises(UserError, match=expected):
         start(student_of(teacher, shape), teacher, init, [0, 1])
-
-
-def test_a_parameter_without_a_rule_is_our_mistake() -> None:
-    teacher: Any = teacher_of("bert")
-    student: Any = student_of(teacher, "2x24x4")
-    teacher.bert.extra, student.bert.extra = torch.nn.Linear(48, 48), torch.nn.Linear(24, 24)
-    with pytest.raises(AssertionError, match=r"no rule .* bert.extra.weight"):
-        start(student, teacher, "slice", [0, 1])
