@@ -64,20 +64,6 @@ def test_a_folder_with_something_else_is_refused(tmp_path):
         KeptFactors(tmp_path / "model.safetensors", {})
 
 
-def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
-    kept = KeptFactors(tmp_path, {})
-
-    def killed(tensors, path, _words):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("llmdistill.factorize.calibration_folder.save_file", killed)
-    with pytest.raises(KeyboardInterrupt):
-        kept[NAME] = factors()
-    assert NAME not in KeptFactors(tmp_path, {})
-    assert not kept
-
-
 def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
     kept, during = KeptFactors(tmp_path, {}), []
 
@@ -120,8 +106,3 @@ def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
         with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
             KeptFactors(tmp_path, {"seed": 0})[NAME]
     assert KeptFactors(tmp_path, {"seed": 0})[NAME].tokens == 10**9 + 1
-
-
-def test_a_record_that_a_kill_left_half_blocks_no_folder(tmp_path):
-    (tmp_path / f"{RECORD}.part").write_text('{"se')
-    assert not KeptFactors(tmp_path, {"seed": 0})

@@ -124,14 +124,6 @@ def test_a_config_shared_with_the_teacher_is_left_alone() -> None:
     assert configs == {id(student.config)}
 
 
-def test_second_factorization_is_refused() -> None:
-    model = tiny("llama")
-    ranks = plan(model, FactorizeConfig(rank=4))
-    factorize(model, ranks)
-    with pytest.raises(UserError, match="already"):
-        factorize(model, ranks)
-
-
 def test_weights_that_are_not_finite_are_refused_and_nothing_changes() -> None:
     model = tiny("llama")
     ranks = plan(model, FactorizeConfig(rank=4))
@@ -140,13 +132,6 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes() -> None:
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.down_proj"):
         factorize(model, ranks)
     assert not any(isinstance(module, LowRankLinear) for module in model.modules())
-
-
-def test_tied_in_config_but_not_in_fact_is_refused() -> None:
-    model = tiny("llama")
-    model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
-    with pytest.raises(UserError, match="lm_head"):
-        factorize(model, Factorization(embedding=8))
 
 
 @pytest.mark.parametrize(("kind", "auto"), [("llama", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import hub
@@ -66,9 +64,6 @@ def make_student(
 def outputs(model: PreTrainedModel) -> torch.Tensor:
     input_ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
     return model(input_ids=input_ids.to(model.device))[0]
-
-
-# fmt: on
 
 
 UNTIED = {"tie_word_embeddings": False}
@@ -139,10 +134,13 @@ def test_any_head_loads_a_student_of_another(tmp_path: Path, method: str) -> Non
         assert torch.equal(classifier.bert(input_ids=input_ids)[0], expected)
 
 
-@pytest.mark.parametrize("kwargs", [
-    {"dtype": torch.bfloat16}, {"device_map": {"": "cpu"}}, {"device_map": "auto"}, {"low_cpu_mem_usage": True},
+@pytest.mark.parametrize(("kind", "method", "kwargs"), [
+    ("llama", "svd", {"device_map": {"": "cpu"}}),
+    ("llama", "svd", {"device_map": "auto"}),
+    ("llama", "svd", {"low_cpu_mem_usage": True}),
+    *((kind, method, {"dtype": torch.bfloat16})
+      for kind, method in (("llama", "svd"), ("gpt2", "kronecker"), ("llama", "pivoted"))),
 ])  # fmt: skip
-@pytest.mark.parametrize(("kind", "method"), [("llama", "svd"), ("gpt2", "kronecker"), ("llama", "pivoted")])
 def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any], method: str) -> None:
     student = make_student(AutoModelForCausalLM, config_of(kind), method, embedding=True)
     student.save_pretrained(tmp_path)
@@ -202,11 +200,6 @@ def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_registration_is_idempotent() -> None:
-    importlib.reload(llmdistill)
-    assert llmdistill.__version__
-
-
 ALONE = """
 import itertools
 import sys
@@ -250,11 +243,6 @@ def test_a_config_read_before_the_hook_is_there_loads_the_student(tmp_path: Path
     assert not hasattr(AutoModel.from_pretrained(tmp_path).config, "transformers_weights")
 
 
-def test_a_dense_model_is_saved_as_before(tmp_path: Path) -> None:
-    AutoModel.from_config(config_of("bert")).save_pretrained(tmp_path)
-    assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
-
-
 LOAD = """
 print([name for name in ("torch", "transformers") if name in sys.modules])
 from transformers import AutoModel
@@ -269,7 +257,6 @@ print(float(sum(parameter.double().sum() for parameter in model.parameters())))
     [
         ("llmdistill", []),
         ("transformers", ["transformers"]),
-        ("llmdistill.factorize.hub", ["torch", "transformers"]),
     ],
 )
 def test_bare_import_loads_students_whichever_of_the_two_comes_first(
@@ -322,14 +309,8 @@ def test_a_student_of_the_first_version_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("method", "changes", "word"), [
     ("svd", {"method": "fourier"}, "'fourier'"),
-    ("svd", {"blocks": 3}, "blocks"),
     ("svd", {"modules": {"layers.7.mlp.up_proj": 3}}, "layers.7.mlp.up_proj"),
-    ("svd", {"modules": {"layers.0.mlp": 3}}, "LlamaMLP"),
     ("svd", {"modules": {"layers.0.mlp.up_proj": [8, 4, 2]}}, "svd does not have"),
-    ("svd", {"embedding_columns": 4}, "embedding_columns"),
-    ("kronecker", {"embedding_rank": 4}, "embedding_rank"),
-    ("kronecker", {"modules": {"layers.0.mlp.up_proj": 3}}, "kronecker does not have"),
-    ("kronecker", {"modules": {"layers.0.mlp.up_proj": [8, 0, 1]}}, "kronecker does not have"),
     ("kronecker", {"modules": {"layers.0.mlp.up_proj": [7, 4, 1]}}, "7 rows does not divide the 24 rows"),
     ("kronecker", {"embedding_columns": 5}, "5 columns do not divide the width 16"),
 ])  # fmt: skip
@@ -341,9 +322,3 @@ def test_foreign_config_is_refused(tmp_path: Path, method: str, changes: dict[st
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match=word):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_factorizing_while_loading_is_refused(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="factorize"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hub.FactorizedConfig())

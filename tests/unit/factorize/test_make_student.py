@@ -157,8 +157,3 @@ def test_mistakes_leave_no_folder(bert: Path, tmp_path: Path, settings: dict[str
     with pytest.raises(UserError, match=expected):
         make(bert, tmp_path / "student", **settings)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher"]
-
-
-def test_a_folder_in_use_is_left_alone(bert: Path) -> None:
-    with pytest.raises(UserError, match="exists and is not empty"):
-        make(bert, bert)

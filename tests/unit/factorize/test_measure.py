@@ -10,14 +10,6 @@ SHAPES = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "
 GROUPS = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
 
 
-def test_inputs_that_are_shared_count_once():
-    whole = plan_passes(GROUPS, SHAPES, gradients=True, memory=1.0)
-    assert [each.names for each in whole] == [list(SHAPES)]
-    of_inputs = 3 * 8**2 + 12**2
-    assert whole[0].bytes == 4 * (of_inputs + sum(m**2 for m, _ in SHAPES.values()))
-    assert plan_passes(GROUPS, SHAPES, gradients=False, memory=1.0)[0].bytes == 4 * of_inputs
-
-
 def test_passes_stay_below_the_memory_and_measure_shared_inputs_again_where_they_are_split():
     def size(group, *, of_inputs=True):
         return 4 * (of_inputs * SHAPES[group[0]][1] ** 2 + sum(SHAPES[name][0] ** 2 for name in group))

@@ -118,20 +118,6 @@ def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path: Path
 
 
 @needs_onnx
-def test_a_difference_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "dense", AutoModelForSequenceClassification, "roberta", None)
-    right = onnx_export._Plain.forward
-
-    def wrong(self: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor) -> Any:
-        return right(self, input_ids, attention_mask, token_type_ids) + 1e-3
-
-    monkeypatch.setattr(onnx_export._Plain, "forward", wrong)
-    with pytest.raises(UserError, match="differs from the model by"):
-        export_onnx(tmp_path / "dense", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-@needs_onnx
 def test_a_model_that_rounds_more_allows_a_larger_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tmp_path / "dense", AutoModelForSequenceClassification, "roberta", None)
     (tmp_path / "once").mkdir()

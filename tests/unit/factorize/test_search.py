@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -30,8 +29,7 @@ from llmdistill.factorize.convert import compress
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
-from llmdistill.factorize.options import Options, make_groups, undominated
-from llmdistill.factorize.search import combine, search
+from llmdistill.factorize.search import search
 from llmdistill.factorize.sizes import summarize
 from llmdistill.models.families import base_name
 
@@ -137,26 +135,6 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
             assert each.flops_share == each.flops_per_token / dense
 
 
-def test_groups_are_sizes_apart_by_part() -> None:
-    llama = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                        intermediate_size=48, vocab_size=96)  # fmt: skip
-    square = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
-    gpt2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20)
-    labels = {
-        "llama": {"attention 32x32": 4, "attention 32x16": 4, "ffn 48x32": 6},
-        "bert": {"attention 16x16": 8, "ffn 16x16": 4},
-        "gpt2": {"attention 48x16": 2, "attention 16x16": 2, "ffn 64x16": 4},
-    }
-    for config in (llama, square, gpt2):
-        reference = build_reference(config)
-        linears = layer_linears(reference)
-        groups = make_groups(reference, linears, sums=1)
-        assert {group.label: len(group.members) for group in groups} == labels[config.model_type]
-        for group in groups:
-            for name, swapped in group.members.items():
-                assert linears[name] == ((group.n, group.m) if swapped else (group.m, group.n))
-
-
 def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are all alike: three of them tell the error of seven exactly."""
     model = bert(layers=7)
@@ -171,26 +149,6 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     state = torch.get_rng_state()
     assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-3)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_combine_and_undominated_against_loops() -> None:
-    rng = np.random.default_rng(0)
-    options = []
-    for size in (7, 5, 6):
-        costs = rng.integers(1, 40, size=(3, size)).astype(float)
-        options.append(Options(choices=list(range(size)), costs=costs))
-    for most_params, most_flops in ((60, 60), (80, 1000), (30, 1000), (3, 3)):
-        all_picks = itertools.product(*(range(len(each.choices)) for each in options))
-        sums = {pick: [sum(o.costs[k, i] for o, i in zip(options, pick, strict=True)) for k in (2, 0, 1)]
-                for pick in all_picks}  # fmt: skip
-        inside = sorted(total for total in sums.values() if total[1] <= most_params and total[2] <= most_flops)
-        picks, totals = combine(options, most_params, most_flops, count=4)
-        assert [sums[pick][0] for pick in picks] == [total[0] for total in inside[:4]]
-        assert [list(total) for total in totals] == [[sums[p][1], sums[p][2], sums[p][0]] for p in picks]
-        kept = [undominated(each, with_flops=True) for each in options]
-        best, totals = combine(kept, most_params, most_flops, count=1)
-        assert len(best) == bool(inside)
-        assert not inside or totals[0][2] == inside[0][0]
 
 
 @pytest.mark.parametrize(("settings", "words"), [

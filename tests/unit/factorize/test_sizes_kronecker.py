@@ -21,7 +21,6 @@ from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
-from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.sizes import plan, summarize
 
@@ -161,13 +160,3 @@ def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match=r"student\.lora\.rank: adapters go on linears"):
         StudentConfig(method="kronecker", lora=LoraConfig(rank=4))
     StudentConfig(method="kronecker", lora=LoraConfig(rank=4), model="a student made before")  # looked at when loaded
-
-
-def test_factorized_model_is_refused() -> None:
-    model = meta(LLAMA)
-    install(model, Factorization(method="kronecker", sizes={"layers.0.mlp.up_proj": KroneckerShape(2, 2)}))
-    for method, settings in (("svd", {"rank": 4}), ("kronecker", {"shapes": {"*": "2x2"}})):
-        with pytest.raises(UserError, match="already"):
-            plan(model, FactorizeConfig(**settings), method)
-    with pytest.raises(UserError, match=r"no method 'fourier'.* svd, kronecker"):
-        plan(meta(LLAMA), FactorizeConfig(rank=4), "fourier")
