@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers import models as token_models
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -23,16 +21,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
-    PreTrainedTokenizerFast,
 )
+from word_models import save_tokenizer
 
 import llmdistill
 from llmdistill.cli import main
 from llmdistill.data.pairs import EncodedPair
-from llmdistill.experiments.attention import Panel, plot_attention
 from llmdistill.losses import attention_kl
 from llmdistill.losses.attention import AttentionInputs
-from llmdistill.report.plots import save_plot
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 LETTERS = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
@@ -86,13 +82,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "teacher"
     torch.manual_seed(0)
     BertModel(CONFIGS["bert"]).save_pretrained(folder)
-    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefghijklmnopqrstuvwxy"]
-    backend = Tokenizer(token_models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = [("[CLS]", 1), ("[SEP]", 2)]
-    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **marks).save_pretrained(folder)
+    save_tokenizer(folder, ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefghijklmnopqrstuvwxy"])
     return folder
 
 
@@ -182,30 +172,3 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-def test_panels_have_tokens_on_their_axes_and_share_a_scale(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    shares = [[rng.dirichlet(np.ones(4), size=4) for _ in range(2)] for _ in range(2)]
-    rows = [
-        [Panel(name, f"head {head}", each) for name, each in zip(("teacher", "student"), pair, strict=True)]
-        for head, pair in enumerate(shares)
-    ]
-    tokens = ["[CLS]", "a", "$b$", "[SEP]"]
-    figure = plot_attention(rows, tokens)
-    panels, bars = figure.axes[:4], figure.axes[4:]
-    assert len(bars) == 2
-    for axes, panel in zip(panels, [panel for row in rows for panel in row], strict=True):
-        (image,) = axes.images
-        np.testing.assert_array_equal(image.get_array(), panel.shares)
-        assert axes.get_title(loc="left").strip() == panel.title
-        assert [text.get_text() for text in axes.texts] == [panel.note]
-        # Rows are queries, the first at the top, and columns are keys.
-        assert image.origin == "upper"
-    for one, other in (panels[:2], panels[2:]):
-        limits = [(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in (one, other)]
-        assert limits[0] == limits[1]
-        assert [label.get_text() for label in one.get_yticklabels()] == tokens
-        assert [label.get_text() for label in other.get_yticklabels()] == [""] * 4
-    assert [label.get_text() for label in panels[2].get_xticklabels()] == tokens
-    assert "$b$" in save_plot(figure, tmp_path, "attention-1")

@@ -6,16 +6,8 @@ import pytest
 from transformers import BertConfig, GPT2Config
 
 from llmdistill.cli import main
-from llmdistill.commands.compare import split_own
 
 TEXT = ["--data.kind", "text", "--data.train", "a.txt", "--data.valid", "v.txt", "--data.tests", "{a: a.txt}"]
-
-
-def test_own_arguments_and_those_of_the_run() -> None:
-    words = ["--recipe", "r", "--seeds", "2", "--learning_rates", "1e-3,2e-3", "--train.steps=3", "--sizes=20,40%"]
-    own, rest = split_own([*words, "--dry_run"])
-    assert own == ["--seeds", "2", "--learning_rates", "1e-3,2e-3", "--sizes=20,40%", "--dry_run"]
-    assert rest == ["--recipe", "r", "--train.steps=3"]
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -122,11 +114,3 @@ def test_mistakes_are_one_sentence_before_any_run(capsys, arguments, said) -> No
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_help_names_methods_and_suites(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--help"])
-    printed = "".join(capsys.readouterr().out.split())  # names may be broken at their hyphens
-    assert "skew_reverse_kl" in printed
-    assert "Suitesofdecoders:makd-table3-decoder,makd-table4-decoder,makd-table5" in printed

@@ -60,12 +60,6 @@ def test_the_best_mean_over_seeds_is_chosen(seed):
     assert found.best is next(each for each in found.results if score(each) == max(ended[best]))
 
 
-def test_a_single_setting_needs_no_score():
-    found = choose([result("p", 0, 1.0)], lambda each: each.metrics["missing"])
-    assert found is not None
-    assert found.best.metrics == {"score": 1.0}
-
-
 @pytest.mark.parametrize(
     ("scores", "leaders"),
     [

@@ -120,15 +120,6 @@ def test_trials_run_side_by_side_where_that_is_wanted(scripted, trials, at_once)
     assert overlap == (at_once > 1)
 
 
-def test_the_progress_of_a_study_has_the_last_line_of_the_running_trial(trials):
-    with Progress(3) as progress:
-        progress.start(trials[0])
-        assert progress._activity.line().endswith(f" so far: {trials[0].title}")
-        trials[0].log.parent.mkdir(parents=True, exist_ok=True)
-        trials[0].log.write_text("first\n  Training   3 of 40 steps, 2 min left\n\n")
-        assert progress._activity.line().endswith(f": {trials[0].title}: Training 3 of 40 steps, 2 min left")
-
-
 def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
     launcher = scripted(300, trials_at_once=3)
     before = signal.getsignal(signal.SIGTERM)
@@ -171,14 +162,6 @@ def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(tri
     assert results[2].metrics["seed"] == 2
     assert runner.run(trials[2:])[0].metrics == results[2].metrics
     assert ran == [0, 1, 2]
-
-
-def test_on_several_ranks_an_unexpected_exception_is_no_result(trials):
-    def train(config):
-        raise RuntimeError("one rank alone")
-
-    with pytest.raises(RuntimeError, match="one rank alone"):
-        InProcess(World(rank=0, size=2, device=torch.device("cpu")), train)._train(trials[0])
 
 
 def test_a_trial_that_ends_without_scores_has_failed(trials):

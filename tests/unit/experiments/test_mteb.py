@@ -19,7 +19,6 @@ from stand_in_mteb import StandInTask
 from transformers import BertModel
 
 from llmdistill.commands.side_by_side import main
-from llmdistill.experiments.mteb import table
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import read_sentence_settings
 from llmdistill.models.tokenizer import load_tokenizer
@@ -203,12 +202,3 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "pip install 'llmdistill[mteb]'" in said
-
-
-def test_a_table_shows_the_main_score_of_each_task_and_their_mean() -> None:
-    tasks = {"STS": {"metric": "cosine_spearman", "score": 0.75}, "Bank": {"metric": "accuracy", "score": 0.5}}
-    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}, "benchmark": None, "languages": ["deu"]}
-    title, header, rows = table(results)
-    assert title.startswith("Tasks of MTEB, in deu, main scores x 100, ")
-    assert header == ["", "params", "average", "STS cosine_spearman", "Bank accuracy"]
-    assert rows == [["teacher", "1,200", "62.50", "75.00", "50.00"]]

@@ -36,12 +36,6 @@ def test_a_run_is_its_three_models_and_with_a_name_its_student(tmp_path: Path) -
     assert named_models([str(one)])["untrained"] == one / "untrained"
 
 
-def test_a_folder_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("lr=3").mkdir()
-    assert named_models(["lr=3", "a=lr=3"]) == {"lr=3": Path("lr=3"), "a": Path("lr=3")}
-
-
 def test_mistakes(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     with pytest.raises(UserError, match="would both be called teacher; write NAME=FOLDER for one of them"):

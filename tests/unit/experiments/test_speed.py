@@ -10,7 +10,6 @@ import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from llmdistill.commands.side_by_side import main
-from llmdistill.experiments.speed import table
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import time_batches
 
@@ -95,15 +94,6 @@ def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
     # AdamW's first step is as long as the learning rate, and the weight decay adds a hundredth of it.
     assert moved() == pytest.approx(1e-5, rel=0.05)
     assert not model.training
-
-
-def test_the_table_has_the_training_step_only_if_it_was_timed(bert, tmp_path):
-    options = ("--model", bert, "--batches", 2, "--batch_size", 1, "--max_length", 8, "--warmup", 0)
-    _, header, rows = table(run(tmp_path, *options))
-    assert len(header) == len(rows[0]) == 6
-    _, header, rows = table(run(tmp_path, *options, "--training", "true"))
-    assert header[6:] == ["training step", "speed-up"]
-    assert len(rows[0]) == 8
 
 
 @pytest.mark.parametrize(

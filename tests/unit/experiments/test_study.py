@@ -257,18 +257,6 @@ def test_every_method_is_trained_from_every_start_with_settings_of_its_own(start
         assert models == {f"{base.output_dir}/untrained"}
 
 
-def test_starts_have_equally_many_parameters_at_every_size(started):
-    _, bases, findings = started
-    ranks, targets = zip(*(sizes_of(config)[2:] for config in bases), strict=True)
-    assert set(ranks) == {None}
-    assert targets[::2] == targets[1::2]
-    assert targets[0] > targets[2] > targets[4] > 1
-    for results in findings.sizes.values():
-        for start in STARTS:
-            model = results[f"sft-{start}"].trial.config.student.model
-            assert model == str(results[f"none-{start}"].trial.folder / "untrained")
-
-
 def test_the_report_of_starts_counts_their_calibration(started):
     study, _, findings = started
     results, _ = reported(study, findings)

@@ -180,24 +180,6 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
     assert not (tmp_path / "out").exists()
 
 
-def test_a_figure_s_rows_are_drawn_over_their_layers(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
-    def conduct(study: table_study.TableStudy) -> dict[str, Measured]:
-        layers = {key: config.method_settings["minilmv2"].teacher_layer for key, config in study.configs.items()}
-        return {
-            key: Measured(folder="f", scores={("SST-2", "accuracy"): [80.0 + layer]}) for key, layer in layers.items()
-        }
-
-    monkeypatch.setattr(table_study, "conduct", conduct)
-    monkeypatch.setattr(table_study.TableStudy, "check", lambda study: None)
-    words = ("--suite", "minilmv2-figure2a", "--rows", "layer-3,layer-7", "--teacher.model", str(teacher))
-    assert main(["compare", *words, "--output_dir", str(tmp_path / "out"), "--json"]) == 0
-    rows = {row["at"]: row["measured"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert list(rows) == list(range(1, 13))
-    means = {at: row["figures"][2]["mean"] for at, row in rows.items() if row is not None}
-    assert means == {3: 83.0, 7: 87.0}
-    assert "layer of the teacher" in (tmp_path / "out" / "plots" / "scores.svg").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -223,8 +205,3 @@ def test_mistakes(capsys, arguments: list[str], said: str, monkeypatch, tmp_path
     assert main(["compare", "--suite", "minilm-table2", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_rows_are_those_of_a_table(capsys) -> None:
-    assert main(["compare", "--rows", "teacher"]) == 2
-    assert "--rows names rows of a table of encoders" in capsys.readouterr().err

@@ -8,20 +8,6 @@ from llmdistill.experiments.variants import from_starts, load_methods, load_star
 from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
 
 
-def test_methods_come_in_the_order_asked_for() -> None:
-    assert [method.name for method in load_methods(["makd", "none", "sft"])] == ["makd", "none", "sft"]
-    assert [method.trains for method in load_methods(["makd", "none", "sft"])] == [True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [(["sft", "magic"], "no method 'magic'"), (["sft", "sft"], "sft is there twice"), ([], "names none")],
-)
-def test_unknown_and_repeated_methods(names: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_methods(names)
-
-
 def test_every_method_comes_from_every_start_under_a_key_of_its_own() -> None:
     methods = load_methods(["none", "makd"])
     assert [(each.key, each.title) for each in methods] == [("none", "untrained"), ("makd", "MaKD")]

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers import models as token_models
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
+from word_models import save_bert, save_tokenizer
 
 from llmdistill.commands.fine_tuning import main
 from llmdistill.config import TrainConfig
@@ -109,32 +108,11 @@ def evaluate(capsys: Any, engine: type[Engine], encoder: Path, fine_tune: Callab
     return run
 
 
-def save_tokenizer(folder: Path, words: list[str] = TOKENS) -> None:
-    backend = Tokenizer(token_models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))],
-    )
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
-    PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **marks).save_pretrained(folder)
-
-
 def save_encoder(folder: Path, *, width: int = 16, layers: int = 2, words: list[str] = TOKENS) -> Path:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=2 * width,
-        max_position_embeddings=32,
-        initializer_range=0.1,
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    save_tokenizer(folder, words)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 2 * width}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.1)
+    save_bert(folder, words, initializer_range=0.1, **sizes, **dropout)
+    save_tokenizer(folder, words, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     return folder
 
 

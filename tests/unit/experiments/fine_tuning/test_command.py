@@ -73,10 +73,3 @@ def test_mistakes_are_one_sentence(evaluate, engine, arguments, said) -> None:
     assert said in error
     assert "Traceback" not in error
     assert engine.built == 0
-
-
-def test_ranks_of_a_launcher_do_not_each_start_trials(monkeypatch, evaluate, tmp_path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    _, error = evaluate("--tasks", "rte", "--trials_at_once", "2", code=2)
-    assert "--trials_at_once 2: each trial has a launcher of its own" in error
-    assert not (tmp_path / "out").exists()

@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmdistill.batch import Outputs, Taps
 from llmdistill.config import DataConfig, RunConfig
@@ -14,7 +13,7 @@ from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
-from llmdistill.tasks.classification import chance_score, predict, write_answers
+from llmdistill.tasks.classification import chance_score, predict
 from llmdistill.tasks.glue_files import GLUE_TASKS
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
@@ -46,28 +45,6 @@ def test_answers_stand_in_the_items_order(batch_size) -> None:
     assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
 
 
-def test_ranks_put_their_answers_together(monkeypatch) -> None:
-    class Sent(Exception):
-        """Ends a rank where it sends its share."""
-
-    def sent(_: list, mine: list, group: object) -> None:
-        raise Sent(mine)
-
-    def share(rank: int) -> list[tuple[int, float]]:
-        with pytest.raises(Sent) as caught:
-            predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
-        return caught.value.args[0]
-
-    monkeypatch.setattr(dist, "all_gather_object", sent)
-    shares = [share(0), share(1)]
-    assert all(shares)
-    assert sorted(index for part in shares for index, _ in part) == list(range(len(ITEMS)))
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine, group: into.__setitem__(slice(None), shares))
-    for rank in (0, 1):
-        found = predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
-        assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
-
-
 def examples(*targets: float) -> list[PairExample]:
     return [PairExample("a", "b", target, number) for number, target in enumerate(targets)]
 
@@ -84,11 +61,3 @@ def test_a_metric_that_the_task_does_not_have() -> None:
     task = TaskConfig(name="rte", metric="f1")
     with pytest.raises(UserError, match=r"^data\.task\.metric is f1: RTE has accuracy; name one of them$"):
         make_task(RunConfig(ds_config="", data=DataConfig(kind="task", task=task)))
-
-
-def test_written_answers(tmp_path) -> None:
-    write_answers(tmp_path / "dev.tsv", examples(0, 1), np.array([1, 1]))
-    assert (tmp_path / "dev.tsv").read_text() == "index\tprediction\ttarget\n0\t1\t0\n1\t1\t1\n"
-    value = 0.1 + 0.2
-    write_answers(tmp_path / "dev.tsv", examples(2.5), np.array([value]))
-    assert float((tmp_path / "dev.tsv").read_text().split()[4]) == value

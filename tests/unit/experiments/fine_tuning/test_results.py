@@ -113,12 +113,6 @@ def test_rows_of_baseline_teacher_and_model() -> None:
     ]
 
 
-def test_a_single_task_and_seed_have_neither_average_nor_deviation() -> None:
-    _, header, rows = results_table(results({"RTE": task("RTE", 60.0, seeds=1)}, speed=False))
-    assert header == ["", "params", "embedding", "transformer", "RTE accuracy"]
-    assert rows == [["model", "22,713,216", "11,720,448", "10,646,784", "60.0"]]
-
-
 def test_the_report_says_it_all(tmp_path) -> None:
     write_report(tmp_path, results({"MNLI": task("MNLI", 60.0, teacher=70.0)}, "teacher"))
     report = (tmp_path / "report.md").read_text()

@@ -7,14 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_hex
 from sklearn.metrics import silhouette_score
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from llmdistill.experiments.fine_tuning import tsne
 from llmdistill.experiments.fine_tuning.protocols import short_names
-from llmdistill.experiments.fine_tuning.tsne import Cloud, plot_clusters
-from llmdistill.report.plots import COLORS, save_plot
 from llmdistill.tasks.glue_files import read_split
 
 FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
@@ -76,25 +73,6 @@ def test_a_decoder_s_are_those_at_its_last_token(encoder, data, tmp_path) -> Non
     np.testing.assert_allclose(found, naive(tmp_path, data, 2, -1), atol=1e-5)
 
 
-def test_the_same_features_give_the_same_points() -> None:
-    features = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
-    features[:20] += 6
-    points = tsne.embed(features)
-    np.testing.assert_array_equal(points, tsne.embed(features))
-    assert points.shape == (40, 2)
-    assert silhouette_score(points, np.arange(40) < 20) > 0.5
-    assert np.isfinite(tsne.embed(features[:5])).all()
-
-
-def test_a_long_dev_set_is_sampled_by_seed(monkeypatch) -> None:
-    monkeypatch.setattr(tsne, "EXAMPLES", 10)
-    rows = tsne._chosen(1000)
-    assert rows == sorted(set(rows)) == tsne._chosen(1000)
-    assert len(rows) == 10
-    assert max(rows) > 500
-    assert tsne._chosen(10) == list(range(10))
-
-
 def test_earlier_runs_stand_beside_this_one(evaluate, engine, data, tmp_path, monkeypatch) -> None:
     evaluate("--tasks", "rte", folder="teacher")
     both = ["--tasks", "rte", "--epochs", "1", "--tsne", tmp_path / "teacher"]
@@ -141,42 +119,3 @@ def test_earlier_runs_stand_beside_this_one(evaluate, engine, data, tmp_path, mo
 )
 def test_names_are_as_short_as_they_can_be(paths, names) -> None:
     assert short_names(paths) == names
-
-
-def clouds(count: int, rows: int = 12) -> list[Cloud]:
-    generator = np.random.default_rng(0)
-    return [Cloud(f"m{n}", f"layer {n}", generator.normal(size=(rows, 2))) for n in range(count)]
-
-
-def test_each_class_has_its_points_and_its_color() -> None:
-    (cloud,) = clouds(1)
-    targets = np.array([0, 1, 1] * 4)
-    axes = plot_clusters([cloud], targets, ("0", "1")).axes[0]
-    for index, drawn in enumerate(axes.collections):
-        np.testing.assert_array_equal(drawn.get_offsets(), cloud.points[targets == index])
-        assert to_hex(drawn.get_facecolor()[0]) == COLORS[index]
-    assert axes.get_title(loc="left").strip() == "m0"
-    assert not axes.get_xticks().size
-    assert not axes.get_yticks().size
-
-
-def test_one_legend_names_the_classes() -> None:
-    figure = plot_clusters(clouds(3), np.array([0, 1] * 6), ("0", "1"))
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["class 0", "class 1"]
-    named = plot_clusters(clouds(1), np.array([0, 1] * 6), ("entailment", "not_entailment")).legends[0]
-    assert [text.get_text() for text in named.get_texts()] == ["entailment", "not_entailment"]
-
-
-def test_scores_color_by_a_scale() -> None:
-    targets = np.linspace(0, 5, 12)
-    figure = plot_clusters(clouds(2), targets, ())
-    np.testing.assert_array_equal(figure.axes[0].collections[0].get_array(), targets)
-    assert figure.axes[-1].get_ylabel() == "score"
-    assert not figure.legends
-
-
-def test_panels_are_as_many_as_models(tmp_path) -> None:
-    figure, again = (plot_clusters(clouds(5), np.array([0, 1] * 6), ("no", "yes")) for _ in range(2))
-    assert sum(axes.get_visible() for axes in figure.axes) == 5
-    assert save_plot(figure, tmp_path, "tsne") == save_plot(again, tmp_path, "tsne")
