@@ -128,3 +128,15 @@ def test_parse() -> None:
     assert parse_kronecker("384x48") == KroneckerShape(384, 48, 1)
     assert parse_kronecker(" 2×16 ", 4) == KroneckerShape(2, 16, 4)
     assert str(KroneckerShape(384, 48, 4)) == "384x48"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [KroneckerShape(300, 320), KroneckerShape(2, 2), KroneckerShape(24, 32, 2)])
+def test_cuda_input_stays_there(shape: KroneckerShape) -> None:
+    weight = torch.randn(600, 640, device="cuda")
+    if shape.m1 == 24:
+        weight = weight[:576]
+    a, b = nearest_kronecker(weight, shape)
+    assert a.is_cuda
+    assert b.is_cuda
+    np.testing.assert_allclose(kron_sum(a.cpu(), b.cpu()), kron_sum(*nearest_kronecker(weight.cpu(), shape)), atol=1e-4)

@@ -76,3 +76,12 @@ def test_place_sigma(sigma: str) -> None:
     on_b = torch.ones(30, dtype=torch.float64) if sigma == "left" else s.sqrt()
     torch.testing.assert_close(torch.linalg.norm(b, dim=1), on_b)
     torch.testing.assert_close(torch.linalg.norm(a, dim=0), s / on_b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(64, 96), (520, 2500), (2500, 520)])
+def test_cuda_input_stays_there(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, device="cuda")
+    factors = svd.truncated_svd(matrix, 40)
+    assert all(factor.is_cuda for factor in factors)
+    assert error(matrix, factors) <= optimum(matrix, 40) * (1 + 1e-6)
