@@ -173,6 +173,18 @@ def test_counted_data_have_their_own_size(capsys):
     assert small["proposal"]["teacher"] == "replicated", "the disk has no room for it"
 
 
+def test_a_cache_out_of_proportion_to_the_teacher_is_not_proposed(capsys):
+    """Of 100,000 steps, each example once: 0.1 TB in place of a teacher of 2.4 MB."""
+    run = (*KD, "--train.steps", "100000", "--train.micro_batch_size", "4", "--gpus", "8")
+    # A slow GPU, so that the cache's reading is faster than the teacher.
+    found = planned(capsys, *run, "--tflops", "0.1")
+    assert found["cache"]["bytes"] > 100 * 2 * found["teacher_params"]
+    cached = by_teacher(found, "cached")
+    assert cached["fits"]
+    assert cached["step_seconds"] < 0.9 * by_teacher(found, "replicated")["step_seconds"]
+    assert found["proposal"]["teacher"] == "replicated"
+
+
 def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
     speed = ("--gpu_memory", "16GB", "--tflops", "0.1", "--memory_bandwidth", "20")
     found = planned(capsys, *run, "--gpus", "0", *speed)

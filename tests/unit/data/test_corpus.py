@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import pairwise
@@ -207,6 +208,25 @@ class TestCache:
         monkeypatch.setattr(module, "_FORMAT", -1)
         make(row, "a.jsonl")
         assert folders() == 7
+
+    def test_two_at_once(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text(TEXT, encoding="utf-8")
+        meeting = threading.Barrier(2, timeout=120)
+        encode, made = module._encode, []
+
+        def together(*arguments: Any) -> Any:
+            meeting.wait()  # both have found no corpus by now
+            return encode(*arguments)
+
+        monkeypatch.setattr(module, "_encode", together)
+        threads = [threading.Thread(target=lambda: made.append(tokenize(path, letters()))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(read(corpus)) for corpus in made] == [3, 3]
+        assert len(list((cache / "corpora").iterdir())) == 1
 
 
 def numbered(path: Path, documents: int) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from dataclasses import fields, replace
@@ -103,6 +104,20 @@ def test_an_error_is_raised_at_its_step_and_again() -> None:
         with pytest.raises(UserError, match="row 7 is bad"):
             prefetched.micro_batches(2)
     assert same(prefetched.micro_batches(3), Watched().micro_batches(3))
+
+
+def test_the_thread_ends_with_the_loader() -> None:
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+    gc.collect()
+    wait_for(lambda: not running())
+    prefetched = Prefetched(Watched(), steps=STEPS, device=CPU)
+    prefetched.micro_batches(0)
+    assert len(running()) == 1
+    del prefetched
+    gc.collect()
+    wait_for(lambda: not running())
 
 
 def test_batches_are_prepared_in_the_thread() -> None:

@@ -193,6 +193,13 @@ def test_kept_keys_and_values_give_what_training_computes(kind: str) -> None:
     assert len({tuple(text) for text in texts}) > 2
 
 
+def test_batches_change_nothing() -> None:
+    model = bert()
+    settings = BeamSearch(beams=3, length_penalty=1.0, max_length=5)
+    assert written(model, settings, batch_size=1) == written(model, settings, batch_size=3)
+    assert written(model, settings, sharded=True) == written(model, settings), "one rank of a sharded model"
+
+
 def test_a_search_that_must_go_on_keeps_its_texts() -> None:
     model = bert()
     settings = BeamSearch(beams=3, length_penalty=1.0, max_length=6)

@@ -177,6 +177,26 @@ def test_a_torn_line_of_this_rank_does_not_spoil_the_next(
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+def test_a_kill_before_the_record_is_written_loses_nothing(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "a.jsonl"
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(responses, "write_json", die)
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+    assert not side_file(output).exists()
+    written = output.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
+        record = generate_responses(str(teacher), str(data), output, SETTINGS)
+    assert output.read_bytes() == written
+    assert record["output_sha256"] == file_sha256(output)
+
+
 def test_a_finished_file_is_left_alone(
     teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,13 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
     assert teacher.query.grad is None
 
 
+def test_a_second_derivative_is_refused() -> None:
+    student, teacher = make(0), make(1)
+    loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, student.query, create_graph=True)
+
+
 def test_gradient_scales_with_what_comes_in_and_may_be_asked_for_twice() -> None:
     student, teacher = make(0), make(1)
     loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum

@@ -288,6 +288,16 @@ def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype)
         assert_near(found, expected, 1e-10 if dtype == torch.float64 else 5e-3)
 
 
+def test_a_second_backward_pass_and_a_second_derivative_are_refused() -> None:
+    student, teacher = learned(head(0)), head(1, width=K_TEACHER)
+    first, second = (token_losses(student, teacher, labels(), [KL], torch.ones(1)).total for _ in range(2))
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        first.backward()
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(second, student.rows, create_graph=True)
+
+
 def test_smoothed_labels_are_those_of_torch() -> None:
     student = head(0)
     found = token_losses(student, None, labels(), [SMOOTHED], torch.ones(1)).sums

@@ -271,6 +271,18 @@ def test_reentrant_checkpointing_is_refused() -> None:
     assert set(recorder.take().hidden) == {0}
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_is_unchanged_and_leaves_nothing(name: str) -> None:
+    model = make(name)
+    inputs = make_inputs("left")
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**inputs, **settings)
+    recorder = Recorder(model, every_aspect(model))
+    assert torch.equal(model.generate(**inputs, **settings), expected)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.take()
+
+
 def test_what_cannot_be_tapped_is_refused() -> None:
     model = make("llama")
     model.set_attn_implementation("eager")
