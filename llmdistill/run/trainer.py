@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_iter
+from torch import Tensor
 
 from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
 from llmdistill.config import TrainConfig
@@ -19,6 +17,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.run.callbacks.base import Callback, TrainState
 from llmdistill.run.log import Stopwatch
 from llmdistill.run.loss_check import LossModes, check_losses, set_loss_modes
+from llmdistill.run.origin import first_not_finite
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.teacher.cached import Teacher
@@ -110,7 +109,9 @@ class Trainer:
         Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores; None
         without a checkpoint.
         """
-        models = self._tapped()
+        models = {"student": self.student}
+        if isinstance(self.teacher, TappedModel):
+            models = {"teacher": self.teacher, **models}
         if known is not None:
             set_loss_modes(models, known)
             return known
@@ -124,8 +125,13 @@ class Trainer:
         return found
 
     def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
-        """Run the forward passes of a step (from 1) again, and say where the first value not finite comes from."""
-        models = {name: each.model for name, each in self._tapped().items()}
+        """Run the forward passes of a step (from 1) again, and say where the first value that is not finite comes from.
+
+        See `run.origin`.
+        """
+        models = {"student": self.student.model}
+        if isinstance(self.teacher, TappedModel):
+            models = {"teacher": self.teacher.model, **models}
 
         def run() -> None:
             self._seed(step - 1)
@@ -135,10 +141,6 @@ class Trainer:
                     self.student.learn(moved, self.method.running(self.teach(moved), moved, moved.divisors()))
 
         return first_not_finite(models, run)
-
-    def _tapped(self) -> dict[str, TappedModel]:
-        teacher = {"teacher": self.teacher} if isinstance(self.teacher, TappedModel) else {}
-        return {**teacher, "student": self.student}
 
     def _seed(self, step: int) -> None:
         """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
@@ -150,34 +152,3 @@ def global_counts(micro_batches: Sequence[Batch]) -> Tensor:
     """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
     counts = [batch.counts() for batch in micro_batches]
     return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
-
-
-def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:
-    """Run forward passes and say, as part of a sentence, where the first value that is not finite was computed.
-
-    The models are named as they are called, in the order in which they run: teacher, student.
-    """
-    for called, model in models.items():
-        # Under ZeRO-3 a rank looks at its own shard of a parameter.
-        named = ((name, getattr(each, "ds_tensor", each)) for name, each in model.named_parameters())
-        wrong = next((name for name, each in named if not each.isfinite().all()), None)
-        if wrong is not None:
-            return f"the {called}'s parameter {wrong} is not finite"
-    places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
-    found: list[tuple[str, str]] = []
-
-    def look(module: nn.Module, _args: Any, output: Any) -> None:
-        tensors = (each for each in tree_iter(output) if isinstance(each, Tensor) and each.is_floating_point())
-        if not found and module in places and not all(each.isfinite().all() for each in tensors):
-            found.append(places[module])
-
-    handle = register_module_forward_hook(look)
-    try:
-        run()
-    finally:
-        handle.remove()
-    names = " and ".join(models)
-    if not found:
-        return f"the outputs of {names} are finite"
-    called, module = found[0]
-    return f"the first of {names} with an output that is not finite is the {called}, in {module or 'its output'}"

@@ -383,14 +383,14 @@ BREAKS = [
     ),
     Break(
         "disk-without-the-checkpoint-that-is-written",
-        f"{RUN}/describe.py",
+        f"{RUN}/disk.py",
         "config.train.keep_checkpoints + 1 if saves",
         "config.train.keep_checkpoints if saves",
         f"{RUN_TESTS}/test_disk.py::test_the_need_is_that_of_the_files_of_a_run",
     ),
     Break(
         "model-that-is-not-finite-by-a-loop-variable",
-        f"{RUN}/trainer.py",
+        f"{RUN}/origin.py",
         "found.append(places[module])",
         "found.append((called, places[module][1]))",
         f"{RUN_TESTS}/test_finite.py::TestOrigin",

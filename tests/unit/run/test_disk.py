@@ -12,7 +12,7 @@ import pytest
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.run.describe import DiskNeed, check_disk
+from llmdistill.run.disk import DiskNeed, check_disk
 from llmdistill.run.job import execute
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.distributed import World

@@ -21,7 +21,7 @@ from llmdistill.objective import Objective
 from llmdistill.run.callbacks.finite import FiniteSteps
 from llmdistill.run.callbacks.loss_watch import LossWatch, diverged, is_diverged
 from llmdistill.run.callbacks.uneven_terms import term_gradients, uneven_terms
-from llmdistill.run.trainer import first_not_finite
+from llmdistill.run.origin import first_not_finite
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

@@ -18,10 +18,11 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
-from llmdistill.run.callbacks.checkpoints import Checkpoints, Stopping
+from llmdistill.run.callbacks.checkpoints import Checkpoints
 from llmdistill.run.callbacks.finite import FiniteSteps
 from llmdistill.run.callbacks.log_rows import LogRows
 from llmdistill.run.callbacks.loss_watch import LossWatch
+from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.trainer import Trainer, global_counts
