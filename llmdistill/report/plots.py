@@ -179,10 +179,10 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
     """Write NAME.png and NAME.svg, and return the SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
-    figure.draw_without_rendering()
-    figure.set_layout_engine(None)  # each file would otherwise be laid out again, which takes longer than drawing it
     # The salt makes the ids reproducible, and different between two plots in one page.
     with rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # each file would otherwise be laid out again, which takes longer than drawing it
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
     (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
