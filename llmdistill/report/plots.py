@@ -182,7 +182,9 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
     # The salt makes the ids reproducible, and different between two plots in one page.
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.draw_without_rendering()
-        figure.set_layout_engine(None)  # each file would otherwise be laid out again, which takes longer than drawing it
+        figure.set_layout_engine(
+            None
+        )  # each file would otherwise be laid out again, which takes longer than drawing it
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
     (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
