@@ -1,16 +1,13 @@
-"""Breaks of data, training, checkpoints, caches and configuration."""
+"""Breaks of training, checkpoints, caches and configuration."""
 
 from __future__ import annotations
 
 from breaks import Break
 
-DATA = "llmdistill/data"
-DATA_TESTS = "tests/unit/data"
 RUN = "llmdistill/run"
 RUN_TESTS = "tests/unit/run"
 GENERATION = "llmdistill/generation"
 GENERATION_TESTS = "tests/unit/generation"
-SAMPLER = f"{DATA_TESTS}/test_sampler.py"
 TRAINER = f"{RUN_TESTS}/test_trainer.py"
 CHECKPOINTS = f"{RUN_TESTS}/test_checkpoints.py"
 RESTORED = f"{CHECKPOINTS}::test_a_restored_engine_goes_on_as_the_one_that_was_saved"
@@ -23,119 +20,6 @@ BREAKS = [
         "(self.labels[:, 1:] != IGNORE_INDEX).sum()",
         "(self.labels != IGNORE_INDEX).sum()",
         f"{TRAINER}::test_first_token_is_no_label",
-    ),
-    Break(
-        "prompt-is-learned",
-        f"{DATA}/collate.py",
-        "first = max(learned, len(item.prompt_ids))",
-        "first = learned",
-        f"{DATA_TESTS}/test_collate.py::test_right_padding_labels_and_mask",
-    ),
-    Break(
-        "packed-first-token-learned",
-        f"{DATA}/collate.py",
-        "_labels(item, learned=1)",
-        "_labels(item)",
-        f"{DATA_TESTS}/test_packing.py::test_the_first_token_of_an_example_is_no_label",
-    ),
-    Break(
-        "packed-numbers-from-zero",
-        f"{DATA}/collate.py",
-        "enumerate(row, start=1)",
-        "enumerate(row)",
-        f"{DATA_TESTS}/test_packing.py::test_rows_masks_positions_and_labels",
-    ),
-    Break(
-        "packed-row-not-filled",
-        f"{DATA}/collate.py",
-        "used + lengths[index] <= max_length",
-        "used + lengths[index] < max_length",
-        f"{DATA_TESTS}/test_packing.py::test_first_fit_decreasing",
-    ),
-    Break(
-        "sample-id-without-parts",
-        f"{DATA}/collate.py",
-        'digest.update(len(tokens).to_bytes(8, "little"))',
-        "pass",
-        f"{DATA_TESTS}/test_collate.py::test_where_the_parts_end_counts_and_segments_do",
-    ),
-    Break(
-        "no-token-kept-as-it-is",
-        f"{DATA}/masking.py",
-        "dice < 0.9",
-        "dice < 1.0",
-        f"{DATA_TESTS}/test_masking.py::TestTokens::test_of_ten_chosen_eight_are_masked_one_is_replaced_and_one_stays",
-    ),
-    Break(
-        "one-word-too-few",
-        f"{DATA}/masking.py",
-        "int(np.searchsorted(reached, number)) + 1",
-        "int(np.searchsorted(reached, number))",
-        f"{DATA_TESTS}/test_masking.py::TestWholeWords::test_are_chosen_as_a_whole_until_the_number_is_reached",
-    ),
-    Break(
-        "window-answer-end",
-        f"{DATA}/windows.py",
-        "len(answer.text.rstrip()) - 1",
-        "len(answer.text.rstrip())",
-        f"{DATA_TESTS}/test_windows.py::test_windows_slide_over_a_long_context",
-    ),
-    # sampler
-    Break(
-        "sampler-seed-not-used",
-        f"{DATA}/sampler.py",
-        "default_rng((seed, epoch))",
-        "default_rng(epoch)",
-        f"{SAMPLER}::test_seed_and_step_alone_decide",
-    ),
-    Break(
-        "sampler-epochs-alike",
-        f"{DATA}/sampler.py",
-        "default_rng((seed, epoch))",
-        "default_rng(seed)",
-        f"{SAMPLER}::test_each_epoch_is_a_permutation_and_batches_straddle_epochs",
-    ),
-    Break(
-        "sampler-rank-ignored",
-        f"{DATA}/sampler.py",
-        "range(rank * micro_batch_size, len(batch), stride)",
-        "range(0, len(batch), stride)",
-        f"{SAMPLER}::test_ranks_and_micro_batches_make_up_the_global_batch",
-    ),
-    Break(
-        "sampler-spread-over-ranks",
-        f"{DATA}/sampler.py",
-        "in range(rank, parts, world_size)]",
-        "in range(rank, parts)]",
-        f"{SAMPLER}::test_ranks_and_micro_batches_do_not_change_what_a_step_learns",
-    ),
-    Break(
-        "buckets-in-order",
-        f"{DATA}/sampler.py",
-        "ordered[taken * size : (taken + 1) * size]",
-        "ordered[offset * size : (offset + 1) * size]",
-        f"{SAMPLER}::test_a_window_is_sorted_and_cut_into_its_steps",
-    ),
-    Break(
-        "filler-is-scored",
-        f"{DATA}/sampler.py",
-        "_unlearned(collate([items[index] for index in parts[0]]))",
-        "collate([items[index] for index in parts[0]])",
-        f"{TRAINER}::test_validation_loss_is_the_mean_over_all_answer_tokens",
-    ),
-    Break(
-        "epoch-of-first-place",
-        f"{DATA}/sampler.py",
-        "(first + offset) // size * size + index",
-        "first // size * size + index",
-        f"{DATA_TESTS}/test_text.py::TestOrder::test_each_epoch_masks_other_tokens_even_within_a_batch",
-    ),
-    Break(
-        "mixture-linear",
-        f"{DATA}/mixture.py",
-        "size**exponent",
-        "size * exponent",
-        f"{DATA_TESTS}/test_mixture.py::test_an_epoch_has_the_shares_of_the_formula",
     ),
     # trainer and callbacks
     Break(
@@ -320,7 +204,7 @@ BREAKS = [
         "llmdistill/teacher/cache_folder.py",
         "all_ids[order], all_places[order]",
         "all_ids[order], all_places",
-        f"{RUN_TESTS}/test_cache.py::test_losses_and_gradients_are_those_of_the_live_teacher",
+        f"{RUN_TESTS}/cache/test_made.py::test_losses_and_gradients_are_those_of_the_live_teacher",
     ),
     # configuration and published values
     Break(

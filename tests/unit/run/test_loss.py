@@ -1,28 +1,21 @@
-"""The loss for somebody's own loop, and for transformers' Trainer, against full logits and hooks and the main job."""
+"""The loss for somebody's own loop, against full logits and hooks."""
 
 from __future__ import annotations
-
-import copy
-import json
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
 )
 
 import llmdistill
-from llmdistill import DistillationLoss, DistillationTrainer, UserError
-from llmdistill.embedded import locate
+from llmdistill import DistillationLoss, UserError
 
 VOCABULARY = 50
 
@@ -308,136 +301,6 @@ class TestDistillationLoss:
             DistillationLoss(*models, "kd")({"input_ids": make_batch()["input_ids"]})
         with pytest.raises(UserError, match="vocabulary"):
             DistillationLoss(make_llama(0), make_llama(0, vocab_size=60), "kd")
-
-
-STEPS, MICRO, ACCUMULATION = 4, 4, 2
-ROWS = [
-    {"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}" + " more" * (i % 3)} for i in range(32)
-]
-
-
-@pytest.fixture(scope="module")
-def main_job(tmp_path_factory):
-    """A run of the main job, the models it began with, and its batches by step, as a collator would give them."""
-    from llmdistill.run import assemble
-    from llmdistill.run.plan import make_plans
-    from llmdistill.runtime.distributed import World
-
-    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
-    teacher = make_llama(0, vocab_size=len(tokenizer))
-    student = llmdistill.compress(teacher, rank=8)
-    result = llmdistill.distill(
-        teacher,
-        student,
-        ROWS,
-        tokenizer=tokenizer,
-        output_dir=tmp_path_factory.mktemp("run") / "run",
-        steps=STEPS,
-        global_batch_size=MICRO * ACCUMULATION,
-        micro_batch_size=MICRO,
-        learning_rate=1e-3,
-        schedule="constant",
-        log_every=1,
-    )
-    (plan,) = make_plans(result.config)
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    loader = plan.task.read(plan.models).prepared(world).loader(assemble.share_of(plan, world))
-    batches = [
-        {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
-        for step in range(STEPS)
-        for batch in loader.micro_batches(step)
-    ]
-    return teacher, student, batches, result
-
-
-def arguments(folder, **changes) -> TrainingArguments:
-    values = {
-        "per_device_train_batch_size": 1,  # of whole micro batches, see the collator
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-    }
-    return TrainingArguments(output_dir=str(folder), **{**values, **changes})
-
-
-def first(batches):
-    return batches[0]
-
-
-class TestTrainers:
-    def check(self, trainer, student, result):
-        rows = [row for row in trainer.state.log_history if "loss" in row]
-        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in result.history], rel=1e-4)
-        assert [row["grad_norm"] for row in rows] == pytest.approx(
-            [row["grad_norm"] for row in result.history], rel=1e-3
-        )
-        trained = result.student.state_dict()
-        for name, tensor in student.state_dict().items():
-            assert torch.allclose(tensor, trained[name], atol=2e-5), name
-        return rows
-
-    def test_a_ready_trainer_does_what_the_main_job_does(self, main_job, tmp_path):
-        teacher, student, batches, result = main_job
-        student = copy.deepcopy(student)
-        trainer = DistillationTrainer(
-            student, copy.deepcopy(teacher), arguments(tmp_path), train_dataset=batches, data_collator=first
-        )
-        trainer.train()
-        rows = self.check(trainer, student, result)
-        for name in trainer.distillation.method.weights:
-            assert [row[name] for row in rows] == pytest.approx([row[name] for row in result.history], rel=1e-4)
-
-    def test_a_trainer_of_ones_own_that_calls_the_loss(self, main_job, tmp_path):
-        teacher, student, batches, result = main_job
-        student = copy.deepcopy(student)
-        loss = DistillationLoss(copy.deepcopy(teacher), student)
-
-        class OwnTrainer(Trainer):
-            loss_is_scaled_for_ga = True
-
-            def get_batch_samples(self, *arguments):
-                batches, _ = super().get_batch_samples(*arguments)
-                return batches, loss.counts(batches)
-
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                return loss(inputs, num_items_in_batch=num_items_in_batch, model=model).loss
-
-        trainer = OwnTrainer(student, arguments(tmp_path), train_dataset=batches, data_collator=first)
-        trainer.train()
-        self.check(trainer, student, result)
-
-    def test_evaluation_and_a_checkpoint(self, main_job, tmp_path):
-        teacher, student, batches, _ = main_job
-        student = copy.deepcopy(student)
-        trainer = DistillationTrainer(
-            student,
-            copy.deepcopy(teacher),
-            arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1),
-            method="kd",
-            method_settings={"temperature": 2.0},
-            train_dataset=batches,
-            eval_dataset=batches[:1],
-            data_collator=first,
-        )
-        trainer.train()
-        figures = trainer.evaluate()
-        student.eval()
-        expected = trainer.distillation(batches[0])
-        assert figures["eval_loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-4)
-        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-        assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
-        assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
 
 
 def test_only_methods_with_token_losses_check_them(models, monkeypatch):

@@ -1,0 +1,78 @@
+"""What the tests of a teacher's cache share: tiny models, batches, and losses with their gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmdistill.batch import Batch
+from llmdistill.config.cache import CacheConfig
+from llmdistill.data.sampler import Share
+from llmdistill.embedded import locate
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run import cache
+from llmdistill.run.plan import Plan
+from llmdistill.run.wiring import request_of, tapped
+from llmdistill.runtime.distributed import World
+from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cached import CachedTeacher
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)
+TOP_K = CacheConfig(content="top_k", top_k=20, micro_batch_size=4)
+
+
+def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
+    """A tiny Llama with random weights and the embedded tokenizer."""
+    source = locate("embedded:teacher")
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
+    kind(LlamaConfig(**config | {"initializer_range": 0.2})).save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+    return folder
+
+
+def checked(planned, folder: Path, *arguments: str) -> None:
+    cache.check_cache(*planned("--teacher.cache", str(folder), *arguments), WORLD)
+
+
+def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
+    loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
+    return [batch.with_label_rows(shift=True) for step in range(3) for batch in loader.micro_batches(step)]
+
+
+def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]:
+    """Each term, and the gradients of the student."""
+    student = loaded(plan, "student")
+    wired = tapped(plan.method, "student", student, vocabulary=plan.models.vocabulary)
+    results = []
+    for batch in found:
+        with torch.no_grad():
+            taught = teacher.teach(batch, lm_head=plan.method.teacher_positions)
+        learned = wired.learn(batch, plan.method.running(taught, batch))
+        student.zero_grad()
+        learned.total.backward()
+        results.append(
+            {name: loss.sum / loss.count for name, loss in learned.terms.items()}
+            | {
+                name: each.grad / batch.input_ids.numel()
+                for name, each in student.named_parameters()
+                if each.grad is not None
+            }
+        )
+    wired.remove()
+    return results
+
+
+def loaded(plan: Plan, role: str) -> Any:
+    path = plan.config.student.model if role == "student" else plan.config.teacher.model
+    return load_model(str(path), dtype=torch.float32, head=plan.task.head or "lm_head")
+
+
+def cached(plan: Plan, folder: Path) -> CachedTeacher:
+    return CachedTeacher(CacheFolder(folder), request_of(plan.method), shift=True, device=WORLD.device)

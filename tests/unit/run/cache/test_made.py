@@ -1,0 +1,246 @@
+"""A teacher's outputs in a file: the losses of the live teacher, its size, and what is left of an interruption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from caches import SMALL, TOP_K, WORLD, batches, cached, checked, loaded, losses, model
+from torch.nn import functional
+from transformers import LlamaForSequenceClassification
+
+from llmdistill.batch import IGNORE_INDEX, POSITIONS
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.config.machine import MachineConfig
+from llmdistill.data.sampler import Share
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.run import cache
+from llmdistill.run.assemble import make_teacher
+from llmdistill.run.forecast.cached import PositionCounts
+from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
+from llmdistill.run.forecast.layout import Sizes
+from llmdistill.run.forecast.step import build_models
+from llmdistill.run.plan import make_plan
+from llmdistill.run.wiring import request_of, tapped
+from llmdistill.teacher import cache_folder, shards
+from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cached import CachedTeacher
+
+from stand_in_vllm import install
+from support import ROOT
+
+METHOD_SETTINGS = {
+    "kd": ["--method", "kd"],
+    "kd at 2 reversed": ["--method", "kd", "--kd.temperature", "2", "--kd.divergence", "reverse_kl"],
+    "makd": ["--method", "makd"],
+    "minilmv2": ["--method", "minilmv2", "--minilmv2.relation_heads", "4"],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "packing"), zip(METHOD_SETTINGS.values(), (False, True, True, False), strict=True), ids=METHOD_SETTINGS
+)
+def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words, packing):
+    """Whatever the batches: the cache is made from batches of three neighbors, in packed rows if these are not."""
+    plan, data = planned(*words, "--data.packing", str(packing).lower())
+    live = make_teacher(plan, WORLD)
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
+    found = batches(plan, data)
+    expected = losses(plan, wired, found)
+    folder = made(*words, "--data.packing", str(not packing).lower())
+    for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["kd", "minilmv2"])
+def test_a_classifier_teaches_from_a_cache_too(method, tmp_path):
+    """On a task of GLUE: the outputs for whole sequences, and relations of all tokens."""
+    lines = [
+        f"{n}\tthe baker number {n} and {'so ' * (n % 5)}on\tthen{n % 3}\t{'not_' * (n % 2)}entailment"
+        for n in range(14)
+    ]
+    for split in ("train", "dev"):
+        file = tmp_path / "glue" / "RTE" / f"{split}.tsv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n", encoding="utf-8")
+    words = ["--recipe", "finetune", "--ds_config", str(ROOT / "ds_configs/zero2.json"), "--method", method]
+    words += ["--teacher.model", str(model(tmp_path / "teacher", 0, LlamaForSequenceClassification))]
+    words += ["--student.model", str(model(tmp_path / "student", 1, LlamaForSequenceClassification))]
+    words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
+    plan = make_plan(parse_run(words, METHODS)[0])
+    data = plan.task.read(plan.models)
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
+    cache.check_cache(again, data, WORLD)
+    live = make_teacher(plan, WORLD)
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
+    found = batches(plan, data)
+    expected = losses(plan, wired, found)
+    for ours, theirs in zip(losses(again, cached(again, tmp_path / "cache"), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert {"kd": "sequence_forward_kl", "minilmv2": "relation_qq"}[method] in expected[0]
+
+
+def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
+    """In fp64, one example at a time, without padding."""
+    plan, data = planned()
+    (batch, *_) = batches(plan, data)
+    taught = cached(plan, made()).teach(batch, lm_head=["labels"]).lm_head["labels"]
+    teacher, student = (loaded(plan, role).double() for role in ("teacher", "student"))
+    total = 0.0
+    for row in range(len(batch.input_ids)):
+        length = int(batch.attention_mask[row].sum())
+        ids = batch.input_ids[row : row + 1, :length]
+        learned = batch.labels[row, 1:length] != IGNORE_INDEX
+        with torch.no_grad():
+            log_p, log_q = (each(ids).logits[0, :-1][learned].log_softmax(-1) for each in (teacher, student))
+        total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
+    found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
+    assert taught.weight.shape == (plan.models.teacher.vocab_size, 32)
+    assert float(found) == pytest.approx(total, rel=1e-5)
+
+
+def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, made):
+    plan, data = planned("--kd.temperature", "2")
+    folder = made("--kd.temperature", "2", settings=TOP_K)
+    (batch, *_) = batches(plan, data)
+    with torch.no_grad():
+        shown = [
+            loaded(plan, role).double()(batch.input_ids, batch.attention_mask).logits for role in ("teacher", "student")
+        ]
+    log_p, log_q = ((each.flatten(0, 1)[batch.label_rows] / 2).log_softmax(-1) for each in shown)
+    rank = log_p.argsort(descending=True).argsort()
+    tail = rank >= TOP_K.top_k
+    whole, missing = (log_p.exp() * (log_p - log_q)).sum(), 0.0
+    for p, q, outside in zip(log_p, log_q, tail, strict=True):
+        inner_p, inner_q = p[outside].log_softmax(0), q[outside].log_softmax(0)
+        missing += float(p[outside].exp().sum() * (inner_p.exp() * (inner_p - inner_q)).sum())
+    found = losses(plan, cached(plan, folder), [batch])[0]["forward_kl"] * len(batch.label_rows)
+    assert missing > 0.01 * float(whole)
+    assert float(found) == pytest.approx(4 * (float(whole) - missing), rel=1e-5)
+    assert not (folder / "head.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (METHOD_SETTINGS["kd"], CacheConfig()),
+        (METHOD_SETTINGS["kd at 2 reversed"], TOP_K),
+        (METHOD_SETTINGS["minilmv2"], SMALL),
+        (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4)),
+    ],
+    ids=["hidden states", "top k", "taps", "taps and top k"],
+)
+def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
+    plan, data = planned(*words)
+    models, counts = build_models(plan), PositionCounts(**cache.count_examples(plan, data))
+    asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
+    found = forecast_making(plan, asked, trace, Sizes.of(models.student, models.teacher), MachineConfig())
+    folder = made(*words, settings=settings)
+    record = json.loads((folder / "cache.json").read_text())
+    assert (counts.sequences, counts.tokens) == (record["examples"], record["tokens"])
+    files = [folder / name for name in record["files"]]
+    written = sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    shards = sum(file.parent.name == "shards" for file in files)
+    assert written == found.bytes + 8 * len(POSITIONS) * shards  # the end of the last example's rows
+
+
+def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, monkeypatch):
+    plan, data = planned()
+    write, written = shards.write_tensors, list[str]()
+
+    def dies(folder, name, *others):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(folder, name, *others)
+
+    monkeypatch.setattr(shards, "write_tensors", dies)
+    with pytest.raises(KeyboardInterrupt):
+        cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    with pytest.raises(UserError, match=r"it has no cache.json, so it is an unfinished cache: go on"):
+        CacheFolder(tmp_path / "cache")
+    monkeypatch.setattr(
+        shards, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
+    )
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    assert len(written) == len(set(written)) > 5, "a file was written twice"
+    names = sorted(str(file.relative_to(made())) for file in made().rglob("*") if file.is_file())
+    assert (
+        sorted(str(file.relative_to(tmp_path / "cache")) for file in (tmp_path / "cache").rglob("*") if file.is_file())
+        == names
+    )
+    for name in names:
+        assert (made() / name).read_bytes() == (tmp_path / "cache" / name).read_bytes(), name
+
+
+def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, broken, monkeypatch):
+    plan, data = planned()
+    before = (broken / "cache.json").read_bytes()
+    lost = broken / "shards/00001.safetensors"
+    content = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(UserError, match=r"00001.safetensors is missing; remove"):
+        checked(planned, broken)
+    cache.make_cache(plan, data, SMALL, broken, WORLD)
+    assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
+    monkeypatch.setattr(cache, "make_teacher", None)
+    cache.make_cache(plan, data, SMALL, broken, WORLD)
+
+
+def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words):
+    """In every epoch, whatever the seed, and on the validation text."""
+    words = [*text_words, "--method", "makd"]
+    plan, data = planned(*words)
+    folder = made(*words)
+    cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"), WORLD)
+    loader = data.loader(Share(seed=3, global_batch_size=20, micro_batch_size=20))
+    assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
+    found = [each for step in range(4) for each in loader.micro_batches(step)]
+    found += data.validation(Share(seed=3, global_batch_size=4, micro_batch_size=4))
+    found = [batch.with_label_rows(shift=True) for batch in found]
+    live = make_teacher(plan, WORLD)
+    wired = tapped(plan.method, "teacher", live.model, forward=live.forward)
+    expected = losses(plan, wired, found)
+    for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch):
+    words = ["--method", "kd", "--data.packing", "true"]
+    plan, data = planned(*words)
+    folder = made(*words, settings=replace(TOP_K, engine="hf"))
+    asked = install(monkeypatch)
+    monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
+    record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
+    assert record["settings"]["engine"] == "vllm"
+    assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
+    checked(planned, tmp_path / "cache", *words)
+    found = batches(plan, data)
+    expected = losses(plan, cached(plan, folder), found)
+    for ours, theirs in zip(losses(plan, cached(plan, tmp_path / "cache"), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_rows_of_a_batch_are_read(made, planned, monkeypatch):
+    plan, data = planned()
+    folder, read = CacheFolder(made()), list[int]()
+    rows = folder.rows
+
+    def counted(name, places):
+        found = rows(name, places)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(folder, "rows", counted)
+    (batch, *_) = batches(plan, data, size=2)
+    teacher = CachedTeacher(folder, request_of(plan.method), shift=True, device=WORLD.device)
+    teacher.teach(batch, lm_head=["labels"])
+    assert read == [len(batch.label_rows)]
+    assert cache_folder.entry_of(made(), "shards/00000.safetensors", folder.record) is not None
