@@ -5,8 +5,6 @@ if [ $# = 0 ]; then set -- -m "not tools"; elif [ "$1" = --all ]; then shift; fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 # Two tests at a time (`-n 0`: one), each on one thread: most are too small for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Apart from the user's own, where the lock of a compilation that was killed would stop every rank.
-export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$VENV/torch_extensions}"
 # A file at a time, whose fixtures are then made once, in the order of their names: those of tests/dist take the longest and
 # begin at once, and the many short ones after them keep both workers busy to the end.
 exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -107,7 +107,7 @@ def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     """Return the machine: this CPU for --gpus 0, or where the words name no machine and no GPU is here."""
     import torch
 
-    from llmdistill.run.forecast.choices import measure_cpu
+    from llmdistill.runtime.speed import measure_cpu
 
     names = {each.name for each in fields(MachineConfig)}
     given = names & {word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")}

@@ -181,10 +181,9 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
     text = io.StringIO()
     # The salt makes the ids reproducible, and different between two plots in one page.
     with rc_context({**STYLE, "svg.hashsalt": name}):
+        # Laid out once: to lay out each file takes longer than to draw it.
         figure.draw_without_rendering()
-        figure.set_layout_engine(
-            None
-        )  # each file would otherwise be laid out again, which takes longer than drawing it
+        figure.set_layout_engine(None)
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
     (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")

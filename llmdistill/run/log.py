@@ -109,7 +109,7 @@ class RunLog:
         self.validated(step, values)
 
     def validated(self, step: int, values: dict[str, float]) -> None:
-        """Log figures of a validation, or of steps and one; step 0 is the student before the first step."""
+        """Log figures under a step, and print those of a validation; step 0 is the student before the first step."""
         if not self._active:
             return
         with self._file.open("a", encoding="utf-8") as file:

@@ -50,8 +50,8 @@ def has_compiler(*more: str) -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
 
 
-def stale_locks(seconds: float = 900.0) -> list[Path]:
-    """Return locks of torch's C++ extensions that are older than any compilation takes.
+def stale_locks() -> list[Path]:
+    """Return locks of torch's C++ extensions that are older than 15 minutes, more than any compilation takes.
 
     A process that is killed while it compiles leaves its lock, and every later one waits for it for ever.
     """
@@ -61,7 +61,7 @@ def stale_locks(seconds: float = 900.0) -> list[Path]:
     old = []
     for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
         with suppress(FileNotFoundError):  # a compilation that ended just now
-            if time.time() - lock.stat().st_mtime > seconds:
+            if time.time() - lock.stat().st_mtime > 900:
                 old.append(lock)
     return old
 

@@ -92,9 +92,10 @@ def init_distributed(command: str = "") -> World:
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"
         )
-    for lock in stale_locks():
-        text = f"waiting: {lock} is of a compilation that was killed, and DeepSpeed waits for its end: remove the file"
-        logger.warning("%s", text)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for lock in stale_locks():
+            text = f"{lock} was left by a killed compilation: if the run stays here, stop it and remove the file"
+            logger.warning("%s", text)
     choose_accelerator()
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed

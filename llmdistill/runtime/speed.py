@@ -1,15 +1,18 @@
-"""The number of parameters of a model by part, and the time of a forward pass."""
+"""The number of parameters of a model by part, the time of a forward pass, and what this CPU reaches."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
@@ -177,3 +180,26 @@ def timing(seconds: Sequence[float]) -> dict[str, float]:
     """Return the `median` and the interquartile range, `iqr`, of times."""
     low, median, high = np.percentile(seconds, [25, 50, 75])
     return {"median": float(median), "iqr": float(high - low)}
+
+
+def measure_cpu() -> dict[str, Any]:
+    """Return settings of `MachineConfig`, measured in fp32 with the threads that a run would have; it takes a second.
+
+    The memory is what other programs leave free, and the room for a cache is that of the current folder's disk.
+    """
+    side = 1024
+    left, right = torch.randn(2, side, side)
+    numbers = torch.zeros(2**24)  # 64 MiB, more than a cache holds
+
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.2).median)
+
+    values = {"left": left, "right": right, "numbers": numbers, "target": torch.empty_like(numbers)}
+    return {
+        "gpu_memory": f"{psutil.virtual_memory().available / 1e9:.1f}GB",
+        "tflops": 2e-12 * side**3 / seconds("left @ right"),
+        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),
+        "cache_space": f"{shutil.disk_usage('.').free / 1e9:.1f}GB",
+        "reserved": "1GB",  # Python with torch, transformers and DeepSpeed
+    }

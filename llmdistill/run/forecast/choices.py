@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
-
-import psutil
-import torch
-from torch.utils.benchmark import Timer
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
@@ -247,26 +242,3 @@ def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_si
         needed = max(each.total for each in plain)
         said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
     return said
-
-
-def measure_cpu() -> dict[str, Any]:
-    """Return settings of `MachineConfig`, measured in fp32 with the threads that a run would have; it takes a second.
-
-    The memory is what other programs leave free, and the room for a cache is that of the current folder's disk.
-    """
-    side = 1024
-    left, right = torch.randn(2, side, side)
-    numbers = torch.zeros(2**24)  # 64 MiB, more than a cache holds
-
-    def seconds(work: str) -> float:
-        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
-        return float(timer.blocked_autorange(min_run_time=0.2).median)
-
-    values = {"left": left, "right": right, "numbers": numbers, "target": torch.empty_like(numbers)}
-    return {
-        "gpu_memory": f"{psutil.virtual_memory().available / 1e9:.1f}GB",
-        "tflops": 2e-12 * side**3 / seconds("left @ right"),
-        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),
-        "cache_space": f"{shutil.disk_usage('.').free / 1e9:.1f}GB",
-        "reserved": "1GB",  # Python with torch, transformers and DeepSpeed
-    }

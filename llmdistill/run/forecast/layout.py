@@ -210,7 +210,7 @@ class Layout:
         always: dict[str, float] = {
             "student": 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1),
             "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
-            "optimizer": 0 if zero.offloads_optimizer else _STATE * sizes.trained / (ranks if zero.stage > 0 else 1),
+            "optimizer": 0 if zero.offloads_optimizer else _STATE * self.share,
             "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
         }
         if self.teacher is not None:
