@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import metadata
+
+from packaging.specifiers import SpecifierSet
 
 from support import ROOT
 
@@ -38,3 +41,9 @@ def test_every_library_has_its_license_in_the_docs() -> None:
     rows = [line.split(" | ") for line in (ROOT / "docs/licenses.md").read_text().splitlines() if " | " in line]
     listed = {normal(row[0].removeprefix("| ")): row[1] for row in rows[1:]}
     assert listed == {name: version for name, version in constraints().items() if name not in ELSEWHERE}
+
+
+def test_every_pinned_version_takes_the_first_python_that_it_is_pinned_for() -> None:
+    """Debian 12 has Python 3.11.2, and the pins hold from 3.11 on."""
+    wanted = {name: metadata(name)["Requires-Python"] for name in constraints() if name not in ELSEWHERE}
+    assert [name for name, range_ in wanted.items() if not SpecifierSet(range_ or "").contains("3.11.0")] == []
