@@ -17,7 +17,6 @@ from llmdistill.teacher import live
 
 PLACES = {
     "loading": (live, "load_model"),
-    "factorizing": (assemble, "measure_weights"),
     "making": (assemble, "compress"),  # by rank 0 alone
     "training": (trainer, "global_counts"),
     "rate": (trainer, "learning_rate"),  # of every step; the kind is the number

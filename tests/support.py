@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -170,7 +171,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "student" / "model.safetensors")
 
 
+def log_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder: Path, name: str) -> list[Any]:
+    """The values under a name in the rows of a run's log that have it."""
+    return [row[name] for row in log_rows(folder) if name in row]
+
+
 def largest_difference(one: Path, other: Path) -> float:
+    """Of all weights of two runs' students."""
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)

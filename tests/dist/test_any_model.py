@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 
-from support import interrupted_copy, weights
+from support import interrupted_copy, logged, weights
 
 pytestmark = pytest.mark.dist
 
@@ -34,10 +33,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: base / name for name in names}
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(row)["loss"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_own_logits_on_all_ranks_and_after_a_resume(launch, folders, tmp_path):
     arguments = [
         *("--teacher.model", str(folders["gemma2"]), "--student.model", str(folders["granite"]), "--method", "kd"),
@@ -53,12 +48,12 @@ def test_own_logits_on_all_ranks_and_after_a_resume(launch, folders, tmp_path):
     for said in (alone.stdout, both.stdout):
         assert said.count("teacher: the logits of gemma2 are more than the product of its LM head") == 1
         assert said.count("student: the logits of granite are more than the product of its LM head") == 1
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     # What a kill after step 2 would have left: the run goes on with the ways of its checkpoint, and checks nothing.
     resumed = interrupted_copy(one, tmp_path / "resumed")
     again = launch("--ds_config", "zero1", "--output_dir", str(resumed), *arguments, *steps)
     assert "more than the product" not in again.stdout
-    assert losses(resumed) == losses(one)
+    assert logged(resumed, "loss") == logged(one, "loss")
     assert all(torch.equal(value, weights(one)[key]) for key, value in weights(resumed).items())
     assert AutoModelForCausalLM.from_pretrained(resumed / "student").config.model_type == "granite"
 
@@ -73,7 +68,7 @@ def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_pa
     one, two = tmp_path / "one", tmp_path / "two"
     launch("--ds_config", "zero1", "--output_dir", str(one), *arguments)
     launch("--ds_config", "zero3", "--output_dir", str(two), *arguments, ranks=2)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     before, after = load_file(one / "untrained" / "model.safetensors"), weights(one)
     factors = [name for name in after if ".experts." in name]
     assert len(factors) == 8

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from llmdistill.cli import main
 from llmdistill.embedded import locate
 
+from support import logged
+
 pytestmark = pytest.mark.dist
 
 SHORT = ["--train.steps", "5", "--train.log_every", "1", "--train.dtype", "fp32", "--data.tests", "{}"]
@@ -26,7 +28,7 @@ def check_run(folder: Path, dense: Path) -> None:
     after = load_file(folder / "student" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = logged(folder, "loss")
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     metrics = json.loads((folder / "metrics.json").read_text())

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from llmdistill.artifacts import read_record
 from llmdistill.files import write_json
-from llmdistill.report.metrics_log import read_metrics_log
 
-from support import interrupted_copy, largest_difference
+from support import interrupted_copy, largest_difference, logged
 
 pytestmark = pytest.mark.dist
 
@@ -63,8 +62,7 @@ def test_a_sharded_teacher_writes_the_same_cache(cached, alone):
 def test_training_from_it_is_training_from_the_teacher(trained, alone):
     live = trained(*ASKED)
     run = trained(*ASKED, "--teacher.cache", str(alone), ranks=2)
-    losses = [[row["loss"] for row in read_metrics_log(folder)] for folder in (run, live)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert logged(run, "loss") == pytest.approx(logged(live, "loss"), rel=1e-5)
     assert largest_difference(run, live) < 1e-5
 
 
@@ -102,10 +100,10 @@ def text(tmp_path_factory) -> tuple[str, ...]:
 def test_texts_are_learned_from_it_as_from_the_teacher(trained, cached, text):
     live = trained(*ASKED, *text)
     both = cached(*text, ranks=2)
-    expected = [[row[key] for row in read_metrics_log(live) if key in row] for key in ("loss", "valid_loss")]
+    expected = [logged(live, key) for key in ("loss", "valid_loss")]
     assert len(expected[1]) == 2, "before and after the training"
     run = trained(*ASKED, *text, "--teacher.cache", str(both), ranks=2)
-    found = [[row[key] for row in read_metrics_log(run) if key in row] for key in ("loss", "valid_loss")]
+    found = [logged(run, key) for key in ("loss", "valid_loss")]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert largest_difference(run, live) < 1e-5

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+
+from support import logged
 
 STREAMED = ("--data.streaming", "true", "--data.shuffle_buffer", "100", "--data.bucket_steps", "2")
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_stream_that_two_ranks_share_is_that_of_one(trained) -> None:
-    alone, shared = (losses(trained(*STREAMED, ranks=ranks)) for ranks in (1, 2))
+    alone, shared = (logged(trained(*STREAMED, ranks=ranks), "loss") for ranks in (1, 2))
     assert len(alone) == 5
     assert shared == pytest.approx(alone, rel=1e-5)
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from llmdistill.train import main
 
-from support import interrupted_copy, largest_difference, weights
+from support import interrupted_copy, largest_difference, log_rows, logged, weights
 
 pytestmark = pytest.mark.dist
 
@@ -100,10 +100,6 @@ def here(folder: Path, *arguments: str) -> Path:
     return folder
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def without_dropout(teacher: Path, folder: Path) -> Path:
     """Dropout draws other numbers on each rank, so only without it can two ranks equal one."""
     shutil.copytree(teacher, folder)
@@ -162,16 +158,14 @@ def test_two_ranks_equal_one(one, launch, tmp_path, name, ds_config):
     # the keys' bias is rounding alone, and Adam makes whole steps of it.
     seen = [name for name in first if ".key." not in name or not name.endswith("bias")]
     assert max(float((first[name] - second[name]).abs().max()) for name in seen) < 1e-6
-    first, second = rows(alone), rows(tmp_path / "two")
-    assert [row["valid_loss"] for row in (first[0], first[-1])] == pytest.approx(
-        [row["valid_loss"] for row in (second[0], second[-1])], rel=1e-5
-    )
-    assert first[-1]["valid_loss"] < first[0]["valid_loss"]
+    before, after = logged(alone, "valid_loss")
+    assert logged(tmp_path / "two", "valid_loss") == pytest.approx([before, after], rel=1e-5)
+    assert after < before
 
 
 def test_makd_learns_words_and_sentences_with_both_heads(one):
     folder, _ = one("makd")
-    assert {"query", "ffn_up", "attention", "hidden", "logits", "sequence_logits"} <= rows(folder)[1].keys()
+    assert {"query", "ffn_up", "attention", "hidden", "logits", "sequence_logits"} <= log_rows(folder)[1].keys()
     student = weights(folder)
     assert "cls.seq_relationship.weight" in student
     assert "bert.encoder.layer.0.attention.self.query.A.weight" in student
@@ -191,9 +185,10 @@ def test_makd_learns_masked_words_where_there_are_no_sentence_pairs(bert, settin
     for file in bert.glob("*token*"):
         shutil.copy(file, teacher)
     folder = here(tmp_path / "run", *settings(teacher, "--student.factorize.rank", "6", "--makd.label", "1"))
-    assert {"query", "attention", "hidden", "logits", "label"} <= rows(folder)[1].keys()
-    assert not {"sequence_logits", "sequence_label"} & rows(folder)[1].keys()
-    assert rows(folder)[-1]["valid_loss"] < rows(folder)[0]["valid_loss"]
+    assert {"query", "attention", "hidden", "logits", "label"} <= log_rows(folder)[1].keys()
+    assert not {"sequence_logits", "sequence_label"} & log_rows(folder)[1].keys()
+    before, after = logged(folder, "valid_loss")
+    assert after < before
     assert type(AutoModelForMaskedLM.from_pretrained(folder / "student")) is model
 
 
@@ -227,12 +222,12 @@ def test_epochs_of_a_share_of_the_text_end_where_they_should_and_resume_exactly(
     said = capsys.readouterr().out
     assert "20 % of it: 8 documents, 64 segments" in said
     train = json.loads((whole / "run.json").read_text())["config"]["train"]
-    steps = rows(whole)[-1]["step"]
+    steps = log_rows(whole)[-1]["step"]
     assert train["epochs"] == 2, "the folder knows the run by what was asked"
     assert 4 < steps < 20
     assert f"are {steps} steps" in said
     assert {"embedding", "attention", "ffn", "logits", "sequence_logits", "label", "sequence_label"} <= {
-        *rows(whole)[1]
+        *log_rows(whole)[1]
     }
     interrupted_copy(whole, tmp_path / "killed")
     assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
@@ -270,7 +265,7 @@ def test_search_scores_each_layer_and_trains_with_the_best(bert, settings, tmp_p
     assert found["chosen"] == min(found["layers"], key=lambda each: each["valid_loss"])["layer"]
     for each in found["layers"]:
         probe = folder / "layer-search" / f"layer-{each['layer']}" / "probe"
-        assert rows(probe)[-1]["valid_loss"] == each["valid_loss"]
+        assert log_rows(probe)[-1]["valid_loss"] == each["valid_loss"]
     assert (folder / "layer_search.png").is_file()
     assert "chosen" in capsys.readouterr().out
     named = here(tmp_path / "named", *arguments, "--minilmv2.teacher_layer", str(found["chosen"]))
@@ -283,9 +278,10 @@ def test_decoder_learns_relations_beside_makd_on_text(tiny_teacher, settings, tm
         *settings(tiny_teacher, "--student.factorize.rank", "6", "--also", '["minilm", "minilmv2"]'),
         *("--minilmv2.relation_heads", "4", "--minilmv2.relations", '["qk", "vv"]'),
     )
-    names = rows(folder)[1].keys()
+    names = log_rows(folder)[1].keys()
     assert {"makd.attention", "minilm.attention", "value_relation", "relation_qk", "relation_vv", "query"} <= names
-    assert rows(folder)[-1]["valid_loss"] < rows(folder)[0]["valid_loss"]
+    before, after = logged(folder, "valid_loss")
+    assert after < before
     LlamaForCausalLM.from_pretrained(folder / "student")
-    before = load_file(folder / "untrained" / "model.safetensors")
-    assert any(not torch.equal(before[name], value) for name, value in weights(folder).items())
+    untrained = load_file(folder / "untrained" / "model.safetensors")
+    assert any(not torch.equal(untrained[name], value) for name, value in weights(folder).items())

@@ -21,21 +21,16 @@ from gpu_check_engine import Setting, forecast, measure  # noqa: E402
 from llmdistill.runtime.distributed import init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.tools]
 
 SETTINGS = [
     Setting(),
     Setting(stage=1, accumulation_steps=2),
-    Setting(accumulation_steps=2, micro_batch_size=2),
-    Setting(stage=3),
     Setting(stage=3, dtype="bf16", accumulation_steps=2),
     Setting(micro_batch_size=1, length=16, dtype="bf16"),  # most is needed in the optimizer's step
-    Setting(micro_batch_size=8, checkpointing=True),
     Setting(stage=3, length=256, checkpointing=True),
-    Setting(family="gpt2", factorized=False, method="kd", length=256),
     Setting(family="gpt2", factorized=False, method="kd", length=256, cached="hidden_states"),
     Setting(stage=3, method="kd", cached="top_k"),
-    Setting(stage=1, cached="hidden_states"),
     Setting(family="bert"),
     Setting(family="bert", factorized=False, method="minilm", micro_batch_size=8, checkpointing=True),
 ]

@@ -15,7 +15,7 @@ BATCHES = 24
 
 def asked(teacher: Path, output: Path) -> list[str]:
     data = ["--model", str(teacher), "--data", "embedded:train", "--limit", str(4 * BATCHES), "--batch_size", "4"]
-    lengths = ["--max_prompt_length", "128", "--max_length", "192", "--dtype", "fp32", "--engine", "hf", "--seed", "3"]
+    lengths = ["--max_prompt_length", "128", "--max_length", "160", "--dtype", "fp32", "--engine", "hf", "--seed", "3"]
     return ["generate", *data, *lengths, "--output", str(output)]
 
 

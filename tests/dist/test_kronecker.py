@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from llmdistill.factorize.export import export_dense
 
-from support import largest_difference, weights
+from support import largest_difference, logged, weights
 
 KRONECKER = (
     *("--student.method", "kronecker", "--student.factorize.rank", "null"),
@@ -30,7 +30,7 @@ def test_the_factors_are_what_is_trained_and_saved(trained, tmp_path):
     assert saved["model.layers.0.mlp.up_proj.A"].shape == (2, 8, 2)
     assert saved["model.layers.0.mlp.up_proj.B"].shape == (2, 6, 16)
     assert saved["model.embed_tokens.B.weight"].shape == (4,)
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = logged(folder, "loss")
     assert losses[-1] < losses[0]
     export_dense(folder / "student", tmp_path / "dense")
     tokens = torch.arange(20)[None]

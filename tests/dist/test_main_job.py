@@ -14,23 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from llmdistill.run.checkpoints import checkpoints
 
-from support import ROOT, environment, interrupted_copy, largest_difference, launch_command, weights
+from support import ROOT, environment, interrupted_copy, largest_difference, launch_command, log_rows, logged, weights
 
 pytestmark = pytest.mark.dist
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_training_moves_the_student_towards_the_teacher(trained):
     folder = trained()
     before, after = load_file(folder / "untrained" / "model.safetensors"), weights(folder)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) > 1e-3
-    losses = [row["loss"] for row in rows(folder)]
+    losses = logged(folder, "loss")
     assert len(losses) == 5
     assert losses[-1] < losses[0]
-    assert {"query", "attention", "hidden", "logits", "tokens_per_second", "teacher_share"} <= rows(folder)[0].keys()
+    names = {"query", "attention", "hidden", "logits", "tokens_per_second", "teacher_share"}
+    assert names <= log_rows(folder)[0].keys()
 
 
 @pytest.mark.parametrize("ds_config", ["zero1", "zero2", "zero3"])
@@ -38,7 +35,7 @@ def test_two_ranks_and_every_stage_equal_one_rank(trained, ds_config):
     one, two = trained(), trained(ranks=2, ds_config=ds_config)
     assert largest_difference(one, two) < 1e-6
     # AdamW hardly sees the scale of a gradient.
-    norms = [[row["grad_norm"] for row in rows(folder)] for folder in (one, two)]
+    norms = [logged(folder, "grad_norm") for folder in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
@@ -55,12 +52,12 @@ def test_sharded_teacher_and_activation_checkpointing_change_nothing(trained):
     assert largest_difference(trained(), lean) < 1e-6
 
 
-def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
-    runs = {stage: trained("--train.dtype", "bf16", ranks=2, ds_config=stage) for stage in ("zero1", "zero2", "zero3")}
-    exact = rows(trained())[-1]["loss"]
-    losses = [rows(folder)[-1]["loss"] for folder in runs.values()]
+def test_bf16_ends_at_the_same_loss(trained):
+    runs = {stage: trained("--train.dtype", "bf16", ranks=2, ds_config=stage) for stage in ("zero2", "zero3")}
+    exact = logged(trained(), "loss")[-1]
+    losses = [logged(folder, "loss")[-1] for folder in runs.values()]
     # bf16 keeps 8 bits: a relative 2^-8 a value.
-    assert losses == pytest.approx([exact] * 3, rel=0.02)
+    assert losses == pytest.approx([exact] * 2, rel=0.02)
     assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -77,29 +74,27 @@ def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, set
     assert checkpoints(folder)
     assert not (folder / "student").exists(), "the run was over before it could be killed"
     launch(*arguments)
-    first, second = weights(whole), weights(folder)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert [row["step"] for row in rows(folder)] == list(range(1, 31))
-    assert [row["loss"] for row in rows(folder)] == [row["loss"] for row in rows(whole)]
+    assert largest_difference(whole, folder) == 0
+    assert logged(folder, "step") == list(range(1, 31))
+    assert logged(folder, "loss") == logged(whole, "loss")
 
 
 def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path):
     whole = trained(ranks=2, ds_config="zero3")
     folder = interrupted_copy(whole, tmp_path / "resumed")
     launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), ranks=2)
-    first, second = weights(whole), weights(folder)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
+    assert largest_difference(whole, folder) == 0
+    assert logged(folder, "step") == [1, 2, 3, 4, 5]
 
 
 WEIGHTED = (
     *("--student.factorize.rank", "null", "--student.factorize.target_params", "60%"),
     *("--student.factorize.weighting", "gradients", "--student.factorize.allocation", "loss"),
-    *("--student.factorize.calibration.examples", "24", "--student.factorize.calibration.micro_batch_size", "4"),
+    *("--student.factorize.calibration.examples", "16", "--student.factorize.calibration.micro_batch_size", "4"),
 )
 
 
-@pytest.mark.parametrize(("sharding", "form"), [("replicated", "plain"), ("zero3", "plain"), ("zero3", "pivoted")])
+@pytest.mark.parametrize(("sharding", "form"), [("replicated", "plain"), ("zero3", "pivoted")])
 def test_two_ranks_weigh_a_student_as_one_does(trained, sharding, form, tmp_path):
     same = (*WEIGHTED, "--student.factorize.form", form)
     more = ("--teacher.sharding", sharding, "--student.factorize.calibration.folder", str(tmp_path / "kept"))
@@ -114,7 +109,7 @@ def test_two_ranks_weigh_a_student_as_one_does(trained, sharding, form, tmp_path
         products = [each.model.get_submodule(name).weight.detach() for each in (first, second)]
         assert torch.allclose(*products, atol=1e-3 * float(products[0].abs().max())), name
     told = [json.loads((each / "weighting.json").read_text()) for each in (one, two)]
-    assert told[0]["tokens"] == told[1]["tokens"] > 24
+    assert told[0]["tokens"] == told[1]["tokens"] > 16
     assert set(told[0]["ranks"]) <= set(told[0]["spectra"]) == set(told[1]["spectra"])
     assert told[0]["predicted_loss"] == pytest.approx(told[1]["predicted_loss"], rel=1e-3)
     assert told[0]["held_out"] == pytest.approx(told[1]["held_out"], rel=1e-3)

@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModel, BertModel
 from word_models import save_bert, save_tokenizer
 
+from support import logged
+
 pytestmark = pytest.mark.dist
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(60))]
@@ -74,10 +76,6 @@ def alone(train) -> Path:
     return train("alone")
 
 
-def rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def embeddings(model: torch.nn.Module) -> torch.Tensor:
     """Normalized means over the tokens of two sentences."""
     ids = torch.tensor([[1, 5, 9, 2], [1, 30, 31, 2]])
@@ -86,8 +84,8 @@ def embeddings(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_the_student_comes_nearer_and_keeps_what_sentence_transformers_reads(alone, folder) -> None:
-    logged = [row["loss"] for row in rows(alone) if "loss" in row]
-    assert logged[-1] < 0.7 * logged[0]
+    losses = logged(alone, "loss")
+    assert losses[-1] < 0.7 * losses[0]
     metrics = json.loads((alone / "metrics.json").read_text())
     assert set(metrics["student"]["spearman"]) == {"sts", "valid"}
     taught, untrained, student = (
@@ -103,7 +101,7 @@ def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(a
     cached = train("cached", cache=True, ranks=2)
     two = train("two", "--train.micro_batch_size", "2", "--teacher.cache", str(cached), ranks=2)
     for key in ("loss", "valid_loss"):
-        live, from_cache = ([row[key] for row in rows(run) if key in row] for run in (alone, two))
+        live, from_cache = (logged(run, key) for run in (alone, two))
         assert from_cache == pytest.approx(live, rel=1e-4)
     one, other = (json.loads((run / "metrics.json").read_text())["untrained"]["spearman"] for run in (alone, two))
     assert one == pytest.approx(other, abs=1e-9)
@@ -117,7 +115,7 @@ def test_the_kept_student_was_scored_without_dropout(train, folder) -> None:
     (with_dropout / "config.json").write_text(json.dumps(config))
     keep = ("--train.keep_best", "score", "--train.validate_every", "4", "--teacher.model", str(with_dropout))
     run = train("kept", *keep)
-    best = max(row["valid_score"] for row in rows(run) if "valid_score" in row)
+    best = max(logged(run, "valid_score"))
     assert json.loads((run / "metrics.json").read_text())["student"]["spearman"]["valid"] == pytest.approx(best)
 
 
@@ -125,6 +123,6 @@ def test_margins_of_triples_are_learned_on_two_ranks_as_on_one(train) -> None:
     margins = ("--data.sentences.triples", "true", "--embedding.margin", "0.5", "--train.global_batch_size", "4")
     one = train("one_of_triples", *margins, data="triples.jsonl")
     two = train("two_of_triples", *margins, ranks=2, data="triples.jsonl")
-    of_one, of_two = ([row["margin"] for row in rows(run) if "margin" in row] for run in (one, two))
+    of_one, of_two = (logged(run, "margin") for run in (one, two))
     assert of_two == pytest.approx(of_one, rel=1e-4)
     assert min(of_one) > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import interrupted_copy, largest_difference
+from support import interrupted_copy, largest_difference, log_rows
 
 pytestmark = pytest.mark.dist
 
@@ -58,7 +58,7 @@ def test_the_labels_are_learned_and_scored(teacher) -> None:
     right = sum(row[1] == row[2] for row in rows)
     assert metrics["student"]["score"] == pytest.approx(100 * right / len(rows))
     assert metrics["student"]["score"] > metrics["student"]["chance"]
-    log = [json.loads(line) for line in (teacher / "metrics.jsonl").read_text().splitlines()]
+    log = log_rows(teacher)
     assert [row["step"] for row in log] == [8, 16, 24, 30], "four lines: six epochs of five steps"
     assert "| RTE accuracy |" in (teacher / "report.md").read_text()
 
