@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmdistill.config import RunConfig
+from llmdistill.config import RunConfig, StudentConfig
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import global_batch_indices
 from llmdistill.data.sources import read_examples
@@ -27,13 +27,12 @@ def is_rank(size: str) -> bool:
     return size.isdecimal() and len(size) < 10
 
 
-def check_starts(recipe: RunConfig) -> None:
-    """Check that the recipe's student can be made from every start.
+def check_starts(student: StudentConfig) -> None:
+    """Check that a student can be made from every start.
 
     Raises:
         UserError: the student is not made by svd with one size; the message names the setting and the remedy.
     """
-    student = recipe.student
     for key in ("model", "shape"):
         if getattr(student, key) is not None:
             raise UserError(

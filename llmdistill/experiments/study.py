@@ -217,7 +217,7 @@ class Study:
         if self.sizes and self.recipe.student.model is not None:
             raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
         if any(start.name for start in self.starts):
-            check_starts(self.recipe)
+            check_starts(self.recipe.student)
         for variant in self.trained():
             changes = {**variant.settings, "seed": self.seeds[0]}
             make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)

@@ -12,6 +12,7 @@ import numpy as np
 
 from llmdistill.artifacts import differences, plain
 from llmdistill.batch import POSITIONS, Positions
+from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
@@ -23,6 +24,7 @@ from llmdistill.run.assemble import make_teacher
 from llmdistill.run.checks import check_can_cache, check_top_k
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
+from llmdistill.run.resolved import RunModels
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData
@@ -187,17 +189,17 @@ def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
     return None
 
 
-def _origin(plan: Plan, data: TaskData) -> dict[str, Any]:
+def _origin(models: RunModels, data: TaskData) -> dict[str, Any]:
     """Return what the outputs of the teacher depend on, besides the examples."""
     return {
-        "teacher": fingerprint(plan.models.teacher_path),
+        "teacher": fingerprint(models.teacher_path),
         "tokenizer": content_fingerprint(sorted(data.tokenizer.get_vocab().items())),
-        "dtype": str(plan.models.teacher_dtype).removeprefix("torch."),
+        "dtype": str(models.teacher_dtype).removeprefix("torch."),
     }
 
 
-def _data_record(plan: Plan) -> dict[str, Any]:
-    values = to_dict(plan.config)
+def _data_record(config: RunConfig) -> dict[str, Any]:
+    values = to_dict(config)
     contents = input_fingerprints(values, made_below=None)
     settings = {f"data.{key}": values["data"][key] for key in _DATA_KEYS}
     if values["data"]["kind"] == "text":
@@ -210,14 +212,14 @@ def _data_record(plan: Plan) -> dict[str, Any]:
 def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
     return plain(
         {
-            **_origin(plan, data),
+            **_origin(plan.models, data),
             "model": plan.config.teacher.model,
             "held": {
                 **request_of(plan.method).record(),
                 "top_k": settings.kept_top_k,
                 "vocabulary": plan.models.compared_tokens,
             },
-            "data": _data_record(plan),
+            "data": _data_record(plan.config),
             "examples": len(ids),
             "tokens": int(lengths.sum()),
             "ids": content_fingerprint(ids.tolist()),
@@ -230,7 +232,7 @@ def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
     record, key = folder.record, f"teacher.cache {folder.folder}"
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
-    asked = {**_origin(plan, data), "vocabulary": plan.models.compared_tokens}
+    asked = {**_origin(plan.models, data), "vocabulary": plan.models.compared_tokens}
     held = {**record, "vocabulary": record["held"]["vocabulary"]}
     if record["held"]["top_k"] is None:
         del asked["vocabulary"]  # the head has the logits of all tokens
@@ -250,7 +252,7 @@ def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder) -> None:
     missing = folder.missing(ids)
     if not missing:
         return
-    found = differences(folder.record["data"], _data_record(plan))
+    found = differences(folder.record["data"], _data_record(plan.config))
     why = f"{found[0].key} was {found[0].old} and is now {found[0].new}" if found else "its data are others"
     raise UserError(
         f"teacher.cache {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "

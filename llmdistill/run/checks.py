@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmdistill.config import RunConfig
+from llmdistill.config import StudentConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of, has_family
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from llmdistill.run.plan import Plan
 
 
-def check_weighting(config: RunConfig) -> None:
+def check_weighting(settings: StudentConfig) -> None:
     """Raises UserError for a weighting of a student that is not factorized here, and for data that nothing measures."""
-    settings, weighting = config.student, config.student.factorize.weighting
-    data = settings.factorize.calibration.data
+    weighting, data = settings.factorize.weighting, settings.factorize.calibration.data
     if weighting == "none":
         if data is not None and settings.model is None and not settings.measures_importance:
             raise UserError(

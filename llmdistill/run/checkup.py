@@ -24,6 +24,7 @@ from llmdistill.run.assemble import load_student, make_teacher, prepare_student,
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
+from llmdistill.run.resolved import RunModels
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
@@ -92,22 +93,22 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
         add_lora(student, plan.config.student.lora, plan.config.seed)
     model = teacher().model if plan.method.needs_teacher else None
     if model is not None:
-        yield above_chance(plan, model, batch)
+        yield above_chance(plan.models, model, batch)
     dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary)
     if model is not None:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
 
 
-def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
+def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
     what = "teacher above chance"
-    if plan.models.objective.sequences in ("scores", "embeddings") or plan.models.teacher_head == "none":
+    if models.objective.sequences in ("scores", "embeddings") or models.teacher_head == "none":
         return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
-    labels = make_sft(causal=plan.models.causal, objective=plan.models.objective)
+    labels = make_sft(causal=models.causal, objective=models.objective)
     with torch.no_grad():
         found = term_sizes(labels, None, teacher, batch, gradients=False)
-    is_span = plan.models.objective.sequences == "spans"
+    is_span = models.objective.sequences == "spans"
     classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
     chances = {"label": teacher.config.vocab_size, "sequence_label": classes}
     said, worse = [], []

@@ -108,8 +108,8 @@ def make_plan(
     else:
         key, name = ("student.model", str(student)) if teacher is None else ("teacher.model", teacher)
         teacher_config = model_config(task, key, name, pending)
-    check_weighting(config)
-    student_config, sizes = student_of(config, task, teacher_config, pending)
+    check_weighting(config.student)
+    student_config, sizes = student_of(config.student, task, teacher_config, pending)
 
     # The method.
     names = config.methods()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from llmdistill.config import RunConfig
+from llmdistill.config import RunConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
@@ -63,10 +63,9 @@ def model_config(task: Task, key: str, reference: str, pending: Pending) -> PreT
 
 
 def student_of(
-    config: RunConfig, task: Task, teacher: PreTrainedConfig, pending: Pending
+    settings: StudentConfig, task: Task, teacher: PreTrainedConfig, pending: Pending
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the student's config and the sizes of the models."""
-    settings = config.student
     if settings.model is None and settings.shape is None:
         # A factorized student has the shape of its teacher.
         return teacher, summarize(teacher, settings.factorize, settings.method)

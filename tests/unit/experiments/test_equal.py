@@ -53,4 +53,4 @@ def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
 )
 def test_starts_need_a_teacher_that_is_cut_to_one_size(arguments, said):
     with pytest.raises(UserError, match=said):
-        check_starts(recipe(*arguments))
+        check_starts(recipe(*arguments).student)
