@@ -247,7 +247,7 @@ BREAKS = [
         f"{METHODS}/layers.py",
         "enumerate(numbers) if number > 0]",
         "enumerate(numbers)]",
-        f"{METHOD_TESTS}/test_layers.py::test_makds_layers_are_the_students_and_the_map_says_which_teach_them",
+        f"{METHOD_TESTS}/test_makd.py::test_layers_are_the_students_and_the_map_says_which_teach_them",
     ),
     Break(
         "teacher-layer-of-student",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
-    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    RobertaConfig,
 )
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs
@@ -40,21 +40,12 @@ def mistral(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig
     return MistralConfig(vocab_size=40, num_attention_heads=heads, num_key_value_heads=groups, **sizes)
 
 
-def gpt2(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
-    return GPT2Config(vocab_size=40, n_positions=32, n_layer=depth, n_embd=width, n_head=heads)
-
-
 def bert(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
     return BertConfig(vocab_size=40, max_position_embeddings=32, num_attention_heads=heads, **sizes)
 
 
-def roberta(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    return RobertaConfig(vocab_size=40, max_position_embeddings=34, num_attention_heads=heads, **sizes)
-
-
-FAMILIES = {"llama": llama, "mistral": mistral, "gpt2": gpt2, "bert": bert, "roberta": roberta}
+FAMILIES = {"llama": llama, "mistral": mistral, "bert": bert}
 
 
 def build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -98,18 +89,10 @@ class Seen:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.horizon is not None:
             size, tokens = batch.input_ids.shape
-            seen = [
-                [
-                    [
-                        [0.0] * tokens
-                        if not batch.attention_mask[b, i]
-                        else [0.0 if j in self.keys_of(batch, b, i) else -1e9 for j in range(tokens)]
-                        for i in range(tokens)
-                    ]
-                ]
-                for b in range(size)
-            ]
-            inputs["attention_mask"] = torch.tensor(seen)
+            inputs["attention_mask"] = torch.zeros(size, 1, tokens, tokens)
+            for b, i in batch.attention_mask.nonzero().tolist():
+                hidden = [j for j in range(tokens) if j not in self.keys_of(batch, b, i)]
+                inputs["attention_mask"][b, 0, i, hidden] = -1e9
         with torch.no_grad():
             outputs = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
         for handle in handles:
@@ -119,7 +102,7 @@ class Seen:
             self._rotate(model, batch)
         self.logits = outputs.logits.double()
         self.attentions = [each.double() for each in outputs.attentions]
-        self.embedding = outputs.hidden_states[0].double()
+        self.flat["embedding", 0] = outputs.hidden_states[0].double()
 
     def _hooks(self, model: PreTrainedModel, layer: int) -> list[torch.utils.hooks.RemovableHandle]:
         def keep(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -128,19 +111,7 @@ class Seen:
 
             return module.register_forward_hook(hook)
 
-        def split(_m: nn.Module, _a: object, output: Tensor) -> None:
-            for name, part in zip(("query", "key", "value"), output.double().chunk(3, -1), strict=True):
-                self.flat[name, layer] = part
-
         base = model.base_model
-        if model.config.model_type == "gpt2":
-            block = base.h[layer]
-            return [
-                block.attn.c_attn.register_forward_hook(split),
-                keep("ffn_up", block.mlp.c_fc),
-                keep("ffn_down", block.mlp.c_proj),
-                keep("hidden", block),
-            ]
         if family_of(model.config).causal:
             block, inner = base.layers[layer], base.layers[layer].self_attn
             names = ("q_proj", "k_proj", "v_proj")
@@ -181,19 +152,6 @@ def kl(p: Tensor, q: Tensor) -> float:
     return sum(float(x) * math.log(float(x) / float(y)) for x, y in zip(p, q, strict=True))
 
 
-def relation(seen: Seen, sides: tuple[str, str], layer: int, b: int, i: int, keys: list[int], count: int) -> Tensor:
-    """MiniLMv2 eq. 7: (R, keys), one token's distributions."""
-    heads = seen.heads if "query" in sides else seen.groups
-
-    def cut(side: str) -> Tensor:
-        flat = seen.flat[side, layer] if side == "hidden" else seen.per_head(side, layer, heads).flatten(2)
-        return flat[b].unflatten(1, (count, -1))
-
-    left, right = map(cut, sides)
-    scores = torch.stack([(left[i] * right[j]).sum(-1) for j in keys], dim=-1)
-    return (scores / math.sqrt(left.shape[-1])).softmax(-1)
-
-
 @dataclass(frozen=True)
 class Run:
     """A method's outputs on a pair of models."""
@@ -206,21 +164,15 @@ class Run:
 class Pair:
     """A teacher and a smaller student, both real models."""
 
-    def __init__(
-        self,
-        teacher: PreTrainedConfig,
-        student: PreTrainedConfig,
-        *,
-        seeds: tuple[int, int] = (0, 1),
-        batch: Batch | None = None,
-    ) -> None:
+    def __init__(self, teacher: PreTrainedConfig, student: PreTrainedConfig, batch: Batch | None = None) -> None:
         self.teacher_config, self.student_config = teacher, student
-        self.teacher, self.student, self.batch = (
-            build(teacher, seeds[0]),
-            build(student, seeds[1]),
-            batch or make_batch(),
-        )
+        self.teacher, self.student, self.batch = build(teacher, 0), build(student, 1), batch or make_batch()
         self.causal = family_of(teacher).causal
+
+    @cached_property
+    def seen(self) -> tuple[Seen, Seen]:
+        """Student and teacher, for a naive loss."""
+        return Seen(self.student, self.batch), Seen(self.teacher, self.batch)
 
     def run(self, method: Method, batch: Batch | None = None) -> Run:
         """What the method's taps give, as in training."""
@@ -245,17 +197,90 @@ class Pair:
         assert list(terms) == list(method.weights) == list(method.positions)
         return {name: (term.sum / term.count).item() for name, term in terms.items()}
 
-    def seen(self) -> tuple[Seen, Seen]:
-        """Student and teacher, for a naive loss."""
-        return Seen(self.student, self.batch), Seen(self.teacher, self.batch)
-
     def mean_over_tokens(self, loss: Any) -> float:
         """Of a function of (sequence, token)."""
         tokens = self.batch.attention_mask.nonzero().tolist()
         return sum(float(loss(b, i)) for b, i in tokens) / len(tokens)
 
-    def output_terms(self, student: Seen, teacher: Seen, temperature: float) -> dict[str, float]:
+    def attention_kl(self, layers: list[tuple[int, int]], direction: str) -> float:
+        """KL divergence of the attention distributions (MiniLM §3.1, MaKD eq. 12), over (student, teacher) layers."""
+        student, teacher = self.seen
+
+        def loss(b: int, i: int) -> float:
+            keys, result = student.keys_of(self.batch, b, i), 0.0
+            for mine, theirs in layers:
+                for h in range(student.heads):
+                    rows = student.attentions[mine][b, h, i, keys], teacher.attentions[theirs][b, h, i, keys]
+                    result += kl(*(rows if direction == "student_teacher" else rows[::-1])) / student.heads
+            return result
+
+        return self.mean_over_tokens(loss)
+
+    def relation_kl(
+        self, sides: tuple[str, str], layers: list[tuple[int, int]], count: int, *, repeated: bool = False
+    ) -> float:
+        """KL divergence of relations (MiniLMv2 eq. 6-8) of heads cut anew, or (MiniLM §3.2) repeated, to a number."""
+
+        def relation(seen: Seen, layer: int, b: int, i: int) -> Tensor:
+            """(R, keys)."""
+            heads = count if repeated else seen.heads if "query" in sides else seen.groups
+
+            def cut(side: str) -> Tensor:
+                flat = seen.flat[side, layer] if side == "hidden" else seen.per_head(side, layer, heads).flatten(2)
+                return flat[b].unflatten(1, (count, -1))
+
+            left, right = map(cut, sides)
+            scores = [(left[i] * right[j]).sum(-1) for j in seen.keys_of(self.batch, b, i)]
+            return (torch.stack(scores, dim=-1) / math.sqrt(left.shape[-1])).softmax(-1)
+
+        def loss(b: int, i: int) -> float:
+            student, teacher = self.seen
+            return sum(
+                kl(p, q) / count
+                for mine, theirs in layers
+                for p, q in zip(relation(teacher, theirs, b, i), relation(student, mine, b, i), strict=True)
+            )
+
+        return self.mean_over_tokens(loss)
+
+    def score_error(self, layers: list[tuple[int, int]]) -> float:
+        """Squared error of the attention scores of 4 heads (TinyBERT eq. 7, KroneckerBERT eq. 9)."""
+        student, teacher = self.seen
+
+        def score(seen: Seen, layer: int, h: int, b: int, i: int, j: int) -> float:
+            query, key = seen.per_head("query", layer, 4)[b, i, h], seen.per_head("key", layer, 4)[b, j, h]
+            return float(query @ key) / seen.width**0.5
+
+        def loss(b: int, i: int) -> float:
+            keys = student.keys_of(self.batch, b, i)
+            return sum(
+                (score(student, mine, h, b, i, j) - score(teacher, theirs, h, b, i, j)) ** 2 / (4 * len(keys))
+                for mine, theirs in layers
+                for h in range(4)
+                for j in keys
+            )
+
+        return self.mean_over_tokens(loss)
+
+    def feature_error(
+        self, name: str, layers: list[tuple[int, int]], scale: str, projectors: Mapping[str, Tensor] | None = None
+    ) -> float:
+        """Squared error of features, divided by the token's mean square if the scale is `token`."""
+        student, teacher = self.seen
+
+        def loss(b: int, i: int) -> float:
+            result = 0.0
+            for mine, theirs in layers:
+                here, there = student.flat[name, mine][b, i], teacher.flat[name, theirs][b, i]
+                here = projectors[name] @ here if name in (projectors or {}) else here
+                result += float((here - there).square().mean() / (there.square().mean() if scale == "token" else 1))
+            return result
+
+        return self.mean_over_tokens(loss)
+
+    def output_terms(self, temperature: float) -> dict[str, float]:
         """Soft cross-entropy with the teacher (MaKD eq. 18), and cross-entropy, as means over the labels."""
+        student, teacher = self.seen
         soft = hard = 0.0
         places = (self.batch.labels >= 0).nonzero().tolist()
         for b, i in places:
@@ -265,20 +290,11 @@ class Pair:
             hard -= float(student.logits[b, at].log_softmax(-1)[self.batch.labels[b, i]])
         return {"logits": soft / len(places), "label": hard / len(places)}
 
-    def padded(self, sides: tuple[int, int] = (0, 3)) -> Batch:
-        """The batch with more padding on the left and on the right, which holds another word."""
-        pad = nn.functional.pad
-        return Batch(
-            pad(self.batch.input_ids, sides, value=7),
-            pad(self.batch.attention_mask, sides),
-            pad(self.batch.labels, sides, value=IGNORE_INDEX),
-        )
-
 
 @pytest.fixture(scope="session")
 def models() -> SimpleNamespace:
     """What a test of a method on real models needs."""
-    return SimpleNamespace(Pair=Pair, families=FAMILIES, kl=kl, relation=relation, targets=make_targets, **FAMILIES)
+    return SimpleNamespace(Pair=Pair, families=FAMILIES, kl=kl, targets=make_targets, **FAMILIES)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -1,170 +1,88 @@
-"""MaKD against a loop over tokens, with the ablations and the placements of the paper's tables."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cache
 
 import pytest
 import torch
 from references import terms_of
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config
 
 from llmdistill.batch import Batch, Outputs, Taps
-from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
+from llmdistill.methods.makd import MATRIX_TERMS, TERMS, MakdConfig, build_makd
 
-LAYERS = 5  # odd: the lower half has two layers, the upper three
-
-
-def llama(num_layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-    )
-
-
-LLAMA = llama(LAYERS)
-GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=32)
-
-MATRIX = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
-LAYER = ("attention", "hidden")
-
-
-def off(*names: str) -> dict[str, float]:
-    return dict.fromkeys(names, 0.0)
-
-
-# The rows of the paper's Tables 3 and 4 are settings of the same kinds; experiments/test_variants.py has them.
+ALL = {1, 2, 3, 4, 5}
+SOME = MakdConfig(matrix_layers="1-2,4", layer_layers="5", value=0.0, hidden=0.0)
+WEIGHTED = MakdConfig(matrix_layers="3", layer_layers="all", query=2.0, ffn_up=0.5, attention=3.0, hidden=0.25)
+PLAIN = MakdConfig(matrix_layers="all", layer_layers="none", logits=1.5, label=0.75, temperature=2.0, scale="plain")
 VARIANTS = {
-    "full": MakdConfig(),
-    "w/o matrix": MakdConfig(matrix_layers="none"),
-    "w/o MHA": MakdConfig(**off("query", "key", "value")),
-    "w/o FNN": MakdConfig(**off("ffn_up", "ffn_gate", "ffn_down")),
-    "w/o layer": MakdConfig(layer_layers="none"),
-    "w/o model": MakdConfig(logits=0.0),
-    "weights": MakdConfig(query=2.0, ffn_up=0.5, attention=3.0, hidden=0.25, logits=1.5, label=0.75, temperature=2.0),
-    "some layers": MakdConfig(matrix_layers="1-2,4", layer_layers="5", value=0.0),
-    "overlap": MakdConfig(matrix_layers="3", layer_layers="3", key=0.0),
-    "plain": MakdConfig(matrix_layers="all", layer_layers="all", scale="plain"),
+    "default": (MakdConfig(), {1, 2}, {3, 4, 5}),
+    "some layers": (SOME, {1, 2, 4}, {5}),
+    "weighted": (WEIGHTED, {3}, ALL),
+    "plain": (PLAIN, ALL, set()),
 }
-PLACES = {
-    "lower": {1, 2},
-    "upper": {3, 4, 5},
-    "all": {1, 2, 3, 4, 5},
-    "none": set[int](),
-    "1-2,4": {1, 2, 4},
-    "5": {5},
-    "3": {3},
-}
+"""Settings, the layers of the matrices, and the layers of attention and hidden states."""
 
 
-@pytest.fixture(scope="module")
-def pairs(models):
-    """Two models of one shape by their family, and all that a naive loss reads of them."""
-
-    @cache
-    def pair_of(family: str):
-        config = models.families[family](LAYERS, 16, 4, 2)
-        pair = models.Pair(config, config)
-        return pair, *pair.seen()
-
-    return pair_of
+@pytest.fixture(scope="module", params=["llama", "mistral", "bert"])
+def pair(request: pytest.FixtureRequest, models):
+    """Two models of one shape, whose 5 layers have a lower half of 2."""
+    config = models.families[request.param](5, 16, 4, 2)
+    return models.Pair(config, config)
 
 
-def naive(settings: MakdConfig, pair, student, teacher, kl) -> dict[str, float]:
-    """The terms of MaKD eq. 12-18, token by token, in fp64."""
-    means: dict[str, float] = {}
-
-    def add(name: str, layer: int) -> None:
-        def squared(b: int, i: int) -> float:
-            mine, theirs = (seen.flat[name, layer][b, i] for seen in (student, teacher))
-            return (mine - theirs).square().mean() / (theirs.square().mean() if settings.scale == "token" else 1)
-
-        def attention(b: int, i: int) -> float:
-            keys = student.keys_of(pair.batch, b, i)
-            rows = ([seen.attentions[layer][b, h, i, keys] for seen in (student, teacher)] for h in range(4))
-            return sum(kl(mine, theirs) / 4 for mine, theirs in rows)
-
-        loss = attention if name == "attention" else squared
-        means[name] = means.get(name, 0.0) + pair.mean_over_tokens(loss)
-
-    for names, layers in ((MATRIX, settings.matrix_layers), (LAYER, settings.layer_layers)):
-        for name in names:
-            if name != "ffn_gate" or (name, 0) in student.flat:
-                for layer in PLACES[layers]:
-                    add(name, layer - 1)
-    return {**means, **pair.output_terms(student, teacher, settings.temperature)}
-
-
-def check(settings: MakdConfig, pair, student, teacher, kl) -> None:
+@pytest.mark.parametrize(("settings", "matrix", "layer"), VARIANTS.values(), ids=VARIANTS)
+def test_terms_and_taps_are_those_of_the_settings(pair, settings: MakdConfig, matrix: set, layer: set) -> None:
+    """MaKD eq. 12-18."""
     method = build_makd(settings, pair.teacher_config, pair.student_config)
-    weights = {name: weight for name, weight in asdict(settings).items() if name in TERMS}
-    expected = {name: mean for name, mean in naive(settings, pair, student, teacher, kl).items() if weights[name]}
+    student, _ = pair.seen
+    weights = {name: weight for name, weight in asdict(settings).items() if name in TERMS and weight}
+    of_matrices, of_layers = ([(number - 1, number - 1) for number in numbers] for numbers in (matrix, layer))
+    places = {name: of_matrices for name in MATRIX_TERMS if (name, 0) in student.flat}
+    places |= {"attention": of_layers, "hidden": of_layers}
+    places = {name: pairs for name, pairs in places.items() if pairs and name in weights}
+    expected = {
+        name: pair.attention_kl(pairs, "student_teacher")
+        if name == "attention"
+        else pair.feature_error(name, pairs, settings.scale)
+        for name, pairs in places.items()
+    }
+    expected |= {name: mean for name, mean in pair.output_terms(settings.temperature).items() if name in weights}
     assert method.weights == {name: weights[name] for name in expected}
-    found = pair.means(method)
-    totals = [sum(weights[name] * means[name] for name in expected) for means in (found, expected)]
-    assert totals[0] == pytest.approx(totals[1], rel=1e-5)
+    assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+    taps: dict[str, set[int]] = {}
+    for name, pairs in places.items():
+        for aspect in ("query", "key") if name == "attention" else (name,):
+            taps.setdefault(aspect, set()).update(layer for layer, _ in pairs)
+    assert method.student_taps == method.teacher_taps == taps
 
 
-@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_total_equals_the_naive_loop(models, pairs, family: str, settings: MakdConfig) -> None:
-    check(settings, *pairs(family), models.kl)
+def test_layers_are_the_students_and_the_map_says_which_teach_them(models) -> None:
+    pair = models.Pair(models.bert(5, 16, 4, 4), models.bert(3, 16, 4, 4))
+    settings = MakdConfig(teacher_layers="5,0,2", matrix_layers="all", layer_layers="2-3")
+    means = pair.means(build_makd(settings, pair.teacher_config, pair.student_config))
+    for name in ("query", "key", "value"):
+        assert means[name] == pytest.approx(pair.feature_error(name, [(0, 4), (2, 1)], "token"), rel=1e-4)
+    assert means["hidden"] == pytest.approx(pair.feature_error("hidden", [(2, 1)], "token"), rel=1e-4)
+    assert means["attention"] == pytest.approx(pair.attention_kl([(2, 1)], "student_teacher"), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mistral", "bert"])
-def test_other_masks_equal_the_naive_loop(models, pairs, family: str) -> None:
-    check(MakdConfig(matrix_layers="all", layer_layers="all", label=1.0), *pairs(family), models.kl)
+def test_attention_of_a_target_is_that_of_the_source_and_itself_so_far(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    pair = models.Pair(config, config, models.targets())
+    method = build_makd(MakdConfig(layer_layers="2"), config, config)
+    expected = pair.attention_kl([(1, 1)], "student_teacher")
+    assert pair.means(method)["attention"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_each_variant_asks_only_for_what_it_needs(settings: MakdConfig, gated: bool) -> None:
-    config = LLAMA if gated else GPT2
-    method = build_makd(settings, config, config)
-    weights = asdict(settings)
-    expected: dict[str, set[int]] = {}
-    for name in MATRIX:
-        if weights[name] and (gated or name != "ffn_gate"):
-            expected[name] = {layer - 1 for layer in PLACES[settings.matrix_layers]}
-    upper = {layer - 1 for layer in PLACES[settings.layer_layers]}
-    expected["hidden"] = upper
-    for name in ("query", "key"):  # the attention distribution is built from them
-        expected[name] = expected.get(name, set()) | upper
-    expected = {name: layers for name, layers in expected.items() if layers}
-    assert method.student_taps == method.teacher_taps == expected
-    assert all(method.weights.values())
+def test_a_feed_forward_part_without_gate_has_no_term_of_it() -> None:
+    config = GPT2Config(n_layer=2)
+    assert "ffn_gate" not in build_makd(MakdConfig(), config, config).weights
 
 
-def test_student_that_equals_its_teacher_stays(models) -> None:
-    pair = models.Pair(LLAMA, LLAMA, seeds=(0, 0))
-    method = build_makd(MakdConfig(matrix_layers="all", layer_layers="all"), LLAMA, LLAMA)
-    run = pair.run(method)
-    terms = terms_of(method, run.student, run.teacher, pair.batch)
-    torch.stack([term.sum / term.count for term in terms.values()]).sum().backward()
-    for parameter in pair.student.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.abs().max() < 1e-5  # rounding in fp32 of gradients that otherwise exceed 0.1
-
-
-def test_padding_does_not_matter(pairs) -> None:
-    """The same sequences with more padding, on either side, give the same terms."""
-    pair, *_ = pairs("llama")
-    settings = MakdConfig(matrix_layers="all", layer_layers="all", label=1.0)
-    method = build_makd(settings, pair.teacher_config, pair.student_config)
-    for sides in ((0, 4), (4, 0)):
-        assert pair.means(method, pair.padded(sides)) == pytest.approx(pair.means(method), rel=1e-5)
-
-
-def test_needs_teacher() -> None:
-    assert build_makd(MakdConfig(), LLAMA, LLAMA).needs_teacher
-    names = [name for name in TERMS if name != "label"]
-    method = build_makd(MakdConfig(**off(*names), label=1.0), LLAMA, LLAMA)
+def test_labels_alone_need_no_teacher(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    assert build_makd(MakdConfig(), config, config).needs_teacher
+    method = build_makd(MakdConfig(**dict.fromkeys(TERMS, 0.0) | {"label": 1.0}), config, config)
     assert not method.needs_teacher
     ids = torch.zeros(3, 8, dtype=torch.int64)
     batch = Batch(ids, torch.ones_like(ids), ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Qwen3Config
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -38,7 +38,7 @@ MISTRAL, SMALL_MISTRAL = ("mistral", 5, 32, 4, 2), ("mistral", 2, 16, 4, 2)
         ("minilm", {"teacher_layer": 6}, TEACHER, STUDENT, r"minilm\.teacher_layer is 6: the teacher has 5 layers"),
         ("minilm", {"teacher_layer": 0}, TEACHER, STUDENT, r"minilm\.teacher_layer is 0"),
         ("minilm", {"teacher_layers": "1,2,3"}, TEACHER, STUDENT, r"teacher_layers 1,2,3 does not fit: give 2 numbers"),
-        ("minilm", {}, TEACHER, ("gpt2", 2, 16, 4, 4), r"\(bert\) is an encoder and the student \(gpt2\) a decoder"),
+        ("minilm", {}, TEACHER, SMALL_LLAMA, r"\(bert\) is an encoder and the student \(llama\) a decoder"),
         ("minilm", {}, MISTRAL, SMALL_LLAMA, "window is None in the student's layer 2 and 3 in the teacher's layer 5"),
         (
             "minilmv2",
@@ -54,21 +54,16 @@ MISTRAL, SMALL_MISTRAL = ("mistral", 5, 32, 4, 2), ("mistral", 2, 16, 4, 2)
             ("llama", 2, 16, 4, 4),
             r"16, 32 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$",
         ),
-        ("minilmv2", {"relation_heads": 2, "teacher_layer": 6}, TEACHER, STUDENT, "the teacher has 5 .* from 1 to 5"),
         ("minilmv2", {"relation_heads": 2}, LLAMA, STUDENT, "is a decoder and the student"),
-        ("minilmv2", {"relation_heads": 2}, LLAMA, SMALL_MISTRAL, "window is 3 in the student's layer 2 and None"),
         ("minilmv2", {"teacher_layer": "auto"}, TEACHER, TEACHER, "search"),
         ("tinybert", {}, TEACHER, ("bert", 2, 16, 2, 2), r"tinybert\.attention .* 4 attention heads and the student 2"),
-        ("tinybert", {}, LLAMA, ("bert", 2, 16, 2, 2), "tinybert compares models of one kind"),
+        ("tinybert", {}, LLAMA, STUDENT, "tinybert compares models of one kind"),
         ("tinybert", {}, MISTRAL, SMALL_LLAMA, "is None in the student's layer 1 and 3 in the teacher's layer 3"),
         ("distilbert", {}, TEACHER, STUDENT, r"32 wide in .* 16 in the student: set distilbert\.cosine to 0"),
         ("distilbert", {}, LLAMA, STUDENT, "distilbert compares models of one kind"),
-        ("kroneckerbert", {}, LLAMA, ("gpt2", 5, 32, 4, 4), "kroneckerbert compares like with like"),
-        ("makd", {}, LLAMA, ("gpt2", 5, 32, 4, 4), "teacher is llama and the student gpt2"),
+        ("kroneckerbert", {}, LLAMA, TEACHER, "kroneckerbert compares like with like"),
         ("makd", {}, TEACHER, STUDENT, r"num_layers is 5 in .* and 2 in .* or map the layers by makd\.teacher_layers"),
         ("makd", {"teacher_layers": "uniform"}, TEACHER, STUDENT, "hidden_size is 32 in the teacher and 16"),
-        ("makd", {"matrix_layers": "1-9"}, TEACHER, TEACHER, r"makd\.matrix_layers is '1-9': the model has 5 layers"),
-        ("makd", {"layer_layers": "top"}, TEACHER, TEACHER, r"makd\.layer_layers"),
         ("makd", {"matrix_layers": "none", "layer_layers": "none", "logits": 0.0}, TEACHER, TEACHER, "no term is left"),
     ],
 )  # fmt: skip
@@ -96,22 +91,6 @@ def test_a_term_without_weight_asks_nothing_of_the_models(
     assert METHODS[method].build(SETTINGS[method](**settings), *configs).weights
 
 
-@pytest.mark.parametrize("method", ["makd", "kroneckerbert"])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_hidden_layers", 4), ("num_attention_heads", 8), ("hidden_size", 64), ("head_dim", 16)],
-)
-def test_layers_are_compared_with_like_ones(models: Any, method: str, key: str, value: int) -> None:
-    teacher: PreTrainedConfig = models.llama(3, 32, 4, 2)
-    student = LlamaConfig.from_dict({**teacher.to_dict(), key: value})
-    said = {
-        "makd": r"in the teacher and .* in the student",
-        "kroneckerbert": "with layer .* factorize the teacher",
-    }
-    with pytest.raises(UserError, match=said[method]):
-        METHODS[method].build(SETTINGS[method](), teacher, student)
-
-
 def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
     def qwen(width: int) -> Qwen3Config:
         sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -127,11 +106,8 @@ def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
         (KdConfig, {"beta": 0.0}, "kd.beta is 0.0"),
         (KdConfig, {"alpha": 1.0}, "kd.alpha is 1.0"),
         (KdConfig, {"ratio": 0.0}, "kd.ratio is 0.0"),
-        (KdConfig, {"temperature": 0.0}, "kd.temperature is 0.0"),
         (MakdConfig, {"hidden": -1.0}, "makd.hidden is -1"),
         (MakdConfig, {"temperature": 0.0}, "makd.temperature is 0"),
-        (KroneckerbertConfig, {"ffn": -1.0}, "kroneckerbert.ffn is -1"),
-        (KroneckerbertConfig, {"temperature": 0.0}, "kroneckerbert.temperature is 0"),
         (
             KroneckerbertConfig,
             dict.fromkeys(("embedding", "attention", "ffn", "logits", "label"), 0.0),
