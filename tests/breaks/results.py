@@ -121,14 +121,14 @@ BREAKS = [
         f"{TASKS}/rouge.py",
         "use_stemmer=True",
         "use_stemmer=False",
-        f"{TASK_TESTS}/test_rouge.py::test_against_an_independent_longest_common_subsequence",
+        f"{TASK_TESTS}/test_rouge.py::test_by_hand",
     ),
     Break(
         "rouge-recall",
         f"{TASKS}/rouge.py",
         "[kind].fmeasure",
         "[kind].recall",
-        f"{TASK_TESTS}/test_rouge.py::test_against_an_independent_longest_common_subsequence",
+        f"{TASK_TESTS}/test_rouge.py::test_by_hand",
     ),
     Break(
         "f1-arithmetic-mean",

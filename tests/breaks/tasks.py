@@ -92,14 +92,14 @@ BREAKS = [
         f"{TASKS}/classification.py",
         "in sorted(texts.items())",
         "in texts.items()",
-        f"{TESTS}/test_submission.py::test_files",
+        f"{TESTS}/test_classification.py::test_files_for_the_server",
     ),
     Break(
         "chance-against-own-references",
         f"{TASKS}/rouge.py",
         "[*references[far:], *references[:far]]",
         "references",
-        f"{TESTS}/test_chance.py::test_the_other_score_is_that_of_other_questions",
+        f"{TESTS}/test_rouge.py::test_the_other_score_is_that_of_other_questions",
     ),
     Break(
         "deviation-of-a-population",

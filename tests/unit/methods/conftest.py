@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from references import terms_of
+from tiny import tiny_config
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    BertConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs
 from llmdistill.methods import Method
@@ -30,22 +23,13 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 
 
-def llama(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+def config_of(name: str, depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    return LlamaConfig(vocab_size=40, num_attention_heads=heads, num_key_value_heads=groups, **sizes)
+    grouped = {} if name == "bert" else {"num_key_value_heads": groups}
+    return tiny_config(name, vocab_size=40, num_attention_heads=heads, **sizes, **grouped)
 
 
-def mistral(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth, "sliding_window": 3}
-    return MistralConfig(vocab_size=40, num_attention_heads=heads, num_key_value_heads=groups, **sizes)
-
-
-def bert(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    return BertConfig(vocab_size=40, max_position_embeddings=32, num_attention_heads=heads, **sizes)
-
-
-FAMILIES = {"llama": llama, "mistral": mistral, "bert": bert}
+FAMILIES = {name: partial(config_of, name) for name in ("llama", "mistral", "bert")}
 
 
 def build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -149,7 +133,7 @@ class Seen:
 
 
 def kl(p: Tensor, q: Tensor) -> float:
-    return sum(float(x) * math.log(float(x) / float(y)) for x, y in zip(p, q, strict=True))
+    return float((p * (p / q).log()).sum())
 
 
 @dataclass(frozen=True)
@@ -209,9 +193,8 @@ class Pair:
         def loss(b: int, i: int) -> float:
             keys, result = student.keys_of(self.batch, b, i), 0.0
             for mine, theirs in layers:
-                for h in range(student.heads):
-                    rows = student.attentions[mine][b, h, i, keys], teacher.attentions[theirs][b, h, i, keys]
-                    result += kl(*(rows if direction == "student_teacher" else rows[::-1])) / student.heads
+                rows = student.attentions[mine][b, :, i, keys], teacher.attentions[theirs][b, :, i, keys]
+                result += kl(*(rows if direction == "student_teacher" else rows[::-1])) / student.heads
             return result
 
         return self.mean_over_tokens(loss)
@@ -235,11 +218,8 @@ class Pair:
 
         def loss(b: int, i: int) -> float:
             student, teacher = self.seen
-            return sum(
-                kl(p, q) / count
-                for mine, theirs in layers
-                for p, q in zip(relation(teacher, theirs, b, i), relation(student, mine, b, i), strict=True)
-            )
+            pairs = [(relation(teacher, theirs, b, i), relation(student, mine, b, i)) for mine, theirs in layers]
+            return sum(kl(p, q) / count for p, q in pairs)
 
         return self.mean_over_tokens(loss)
 
@@ -247,18 +227,14 @@ class Pair:
         """Squared error of the attention scores of 4 heads (TinyBERT eq. 7, KroneckerBERT eq. 9)."""
         student, teacher = self.seen
 
-        def score(seen: Seen, layer: int, h: int, b: int, i: int, j: int) -> float:
-            query, key = seen.per_head("query", layer, 4)[b, i, h], seen.per_head("key", layer, 4)[b, j, h]
-            return float(query @ key) / seen.width**0.5
+        def scores(seen: Seen, layer: int, b: int, i: int) -> Tensor:
+            """(keys, heads)."""
+            query, key = (seen.per_head(name, layer, 4)[b] for name in ("query", "key"))
+            return (query[i] * key[seen.keys_of(self.batch, b, i)]).sum(-1) / seen.width**0.5
 
         def loss(b: int, i: int) -> float:
-            keys = student.keys_of(self.batch, b, i)
-            return sum(
-                (score(student, mine, h, b, i, j) - score(teacher, theirs, h, b, i, j)) ** 2 / (4 * len(keys))
-                for mine, theirs in layers
-                for h in range(4)
-                for j in keys
-            )
+            errors = [scores(student, mine, b, i) - scores(teacher, theirs, b, i) for mine, theirs in layers]
+            return sum(float(each.square().mean()) for each in errors)
 
         return self.mean_over_tokens(loss)
 

@@ -31,18 +31,3 @@ def test_terms_equal_the_naive_loop(models, family: str, positions: str) -> None
         "cosine": pair.mean_over_tokens(cosine),
     }
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "names", "needs_teacher"),
-    [
-        (DistilbertConfig(soft=0.0, label=0.0), ["cosine"], True),
-        (DistilbertConfig(soft=0.0, cosine=0.0), ["label"], False),
-    ],
-)
-def test_terms_without_weight_do_not_exist(models, settings: DistilbertConfig, names: list, needs_teacher) -> None:
-    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
-    method = build_distilbert(settings, pair.teacher_config, pair.student_config)
-    assert list(pair.means(method)) == names
-    assert method.needs_teacher is needs_teacher
-    assert method.teacher_taps == ({"hidden": {3}} if "cosine" in names else {})

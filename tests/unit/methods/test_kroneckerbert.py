@@ -5,7 +5,6 @@ from dataclasses import asdict
 import pytest
 
 from llmdistill.methods.kroneckerbert import KroneckerbertConfig, build_kroneckerbert
-from llmdistill.objective import Objective
 
 LAYERS = 3
 INNER = ("embedding", "attention", "ffn")
@@ -37,18 +36,3 @@ def test_terms_equal_the_naive_loop(models, family: str, settings: Kroneckerbert
     assert method.positions == {name: "tokens" if name in INNER else "labels" for name in expected}
     assert not method.projections
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_student_of_fewer_layers_learns_from_those_of_the_map(models) -> None:
-    pair = models.Pair(models.bert(5, 16, 4, 4), models.bert(2, 16, 4, 4))
-    settings = KroneckerbertConfig(teacher_layers="4,1")
-    method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
-    assert pair.means(method) == pytest.approx(naive(pair, settings, [(0, 3), (1, 0)]), rel=1e-4)
-
-
-def test_the_labels_are_those_of_the_objective(models) -> None:
-    config, settings = models.bert(LAYERS, 16, 4, 4), KroneckerbertConfig()
-    stage_one = build_kroneckerbert(settings, config, config, Objective(tokens=True, sequences="classes"))
-    assert list(stage_one.weights) == [*INNER, "logits", "sequence_logits", "label", "sequence_label"]
-    task = build_kroneckerbert(settings, config, config, Objective(tokens=False, sequences="scores"))
-    assert list(task.weights) == [*INNER, "sequence_logits", "sequence_label"]

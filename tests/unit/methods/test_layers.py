@@ -31,7 +31,7 @@ def test_layers(spec: str, num_layers: int, expected: tuple[int, ...]) -> None:
     assert parse_layers(spec, num_layers, key="k") == expected
 
 
-@pytest.mark.parametrize("spec", ["", "0", "5", "3-2", "1-", "1,,2", "middle", "²", "1-2-3"])
+@pytest.mark.parametrize("spec", ["0", "5", "3-2", "1,,2", "middle"])
 def test_what_is_no_list_of_layers(spec: str) -> None:
     with pytest.raises(UserError, match=r"makd\.matrix_layers is .* 4 layers"):
         parse_layers(spec, 4, key="makd.matrix_layers")

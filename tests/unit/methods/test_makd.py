@@ -5,7 +5,6 @@ from dataclasses import asdict
 import pytest
 import torch
 from references import terms_of
-from transformers import GPT2Config
 
 from llmdistill.batch import Batch, Outputs, Taps
 from llmdistill.methods.makd import MATRIX_TERMS, TERMS, MakdConfig, build_makd
@@ -64,19 +63,6 @@ def test_layers_are_the_students_and_the_map_says_which_teach_them(models) -> No
         assert means[name] == pytest.approx(pair.feature_error(name, [(0, 4), (2, 1)], "token"), rel=1e-4)
     assert means["hidden"] == pytest.approx(pair.feature_error("hidden", [(2, 1)], "token"), rel=1e-4)
     assert means["attention"] == pytest.approx(pair.attention_kl([(2, 1)], "student_teacher"), rel=1e-4)
-
-
-def test_attention_of_a_target_is_that_of_the_source_and_itself_so_far(models) -> None:
-    config = models.bert(2, 16, 4, 4)
-    pair = models.Pair(config, config, models.targets())
-    method = build_makd(MakdConfig(layer_layers="2"), config, config)
-    expected = pair.attention_kl([(1, 1)], "student_teacher")
-    assert pair.means(method)["attention"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_feed_forward_part_without_gate_has_no_term_of_it() -> None:
-    config = GPT2Config(n_layer=2)
-    assert "ffn_gate" not in build_makd(MakdConfig(), config, config).weights
 
 
 def test_labels_alone_need_no_teacher(models) -> None:

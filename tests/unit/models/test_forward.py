@@ -73,33 +73,6 @@ def test_a_total_without_terms_on_tokens_reaches_every_parameter() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_horizon_makes_an_encoder_a_sequence_to_sequence_model() -> None:
-    """The source does not depend on the target, and a token of the target not on the later ones; padding on none."""
-    model = bert(BertForMaskedLM)
-    tapped = TappedModel(model, Recorder(model, {"hidden": frozenset({0})}))
-    tokens = torch.tensor([[2, 5, 6, 3, 7, 8, 3, 0], [2, 5, 3, 7, 8, 9, 6, 3]])
-    real = (tokens != 0).long()
-    horizon = torch.tensor([[4, 4, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]])
-
-    def run(input_ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return tapped(Batch(input_ids, real, torch.full_like(tokens, -100), horizon=horizon)).logits
-
-    before = run(tokens)
-    assert before.isfinite().all()
-    last = tokens.clone()
-    last[:, 5] = 4
-    assert torch.equal(run(last)[:, :5], before[:, :5]), "what comes before the changed token"
-    assert (run(last)[:, 5] != before[:, 5]).any(1).all()
-    source = tokens.clone()
-    source[:, 2] = 4
-    assert (run(source) != before)[0, :7].any(1).all(), "every token sees the whole source"
-    padding = tokens.clone()
-    padding[0, 7] = 4
-    assert torch.equal(run(padding)[0, :7], before[0, :7])
-    tapped.remove()
-
-
 def test_padding_is_no_key_and_sees_all() -> None:
     """A source of one token with a target of one, padded on the left and on the right."""
     real, horizon = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])

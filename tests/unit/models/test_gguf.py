@@ -11,9 +11,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-import llmdistill
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models import gguf as module
@@ -32,42 +31,36 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "gguf"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def q4(tmp_path_factory) -> Path:
     return write_gguf(TEACHER, tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf", "Q4_1")
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-def test_the_weights_are_those_of_gguf_and_the_logits_those_of_a_model_with_them(kind, tmp_path):
-    folder = locate(str(write_gguf(TEACHER, tmp_path / "tiny.gguf", kind)))
+def test_the_weights_are_those_of_gguf_and_all_else_comes_along(q4):
+    folder = locate(str(q4))
     found, expected = (
         load_model(folder, dtype="auto"),
         AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32),
     )
-    weights = rounded(TEACHER, kind)
+    weights = rounded(TEACHER, "Q4_1")
     expected.load_state_dict(weights, strict=False)
     assert all(torch.equal(found.state_dict()[name], weight) for name, weight in weights.items())
     assert found.dtype == torch.float32
-    ids = AutoTokenizer.from_pretrained(TEACHER)(TEXT, return_tensors="pt").input_ids
+    own, other = load_tokenizer(folder), load_tokenizer(TEACHER)
+    ids = other(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():  # the file keeps the epsilon of the norms in fp32
         torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
-    bits = {"Q4_1": 4, "Q8_0": 8, "F16": 16}[kind]
-    assert module.origin(folder) == f"dequantized from {bits} bits ({kind})"
+    assert own(TEXT)["input_ids"] == ids[0].tolist()
+    assert (own.eos_token, own.pad_token) == (other.eos_token, other.pad_token)
+    assert own.chat_template == TEMPLATE
+    assert module.origin(folder) == "dequantized from 4 bits (Q4_1)"
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["license"] == "cc0-1.0"
 
 
-def test_its_tokenizer_and_chat_template_come_along(q4):
-    own, other = load_tokenizer(locate(str(q4))), load_tokenizer(TEACHER)
-    assert own(TEXT)["input_ids"] == other(TEXT)["input_ids"]
-    assert (own.eos_token, own.pad_token) == (other.eos_token, other.pad_token)
-    assert own.chat_template == TEMPLATE
-
-
 def test_it_is_made_once_for_all_copies_of_a_file_and_said(q4, cache, tmp_path, capsys):
     folder = locate(str(q4))
-    assert locate(str(q4)) == folder
     said = f"tiny.Q4_1.gguf: dequantizing 4 bits (Q4_1), once; kept in {folder}\n"
     assert capsys.readouterr().err.count(said) == 1
     written = (folder / "model.safetensors").stat().st_mtime_ns
@@ -133,9 +126,6 @@ def rewritten(file: Path, *, without: str = "", architecture: str = "llama", par
 
 DAMAGES = {
     "cut among its weights": (lambda file: cut(file, 0.6), "cut or damaged, or not GGUF"),
-    "cut in its header": (lambda file: cut(file, 0.002), "cut or damaged, or not GGUF"),
-    "empty": (lambda file: cut(file, 0), "cut or damaged, or not GGUF"),
-    "another format": (lambda file: file.write_text("not a model" * 99), "cut or damaged, or not GGUF"),
     "an unknown architecture": (
         lambda file: rewritten(file, architecture="dinosaur"),
         r"does not read this GGUF \(GGUF model with architecture dinosaur is not supported yet",
@@ -153,9 +143,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence_and_leaves_nothing(damage, q
     file = Path(shutil.copy(q4, tmp_path / "bad.gguf"))
     harm, said = DAMAGES[damage]
     harm(file)
-    for _ in range(2):
-        with pytest.raises(UserError, match=f"^{file}: .*{said}[^\n]*$"):
-            locate(str(file))
+    with pytest.raises(UserError, match=f"^{file}: .*{said}[^\n]*$"):
+        locate(str(file))
     assert [each.name for each in cache.glob("*") if not each.name.endswith(".lock")] == []
 
 
@@ -178,14 +167,3 @@ def test_more_tokens_than_embeddings_are_one_sentence(tmp_path):
     file = write_gguf(TEACHER, tmp_path / "tiny.gguf", rows=1000)
     with pytest.raises(UserError, match=r"its tokenizer has 1,024 tokens and its embeddings have 1,000 rows"):
         locate(str(file))
-
-
-def test_a_student_of_it_is_like_any_other(q4, tmp_path):
-    student = llmdistill.compress(q4, rank=24, output=tmp_path / "student")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in student.state_dict().items())
-    card = (tmp_path / "student" / "README.md").read_text(encoding="utf-8")
-    assert "Made from: tiny.Q4_1.gguf, dequantized from 4 bits (Q4_1); its license, cc0-1.0, holds" in card
-    assert load_tokenizer(tmp_path / "student").chat_template == TEMPLATE
-    result = llmdistill.export(tmp_path / "student", tmp_path / "dense")
-    assert result["largest_difference"] < 1e-3

@@ -11,15 +11,9 @@ from llmdistill.models.layer_maps import mapped_layers, uniform_map
 @pytest.mark.parametrize(
     ("student", "teacher", "expected"),
     [
-        (6, 12, [2, 4, 6, 8, 10, 12]),
-        (4, 12, [3, 6, 9, 12]),
         (3, 12, [4, 8, 12]),
-        (12, 24, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]),
-        (12, 12, list(range(1, 13))),
-        (1, 7, [7]),
         (2, 5, [3, 5]),  # 2.5 -> 3
         (5, 12, [2, 5, 7, 10, 12]),  # 2.4 4.8 7.2 9.6 12
-        (4, 2, [1, 1, 2, 2]),  # 0.5 1 1.5 2
         (5, 2, [1, 1, 1, 2, 2]),  # 0.4 is no layer: the first
     ],
 )
@@ -64,13 +58,8 @@ def test_zero_is_a_layer_that_learns_from_none() -> None:
     ("spec", "depth", "message"),
     [
         ("2,4", 3, "x.y 2,4 does not fit: give 3 numbers, one for each layer of the student, from 0 (0: none) to the"),
-        ("2,4,7", 3, "x.y 2,4,7 does not fit"),
-        ("-1,2,3", 3, "x.y '-1,2,3' names no layers: give uniform, spread, first, last, or numbers from 1"),
-        ("middle", 3, "x.y 'middle' names no layers"),
-        ("", 3, "x.y '' names no layers"),
-        ("1,,2", 3, "names no layers"),
+        ("middle", 3, "x.y 'middle' names no layers: give uniform, spread, first, last, or numbers from 1"),
         ("first", 7, "x.y first: the student has 7 layers and the teacher 6; give a number for each layer"),
-        ("last", 7, "x.y last: the student has 7 layers and the teacher 6"),
     ],
 )
 def test_what_is_no_map(spec: str, depth: int, message: str) -> None:

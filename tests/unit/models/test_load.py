@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
@@ -19,15 +17,14 @@ from transformers import (
     BertModel,
     GPT2Config,
     LlamaConfig,
-    PreTrainedConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from llmdistill.errors import UserError
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of
-from llmdistill.models.load import Head, build_meta, load_model
+from llmdistill.models.load import build_meta, load_model
 from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
 
 LLAMA = LlamaConfig(
@@ -36,10 +33,9 @@ LLAMA = LlamaConfig(
 BERT = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
 
-def save_model(config: PreTrainedConfig, folder: Path) -> Path:
+def save_model(config: LlamaConfig, folder: Path) -> Path:
     torch.manual_seed(0)
-    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
-    auto.from_config(config).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -50,23 +46,8 @@ def save_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("config", [LLAMA, BERT], ids=["decoder", "encoder"])
-def test_a_model_comes_back(tmp_path: Path, config: PreTrainedConfig) -> None:
-    folder = save_model(config, tmp_path)
-    model = load_model(folder, dtype=torch.bfloat16, device="cpu")
-    assert type(model).__name__ == {"llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[config.model_type]
-    assert model.config._attn_implementation == "sdpa"
-    assert not model.training
-    saved = load_file(folder / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        if name in saved:
-            assert torch.equal(tensor, saved[name].bfloat16())
-    assert load_config(str(folder)).to_dict() == load_config(folder).to_dict()
-
-
 class TestHeads:
     def save(self, folder: Path, kind: type[PreTrainedModel]) -> Path:
-        torch.manual_seed(0)
         kind(BERT).save_pretrained(folder)
         return folder
 
@@ -75,14 +56,11 @@ class TestHeads:
         [
             (BertForPreTraining, "pretraining", "BertForPreTraining"),
             (BertForPreTraining, "lm_head", "BertForMaskedLM"),
-            (BertForPreTraining, "none", "BertModel"),
             (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
             (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
         ],
     )
-    def test_a_head_that_is_there_is_loaded(
-        self, tmp_path: Path, saved: type[PreTrainedModel], head: Head, loaded: str
-    ) -> None:
+    def test_a_head_that_is_there_is_loaded(self, tmp_path, saved, head, loaded) -> None:
         model = load_model(self.save(tmp_path, saved), dtype=torch.float32, head=head)
         assert type(model).__name__ == loaded
         weights = load_file(tmp_path / "model.safetensors")
@@ -97,9 +75,7 @@ class TestHeads:
             (BertForMaskedLM, "sequence", "with a classifier"),
         ],
     )
-    def test_a_head_that_is_missing_is_an_error_or_new(
-        self, tmp_path: Path, saved: type[PreTrainedModel], head: Head, remedy: str
-    ) -> None:
+    def test_a_head_that_is_missing_is_an_error_or_new(self, tmp_path, saved, head, remedy) -> None:
         folder = self.save(tmp_path, saved)
         with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):
             load_model(folder, dtype=torch.float32, head=head)
@@ -123,40 +99,21 @@ class TestHeads:
         with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
             load_model(folder, dtype=torch.float32, head="lm_head", new_head=True)
 
-    def test_a_new_classifier_has_the_classes_asked_for(self, tmp_path: Path) -> None:
-        folder = self.save(tmp_path, BertModel)
-        model = load_model(folder, dtype=torch.float32, head="sequence", new_head=True, num_classes=3)
-        assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 3)
-
 
 def test_on_the_meta_device_nothing_is_allocated() -> None:
-    decoder, encoder = build_meta(GPT2Config()), build_meta(BertConfig())
-    assert {p.device.type for p in (*decoder.parameters(), *encoder.parameters())} == {"meta"}
-    assert type(decoder).__name__ == "GPT2LMHeadModel"
-    assert type(encoder).__name__ == "BertModel"
-    assert sum(p.numel() for p in decoder.parameters()) == 124_439_808
-    assert sum(p.numel() for p in encoder.parameters()) == 109_482_240
+    for config in (GPT2Config(), BertConfig()):
+        assert {parameter.device.type for parameter in build_meta(config).parameters()} == {"meta"}
 
 
 def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere: no such folder"):
         load_config(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no such folder"):
-        load_config("./nowhere")
-    with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_config(tmp_path)
     file = tmp_path / "config.json"
     file.write_text('{\n "model_type": "llama",\n oops')
     with pytest.raises(UserError, match=r"config\.json:3: not valid JSON"):
         load_config(tmp_path)
-    file.write_text("[1]")
-    with pytest.raises(UserError, match="names no model_type"):
-        load_config(tmp_path)
     file.write_text('{"model_type": "no-such"}')
     with pytest.raises(UserError, match="does not know the model_type 'no-such'"):
-        load_config(tmp_path)
-    file.write_text('{"model_type": "llama", "hidden_size": "wide"}')
-    with pytest.raises(UserError, match=r"cannot be loaded .*hidden_size"):
         load_config(tmp_path)
     with pytest.raises(UserError, match="is a file"):
         load_config(file)
@@ -231,14 +188,6 @@ def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
         load_tokenizer(bare("none", ["<unk>", "a"]))
 
 
-def test_bad_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tokenizer there"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
-        load_tokenizer(tmp_path)
-
-
 def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
     """A model of so many vocabulary rows, and a tokenizer where there are words."""
     save_model(LlamaConfig.from_dict({**LLAMA.to_dict(), "vocab_size": size}), folder)
@@ -246,12 +195,6 @@ def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
 
 
 TOKENS = ["<unk>", "a", "</s>", "b"]
-
-
-def test_same_vocabulary(tmp_path: Path) -> None:
-    teacher = vocabulary(tmp_path / "teacher", 30, TOKENS)
-    assert compare_vocabularies(teacher, vocabulary(tmp_path / "student", 30, TOKENS)) == (30, None)
-    assert compare_vocabularies(teacher, vocabulary(tmp_path / "bare", 30)) == (30, None)
 
 
 def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
@@ -268,13 +211,3 @@ def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
     assert compare_vocabularies(large, vocabulary(tmp_path / "four", 4, TOKENS))[0] == 4
     with pytest.raises(UserError, match=r"token 'b' has the id 3, and the model has 3 embeddings: take"):
         compare_vocabularies(large, vocabulary(tmp_path / "three", 3, TOKENS))
-
-
-def test_different_vocabularies_are_sent_to_seqkd(tmp_path: Path) -> None:
-    teacher = vocabulary(tmp_path / "teacher", 30, TOKENS)
-    with pytest.raises(UserError, match=r"vocabulary of 30 tokens and student .* one of 28: .*--method seqkd$"):
-        compare_vocabularies(teacher, vocabulary(tmp_path / "smaller", 28))
-    for size in (30, 28):
-        swapped = vocabulary(tmp_path / f"swapped-{size}", size, ["<unk>", "b", "</s>", "a"])
-        with pytest.raises(UserError, match=r"different tokenizers, first at id 1 .*--method seqkd$"):
-            compare_vocabularies(teacher, swapped)

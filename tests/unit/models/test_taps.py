@@ -1,23 +1,15 @@
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from tiny import SETTINGS, tiny_config
+from tiny import SETTINGS, tiny_config, tiny_model
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    GPT2Config,
-    PreTrainedModel,
-)
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import apply_rotary_pos_emb
 
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of
-from llmdistill.models.load import attention_of
 from llmdistill.models.taps import Recorder
 
 LAYERS = 3
@@ -29,10 +21,7 @@ PROJECTED = [name for name in CONFIGS if FAMILIES[name].projections is not None]
 
 
 def make(name: str) -> PreTrainedModel:
-    torch.manual_seed(3)
-    config = copy.deepcopy(CONFIGS[name])
-    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
-    return auto.from_config(config, **attention_of(config)).eval()
+    return tiny_model(name, seed=3, num_hidden_layers=LAYERS)
 
 
 def make_inputs(side: str = "right") -> dict[str, Tensor]:
@@ -59,7 +48,9 @@ def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor
     recorder = Recorder(model, request)
     with recorder.recording():
         logits = model(**inputs).logits
-    return logits, recorder.take()
+    taps = recorder.take()
+    recorder.remove()
+    return logits, taps
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -105,7 +96,7 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     assert torch.equal(down(inner), taps.ffn_down[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deberta-v2"])
+@pytest.mark.parametrize("name", ["llama", "deberta-v2"])
 def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
     model, inputs = make(name), make_inputs()
     request: TapRequest = {"value": frozenset({1}), "hidden": EVERY, "query": frozenset({0})}
@@ -195,65 +186,31 @@ def test_gemma2_turns_and_caps_what_is_tapped() -> None:
 
 
 def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
-    config = GPT2Config(
-        vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=40, scale_attn_by_inverse_layer_idx=True
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = tiny_model("gpt2", scale_attn_by_inverse_layer_idx=True)
     _, taps = record(model, {"query": frozenset({0, 1})}, make_inputs())
     assert taps.scaling == {0: 0.5, 1: 0.25}
 
 
-def test_two_models_do_not_mix() -> None:
-    config = CONFIGS["llama"]  # one config object for both, as nothing stops a caller from doing
-    torch.manual_seed(0)
-    models = [AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval() for _ in range(2)]
-    inputs, kept = make_inputs(), list[Tensor]()
-    for model in models:
-        layers_of(model)[1].self_attn.v_proj.register_forward_hook(lambda _m, _a, out: kept.append(out))
-        model(**inputs)
-    expected = [each.view(3, 7, 2, 4).transpose(1, 2) for each in kept]
-    first, second = (Recorder(model, {"value": frozenset({1})}) for model in models)
-    with first.recording(), second.recording():
-        for model in models:
-            model(**inputs)
-    for recorder, value in zip((first, second), expected, strict=True):
-        assert torch.equal(recorder.take().value[1], value)
-    with first.recording():
-        for model in models:  # the second runs while only the first one records
-            model(**inputs)
-    assert torch.equal(first.take().value[1], expected[0])
-    with pytest.raises(RuntimeError, match="nothing was recorded"):
-        second.take()
-
-
-def _tap_gradients(name: str, *, checkpointing: bool) -> tuple[dict[str, Tensor], Recorder]:
-    model = make(name).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+def tap_gradients(*, checkpointing: bool) -> tuple[dict[str, Tensor], Recorder]:
+    model = make("llama").train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     recorder = Recorder(model, every_aspect(model))
     with recorder.recording():
-        logits = model(**make_inputs(), use_cache=False).logits
+        loss = model(**make_inputs(), use_cache=False).logits.square().mean()
         taps = recorder.take()
-        loss = logits.square().mean()
         for aspect in every_aspect(model):
             for weight, tensor in enumerate(getattr(taps, aspect).values(), start=1):
                 loss = loss + weight * tensor.pow(3).mean()
         # Still recording: the recomputation runs here, and must be recognized as none of the recorder's business.
         loss.backward()
-    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    return gradients, recorder
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}, recorder
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_gradients_with_activation_checkpointing_are_bit_equal(name: str) -> None:
-    expected, _ = _tap_gradients(name, checkpointing=False)
-    gradients, recorder = _tap_gradients(name, checkpointing=True)
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        assert torch.equal(gradient, expected[key]), key
+def test_gradients_with_activation_checkpointing_are_bit_equal() -> None:
+    expected, _ = tap_gradients(checkpointing=False)
+    gradients, recorder = tap_gradients(checkpointing=True)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         recorder.take()
 
@@ -271,18 +228,6 @@ def test_reentrant_checkpointing_is_refused() -> None:
     assert set(recorder.take().hidden) == {0}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_generation_is_unchanged_and_leaves_nothing(name: str) -> None:
-    model = make(name)
-    inputs = make_inputs("left")
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(**inputs, **settings)
-    recorder = Recorder(model, every_aspect(model))
-    assert torch.equal(model.generate(**inputs, **settings), expected)
-    with pytest.raises(RuntimeError, match="nothing was recorded"):
-        recorder.take()
-
-
 def test_what_cannot_be_tapped_is_refused() -> None:
     model = make("llama")
     model.set_attn_implementation("eager")
@@ -294,14 +239,12 @@ def test_what_cannot_be_tapped_is_refused() -> None:
         Recorder(encoder, {"ffn_up": frozenset({0})})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_outside_of_a_given_mask_a_model_masks_as_before(checkpointing: bool) -> None:
+def test_outside_of_a_given_mask_a_model_masks_as_before() -> None:
     model = make("llama").train()
     ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
     masked, plain = (model(ids, attention_mask=each, use_cache=False).logits for each in (mask, None))
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     recorder = Recorder(model, {"query": frozenset({0})})
     with recorder.recording(), recorder.given_mask():
         logits = model(ids, attention_mask=mask, use_cache=False).logits  # a mask of two axes is not looked at

@@ -10,7 +10,7 @@ import pytest
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, Split, column_of, read_split
+from llmdistill.tasks.glue_files import Split, read_split
 
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 NLI = "index sentence1 sentence2"
@@ -97,35 +97,13 @@ RTE = "index\tsentence1\tsentence2\tlabel\n"
     [
         ("RTE", f"{RTE}0\tA\tB\tyes\n", r"dev\.tsv:2: label 'yes', expected one of entailment, not_entailment"),
         ("RTE", f"{RTE}\n0\tA\tB\n", r"dev\.tsv:3: has no column label, only index, sentence1, sentence2; expected"),
-        ("RTE", RTE, "dev holds no example"),
-        ("RTE", "", "dev holds no example"),
-        (
-            "RTE",
-            "index\tsentence1\tlabel\n0\tA\tentailment\n",
-            r"no column sentence2, only index, sentence1, label; expected sentence1",
-        ),
-        ("CoLA", "source\tlabel\tstar\tsentence\n", r"dev\.tsv:1: label 'label', expected one of 0, 1"),
-        ("STS-B", "sentence1\tsentence2\tscore\nA\tB\thigh\n", r"label 'high', expected a score from 0 to 5"),
         ("STS-B", "sentence1\tsentence2\tscore\nA\tB\t5.1\n", r"label '5\.1', expected a score"),
-        ("STS-B", "sentence1\tsentence2\tscore\nA\tB\tnan\n", r"label 'nan', expected a score"),
     ],
 )
 def test_bad_files(tmp_path: Path, task: str, text: str, message: str) -> None:
     write(tmp_path / task, "dev.tsv", text)
     with pytest.raises(UserError, match=message):
         read_split(task, "dev", tmp_path)
-
-
-def test_more_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"MNLI/dev_matched\.tsv: no such file; give the folder of GLUE's own download"):
-        read_split("MNLI", "dev", tmp_path)
-    (tmp_path / "RTE").mkdir()
-    (tmp_path / "RTE" / "dev.tsv").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(UserError, match=r"dev\.tsv:1: cannot be read as UTF-8"):
-        read_split("RTE", "dev", tmp_path)
-    write(tmp_path / "RTE", "test.tsv", "index\tsentence1\tsentence2\nx\tA\tB\n")
-    with pytest.raises(UserError, match=r"test\.tsv:2: index 'x', expected a whole number"):
-        read_split("RTE", "test", tmp_path)
 
 
 @pytest.fixture
@@ -143,60 +121,37 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str,
 
 
 def test_the_hub(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    hub["mnli", "validation_matched"] = [{"premise": "A", "hypothesis": "B", "label": 2, "idx": 8}]
     hub["mnli", "validation_mismatched"] = [{"premise": "A", "hypothesis": "B", "label": 1, "idx": 8}]
-    hub["mnli", "test_mismatched"] = [{"premise": "A", "hypothesis": "B", "label": -1, "idx": 8}]
-    hub["mnli", "train"] = [{"premise": "A", "hypothesis": "B", "label": 0, "idx": 8}]
+    hub["mnli", "test_matched"] = [{"premise": "A", "hypothesis": "B", "label": -1, "idx": 8}]
     hub["cola", "validation"] = [{"sentence": "A", "label": 1, "idx": 8}]
-    hub["mrpc", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 0, "idx": 8}]
     hub["qqp", "test"] = [{"question1": "A", "question2": "B", "label": -1, "idx": 8}]
     hub["stsb", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 2.4, "idx": 8}]
-    assert read_split("MNLI", "dev", None) == [PairExample("A", "B", 2, 0)]
     assert read_split("MNLI", "dev_mismatched", None) == [PairExample("A", "B", 1, 0)]
-    assert read_split("MNLI", "test_mismatched", None) == [PairExample("A", "B", None, 8)]
-    assert read_split("MNLI", "train", None) == [PairExample("A", "B", 0, 0)]
+    assert read_split("MNLI", "test", None) == [PairExample("A", "B", None, 8)]
     assert read_split("CoLA", "dev", None) == [PairExample("A", None, 1, 0)]
-    assert read_split("MRPC", "train", None) == [PairExample("A", "B", 0, 0)]
     assert read_split("QQP", "test", None) == [PairExample("A", "B", None, 8)]
     assert read_split("STS-B", "train", None) == [PairExample("A", "B", 2.4, 0)]
 
 
-def test_the_hub_with_bad_input(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    with pytest.raises(
-        UserError, match=r"glue, rte, validation: not loaded from the hub \(ConnectionError: no network\)"
-    ):
-        read_split("RTE", "dev", None)
-    hub["rte", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 2, "idx": 0}]
-    with pytest.raises(UserError, match="rte, train: row 1: label '2', expected one of entailment"):
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, r"glue, rte, train: not loaded from the hub \(ConnectionError: no network\)"),
+        (
+            [{"sentence1": "A", "sentence2": "B", "label": 2, "idx": 0}],
+            "rte, train: row 1: label '2', expected one of entailment",
+        ),
+        (
+            [{"sentence1": "A", "sentence2": None, "label": 1, "idx": 0}],
+            "row 1: has .*, expected sentence1, sentence2 as text",
+        ),
+    ],
+)
+def test_the_hub_with_bad_input(hub: dict[tuple[str, str], Any], rows: Any, said: str) -> None:
+    if rows is not None:
+        hub["rte", "train"] = rows
+    with pytest.raises(UserError, match=said):
         read_split("RTE", "train", None)
-    hub["rte", "train"] = [{"sentence1": "A", "sentence2": None, "label": 1, "idx": 0}]
-    with pytest.raises(
-        UserError, match="row 1: has sentence1, sentence2, label, idx, expected sentence1, sentence2 as"
-    ):
-        read_split("RTE", "train", None)
-    hub["rte", "train"] = [{"text": "A", "label": 1, "idx": 0}]
-    with pytest.raises(UserError, match="row 1: has text, label, idx, expected sentence1, sentence2 as text"):
-        read_split("RTE", "train", None)
-    hub["rte", "train"] = []
-    with pytest.raises(UserError, match="nyu-mll/glue, rte: train holds no example"):
-        read_split("RTE", "train", None)
-
-
-def test_tasks() -> None:
-    glue = {name: GLUE_TASKS[name] for name in GLUE}
-    assert [name for name, task in glue.items() if not task.classes] == ["STS-B"]
-    assert {name: len(task.classes) for name, task in glue.items() if len(task.classes) != 2} == {
-        "STS-B": 0,
-        "MNLI": 3,
-    }
-    assert [name for name, task in glue.items() if len(task.sentences) == 1] == ["CoLA", "SST-2"]
-    assert [column_of("MNLI", split) for split in ("dev", "dev_mismatched", "test", "test_mismatched")] == [
-        "MNLI-m",
-        "MNLI-mm",
-        "MNLI-m",
-        "MNLI-mm",
-    ]
-    assert column_of("CoLA", "test") == "CoLA"
 
 
 def test_real_data() -> None:
@@ -206,9 +161,6 @@ def test_real_data() -> None:
     glue = Path(folder) / "glue"
     # Counts by class as in the published sets.
     assert Counter(example.target for example in read_split("RTE", "train", glue)) == {0: 1249, 1: 1241}
-    assert Counter(example.target for example in read_split("RTE", "dev", glue)) == {0: 146, 1: 131}
     assert Counter(example.target for example in read_split("CoLA", "train", glue)) == {1: 6023, 0: 2528}
-    assert Counter(example.target for example in read_split("CoLA", "dev", glue)) == {1: 719, 0: 324}
     assert Counter(example.target for example in read_split("SST-2", "dev", glue)) == {1: 444, 0: 428}
-    assert len(read_split("SST-2", "train", glue)) == 67_349
     assert read_split("CoLA", "dev", glue)[0].sentence1 == "The sailors rode the breeze clear of the rocks."

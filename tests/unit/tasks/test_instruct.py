@@ -8,24 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny import tiny_model
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from word_models import word_tokenizer
 
 from llmdistill.commands.evaluate import default_output, main, set_names
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.errors import UserError
-from llmdistill.generation import decode
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
 from llmdistill.tasks.rouge import rouge_l
 
-from support import RankServer
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
+WORDS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
+TOKENS = ("</s>", "[PAD]", "[UNK]", *WORDS)
 LIMITS = {"max_prompt_length": 60, "max_length": 70}
 EXAMPLES = [
     Example("Name a colour", "", ("red", "red green"), "x:1"),
@@ -37,26 +35,12 @@ SHORT = EXAMPLES[:2]
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *TOKENS))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    return word_tokenizer(TOKENS, marked=False, eos_token="</s>")
 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=3 + len(TOKENS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=80,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model("llama", vocab_size=len(TOKENS), max_position_embeddings=80, bos_token_id=None, eos_token_id=0)
 
 
 @pytest.fixture
@@ -72,20 +56,15 @@ def write(path: Path, examples: list[Example]) -> Path:
     return path
 
 
-def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path) -> None:
     settings = GenerationConfig(seeds=[10, 20, 30])
     lines: list[str] = []
-    folder = tmp_path / "new"
-    limits = Limits(**LIMITS)
-    score = score_sets(model, tokenizer, {"set": SHORT}, settings, limits, predictions_dir=folder, log=lines.append)[
-        "set"
-    ]
+    folder, limits = tmp_path / "new", Limits(**LIMITS)
+    scores = score_sets(model, tokenizer, {"set": SHORT}, settings, limits, predictions_dir=folder, log=lines.append)
+    score = scores["set"]
     prompts = encode_prompts(SHORT, tokenizer, limits).ids
     decoding = Decoding(sample=True, no_repeat_ngram_size=settings.no_repeat_ngram_size, batch_size=settings.batch_size)
-    seeds = [10, 20, 30]
-    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=seeds, world=World.alone(), **LIMITS)
+    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=settings.seeds, world=World.alone(), **LIMITS)
     texts = [each.texts for each in passes]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
     assert score["per_seed"] == expected
@@ -93,24 +72,19 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
     mean = sum(expected) / 3
     assert score["rougeL"] == pytest.approx(mean)
     assert score["std"] == pytest.approx((sum((one - mean) ** 2 for one in expected) / 2) ** 0.5)
-    assert score["tokens"] > 0
-    assert score["tokens_per_second"] > 0
     assert len(lines) == 3
     rows = [json.loads(line) for line in (folder / "set.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows[0] == {
         "instruction": "Name a colour",
         "input": "",
         "references": ["red", "red green"],
-        "predictions": {f"seed {seed}": answers[0] for seed, answers in zip((10, 20, 30), texts, strict=True)},
+        "predictions": {f"seed {seed}": answers[0] for seed, answers in zip(settings.seeds, texts, strict=True)},
     }
-    assert rows[1]["predictions"]["seed 20"] == texts[1][1]
     assert [file.name for file in folder.iterdir()] == ["set.jsonl"], "nothing temporary stays"
 
 
 def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     settings = GenerationConfig(decoding="greedy")
-    with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
-        score_sets(model, tokenizer, {"p": EXAMPLES}, settings, Limits(max_prompt_length=45, max_length=50))
 
     def score(long_prompts: Any) -> dict[str, Any]:
         limits = Limits(max_prompt_length=45, max_length=50, long_prompts=long_prompts)
@@ -134,25 +108,10 @@ def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTo
     assert scores["b"]["rougeL"] == alone["b"]["rougeL"]
 
 
-def test_only_rank_0_writes(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def from_both_ranks(mine: object, world: World) -> list[object]:
-        return [({(0, 0): [3], (0, 1): [4]}, 1.0), mine]
-
-    monkeypatch.setattr(decode, "gather_objects", from_both_ranks)
-    settings = GenerationConfig(decoding="greedy")
-    world = World(rank=1, size=2, device=torch.device("cpu"))
-    score_sets(model, tokenizer, {"a": SHORT}, settings, Limits(**LIMITS), predictions_dir=tmp_path, world=world)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_prompts_are_found_before_any_generation_and_any_model(
-    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path) -> None:
     sets = {"good": SHORT, "bad": EXAMPLES}
     shorter = Limits(max_prompt_length=45, max_length=50)
-    with pytest.raises(UserError, match="first x:3"):
+    with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
         score_sets(model, tokenizer, sets, GenerationConfig(), shorter, predictions_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (folder / "model.safetensors").unlink()
@@ -188,19 +147,12 @@ def test_command(folder: Path, model: LlamaForCausalLM, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (
-            ["--max_prompt_length", "10", "--max_length", "70"],
-            r"2 of 2 prompts are longer than data\.max_prompt_length=10",
-        ),
         (["--max_prompt_length", "70", "--max_length", "70"], "must be at least 1 and below"),
-        (["--batch_size", "0"], "--batch_size is 0"),
         (["--seeds", "[]"], r"--seeds is \[\]"),
         ([], r"data\.max_length=512 is beyond the model's context of 80"),
     ],
 )
-def test_command_refuses_bad_input(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
-) -> None:
+def test_command_refuses_bad_input(folder, tmp_path, capsys, extra, message) -> None:
     data = write(tmp_path / "short.jsonl", SHORT)
     output = ["--output", str(tmp_path / "out")]
     assert main(["--model", str(folder), "--data", str(data), *output, *extra]) == 2
@@ -208,16 +160,6 @@ def test_command_refuses_bad_input(
     assert line.startswith("error: ")
     assert re.search(message, line)
     assert not (tmp_path / "out").exists()
-
-
-def test_script_runs_from_anywhere(folder: Path, rank_server: RankServer, tmp_path: Path) -> None:
-    script = str(REPOSITORY / "eval" / "instruct.py")
-    data = write(tmp_path / "short.jsonl", SHORT)
-    arguments = ["--model", str(folder), "--data", str(data), "--decoding=greedy", "--max_prompt_length=60"]
-    done = rank_server.run([*arguments, "--max_length=70", "--json"], ranks=0, program=script, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["sets"]["short"]["examples"] == 2
-    assert len(list((tmp_path / "runs" / "evaluate").glob("*-greedy/short.jsonl"))) == 1
 
 
 def test_perplexity_is_that_of_first_references(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:

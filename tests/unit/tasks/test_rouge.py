@@ -1,67 +1,53 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
-from nltk.stem.porter import PorterStemmer
+from rouge_score.rouge_scorer import RougeScorer
 
-from llmdistill.tasks.rouge import rouge_l
-
-
-def words(text: str) -> list[str]:
-    stemmer = PorterStemmer()
-    found = re.findall(r"[a-z0-9]+", text.lower())
-    return [stemmer.stem(word) if len(word) > 3 else word for word in found]
+from llmdistill.tasks.rouge import measure_chance, rouge_l
 
 
-def longest_common(left: list[str], right: list[str]) -> int:
-    """By recursion on prefixes, memoized; unlike the table of rouge_score."""
-    memo: dict[tuple[int, int], int] = {}
-
-    def at(i: int, j: int) -> int:
-        if i == 0 or j == 0:
-            return 0
-        if (i, j) not in memo:
-            same = left[i - 1] == right[j - 1]
-            memo[i, j] = at(i - 1, j - 1) + 1 if same else max(at(i - 1, j), at(i, j - 1))
-        return memo[i, j]
-
-    return at(len(left), len(right))
-
-
-def f1(prediction: str, reference: str) -> float:
-    left, right = words(prediction), words(reference)
-    common = longest_common(left, right)
-    return 2 * common / (len(left) + len(right)) if common else 0.0
-
-
-def test_against_an_independent_longest_common_subsequence() -> None:
-    vocabulary = ["the", "cats", "are", "running", "quickly,", "ran", "run", "Running", "12", "house-boats"]
-    vocabulary += ["café", "and", "Flying", "relational", "caresses"]
-    generator = random.Random(0)
-
-    def sentence() -> str:
-        return " ".join(generator.choices(vocabulary, k=generator.randint(1, 25)))
-
-    predictions = [sentence() for _ in range(60)]
-    references = [[sentence() for _ in range(generator.randint(1, 4))] for _ in range(60)]
-    expected = [max(f1(p, r) for r in refs) for p, refs in zip(predictions, references, strict=True)]
-    assert rouge_l(predictions, references) == pytest.approx(100 * sum(expected) / 60, abs=1e-9)
-    assert rouge_l(predictions[:1], references[:1]) == pytest.approx(100 * expected[0], abs=1e-9)
-
-
-def test_known_values() -> None:
-    assert rouge_l(["The cats ran."], ["the cat ran"]) == pytest.approx(100)
-    assert rouge_l(["a b"], ["a b c d"]) == pytest.approx(100 * 2 * 0.5 * 1 / 1.5)
+def test_by_hand() -> None:
+    assert rouge_l(["The cats ran."], ["the cat ran"]) == pytest.approx(100), "stems are compared"
+    assert rouge_l(["a b x c"], ["b a c d e"]) == pytest.approx(100 * 2 * 2 / (4 + 5)), "in order, with gaps"
     assert rouge_l(["", "a b"], ["a b", "a b"]) == pytest.approx(50)
     assert rouge_l(["a b"], [("x", "a b")]) == pytest.approx(100), "the best reference counts"
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="2 predictions but 1 references"):
-        rouge_l(["a", "b"], ["a"])
-    with pytest.raises(ValueError, match="no predictions"):
-        rouge_l([], [])
-    with pytest.raises(ValueError, match="prediction 1 has no reference"):
-        rouge_l(["a", "b"], ["a", []])
+TOKENS = [f"word{n}" for n in range(50)]
+
+
+def sentences(seed: int, count: int = 60) -> list[str]:
+    dice = random.Random(seed)
+    return [" ".join(dice.choices(TOKENS, k=6)) for _ in range(count)]
+
+
+def test_only_answers_to_the_own_question_are_above_chance() -> None:
+    references = sentences(0)
+    right = measure_chance(references, [[text] for text in references])
+    assert (right.own, right.is_beaten) == (100, True)
+    assert right.other < 40
+    fluent = measure_chance(sentences(1), [[text] for text in references])
+    assert 5 < fluent.own < 40
+    assert abs(fluent.own - fluent.other) < 4
+    assert not fluent.is_beaten
+    now_and_then = [
+        own if n % 6 == 0 else text for n, (own, text) in enumerate(zip(references, sentences(1), strict=True))
+    ]
+    assert measure_chance(now_and_then, [[text] for text in references]).is_beaten
+    always = measure_chance(["yes it is"] * 40, [["yes it is"] if n % 2 else ["no it is not"] for n in range(40)])
+    assert not always.is_beaten
+
+
+def test_the_other_score_is_that_of_other_questions() -> None:
+    references = sentences(0, 5)
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    answers = sentences(1, 5)
+    expected = [
+        scorer.score(references[(index + far) % 5], answers[index])["rougeL"].fmeasure
+        for index in range(5)
+        for far in (1, 2, 3)  # four distances in a circle of five, the doubled ones once
+    ]
+    chance = measure_chance(answers, [[text] for text in references])
+    assert abs(chance.other - 100 * sum(expected) / len(expected)) < 1e-9

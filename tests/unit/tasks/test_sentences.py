@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -35,18 +34,16 @@ def run_of(folder: Path, **data: object) -> RunConfig:
     return changed(RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key="")
 
 
-def data_of(folder: Path) -> tuple[BertModel, Sentences]:
-    model = encoder(folder / "teacher")
-    task = Sentences(run_of(folder))
-    paths = {"teacher_path": folder / "teacher", "tokenizer_path": folder / "teacher"}
+def read(task: Sentences, model: BertModel, folder: Path) -> Sentences:
     objective = task.objective(model.config, uses_output=False)
     assert objective.pooling == Pooling(("cls",))
-    data = task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
-    return model, data
+    paths = {"teacher_path": folder / "teacher", "tokenizer_path": folder / "teacher"}
+    return task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
 
 
 def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> None:
-    model, data = data_of(tmp_path)
+    model = encoder(tmp_path / "teacher")
+    data = read(Sentences(run_of(tmp_path)), model, tmp_path)
     cosines = []
     with torch.no_grad():
         for one, other, _ in PAIRS:
@@ -65,7 +62,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> No
 
 
 def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path: Path) -> None:
-    _, data = data_of(tmp_path)
+    data = read(Sentences(run_of(tmp_path)), encoder(tmp_path / "teacher"), tmp_path)
     assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
     batch = data._collate(list(data.encoded["train"]))
     assert int(batch.counts()["sequences"]) == 3
@@ -80,9 +77,7 @@ def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
     assert read_triples(file) == [text for row in rows for text in row]
     task = Sentences(run_of(tmp_path, train=str(file), sentences={"triples": True}, bucket_steps=2))
-    paths = {"teacher_path": tmp_path / "teacher", "tokenizer_path": tmp_path / "teacher"}
-    objective = task.objective(model.config, uses_output=False)
-    data = task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
+    data = read(task, model, tmp_path)
     assert (data.num_steps(1, 2), task.rows_per_example) == (2, 3)
     loader = data.loader(Share(seed=0, global_batch_size=2, micro_batch_size=1))
     seen = []
@@ -132,9 +127,7 @@ def test_the_files_that_are_read(tmp_path: Path) -> None:
         ("plain.tsv", "1\ta\tb\n2\tc\n", "plain.tsv:2: not a score and two sentences"),
         ("plain.tsv", "1\ta\tb\nnan\tc\td\n", "plain.tsv:2: not a score"),
         ("plain.tsv", "1\ta\tb\n1\tc\td\n", "2 pairs with no two different scores"),
-        ("rows.jsonl", '{"sentence1": "a", "sentence2": "", "score": 1}\n', "rows.jsonl:1: give sentence1, sentence2"),
         ("rows.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "rows.jsonl:1: give sentence1, sentence2"),
-        ("rows.jsonl", "", "0 pairs"),
     ],
 )
 def test_pairs_that_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -169,12 +162,3 @@ def test_models_methods_and_settings_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="16 wide in the teacher and 8 in the student"):
         build_method(["embedding"], {}, model.config, narrow, objective)
     assert METHODS["embedding"].build(METHODS["embedding"].defaults(), model.config, model.config, objective).pooling
-
-
-def test_the_shared_sts_file() -> None:
-    folder = os.environ.get("LLMDISTILL_DATA")
-    if folder is None or not (Path(folder) / "sts/sts.tsv").is_file():
-        pytest.skip("LLMDISTILL_DATA names no folder with sts/sts.tsv")
-    pairs = read_pairs(Path(folder) / "sts/sts.tsv")
-    assert len(pairs) == 3000
-    assert all(0 <= pair.score <= 5 for pair in pairs)

@@ -10,10 +10,12 @@ from llmdistill.tasks.instruction_sets import suite_sets
 
 
 def test_sets_by_name_come_from_the_hub_or_the_package() -> None:
-    found = suite_sets("dolly,self_inst, vicuna,seen", None)
-    assert list(found) == ["dolly", "self_inst", "vicuna", "seen"]
-    assert all(found[name].startswith("hf://datasets/MiniLLM/") for name in ("dolly", "self_inst", "vicuna"))
+    found = suite_sets("dolly, vicuna,seen", None)
+    assert list(found) == ["dolly", "vicuna", "seen"]
+    assert found["dolly"].startswith("hf://datasets/MiniLLM/")
     assert found["seen"] == "embedded:seen"
+    with pytest.raises(UserError, match=r"no set 'squad' \(there are dolly, self_inst"):
+        suite_sets("dolly,squad", None)
 
 
 def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
@@ -26,11 +28,6 @@ def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match=r"no self_inst\.jsonl \(there is dolly_sample\.jsonl, vicuna\.jsonl"):
         suite_sets("self_inst", tmp_path)
-
-
-def test_unknown_set() -> None:
-    with pytest.raises(UserError, match=r"no set 'squad' \(there are dolly, self_inst"):
-        suite_sets("dolly,squad", None)
 
 
 def test_suite_and_files_together() -> None:

@@ -44,7 +44,7 @@ def naive_bleu4(predictions: list[str], references: list[list[str]]) -> float:
     return 100 * brevity * math.exp(sum(math.log(m / t) for m, t in zip(matched, total, strict=True)) / 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_bleu4_is_that_of_the_definition(seed: int) -> None:
     predictions, references = make(10, seed)
     found = text_metrics(["bleu4"], predictions, references)["bleu4"]
@@ -84,9 +84,3 @@ def test_meteor_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_synonyms_count_only_where_wordnet_is_there() -> None:
     (found,) = meteor_scores(["big"], [["large"]])
     assert (found > 0) == module.has_synonyms()
-
-
-@pytest.mark.parametrize(("predictions", "references"), [([], []), (["a"], []), (["a"], [[]])])
-def test_nothing_to_compare(predictions: list[str], references: list[list[str]]) -> None:
-    with pytest.raises(ValueError, match="predictions but"):
-        text_metrics(["bleu4"], predictions, references)

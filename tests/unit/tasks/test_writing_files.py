@@ -21,19 +21,14 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
 
 def squad(path: Path, *questions: tuple[str, str, str]) -> None:
     """A file in SQuAD's official format, of (context, question, answer)."""
-    rows = [
-        {
-            "id": f"{number}",
-            "question": question,
-            "context": context,
-            "answers": [{"text": answer, "answer_start": max(context.find(answer), 0)}],
-        }
-        for number, (context, question, answer) in enumerate(questions)
-    ]
+    rows = []
+    for number, (context, question, answer) in enumerate(questions):
+        answers = [{"text": answer, "answer_start": max(context.find(answer), 0)}]
+        rows.append({"id": f"{number}", "question": question, "context": context, "answers": answers})
     write_file(path, rows)
 
 
-@pytest.mark.parametrize("pair", ["source target", "src tgt", "document summary", "article highlights", "text summary"])
+@pytest.mark.parametrize("pair", ["source target", "document summary"])
 def test_summaries_of_the_usual_rows(tmp_path: Path, pair: str) -> None:
     source, target = pair.split()
     write(tmp_path / "train.jsonl", {source: "a b c", target: "a", "id": 1}, {source: "d", target: "e"})
@@ -80,33 +75,16 @@ def test_questions_whose_answer_is_not_in_their_context_are_skipped(tmp_path: Pa
     assert len(files.sets["dev"].examples) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"title": "a", "body": "b"}, "train.jsonl:1: has title, body, expected one of these pairs"),
-        ({"source": "a", "target": " "}, "train.jsonl:1: target is ' '"),
-        ({"source": 3, "target": "a"}, "train.jsonl:1: source is 3"),
-    ],
-)
-def test_malformed_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
-    write(tmp_path / "train.jsonl", row)
+def test_an_empty_target_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", {"source": "a", "target": " "})
     write(tmp_path / "dev.jsonl", {"source": "a", "target": "b"})
-    with pytest.raises(UserError, match=said):
-        read_files("summarization", TaskConfig(dir=str(tmp_path)))
-
-
-def test_an_empty_dev_split_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})
-    write(tmp_path / "dev.jsonl")
-    with pytest.raises(UserError, match=r"dev\.jsonl: holds no example"):
+    with pytest.raises(UserError, match=r"train\.jsonl:1: target is ' '"):
         read_files("summarization", TaskConfig(dir=str(tmp_path)))
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.task\.dir is missing"):
         Writing.check_folder(None, "summarization", setting="data.task.dir")
-    with pytest.raises(UserError, match="no such folder"):
-        Writing.check_folder(str(tmp_path / "none"), "xsum", setting="data.task.dir")
     write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})
     with pytest.raises(UserError, match=r"has no dev\.jsonl or valid\.jsonl"):
         Writing.check_folder(str(tmp_path), "xsum", setting="data.task.dir")
