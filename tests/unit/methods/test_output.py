@@ -103,7 +103,9 @@ def naive(method: str, name: str, student: Outputs, teacher: Outputs, objective:
     return sum(soft(*row) for row in rows) / len(rows)
 
 
-@pytest.mark.parametrize("objective", [TOKENS, CLASSES, SCORES, BOTH, SPANS], ids=str)
+@pytest.mark.parametrize(
+    "objective", [TOKENS, CLASSES, SCORES, BOTH, SPANS], ids=["tokens", "classes", "scores", "both", "spans"]
+)
 @pytest.mark.parametrize("method", OUTPUT_ALONE)
 def test_terms(method: str, objective: Objective, models) -> None:
     config = models.bert(2, 16, 4, 4)

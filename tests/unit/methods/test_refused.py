@@ -11,7 +11,7 @@ from llmdistill.methods import METHODS
 TEACHER, STUDENT = ("bert", 5, 32, 4, 4), ("bert", 2, 16, 4, 4)
 """Architecture, layers, width, heads and heads of keys."""
 LLAMA, SMALL_LLAMA = ("llama", 5, 32, 4, 2), ("llama", 2, 16, 4, 2)
-MISTRAL, SMALL_MISTRAL = ("mistral", 5, 32, 4, 2), ("mistral", 2, 16, 4, 2)
+MISTRAL = ("mistral", 5, 32, 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
 
 
-def save_adapter(folder: Path, name: str = "llama", *, base: str = "../base", **options: Any) -> Path:
+def save_adapter(folder: Path, name: str = "llama", **options: Any) -> Path:
     """A random adapter and, beside it, its base; the adapter's folder."""
     tiny_model(name).save_pretrained(folder.parent / "base")
     options = {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 6, **options}
     model = get_peft_model(tiny_model(name), PeftConfig(**options))
     randomize(model)
     model.save_pretrained(folder)
-    return named_base(folder, base)
+    return named_base(folder, "../base")
 
 
 def named_base(folder: Path, base: str | None) -> Path:

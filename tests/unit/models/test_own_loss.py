@@ -21,14 +21,11 @@ SCALED = {"granite": {}, "gemma2": {}, "cohere": {}}
 """Architectures whose logits are more than the product of their head: a divisor, a softcap, a factor."""
 
 
-def make_batch(*, shift: bool = True, left: bool = False) -> Batch:
+def make_batch(*, shift: bool = True) -> Batch:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, WORDS, (4, 9), generator=generator)
     mask = torch.ones_like(ids)
-    if left:
-        mask[0, :3] = mask[2, :1] = 0
-    else:
-        mask[0, 6:] = mask[2, 8:] = 0
+    mask[0, 6:] = mask[2, 8:] = 0
     ids = ids.masked_fill(mask == 0, 0)
     labels = ids.masked_fill((mask == 0) | (torch.arange(9) < 4), IGNORE_INDEX)
     return Batch(ids, mask, labels).with_label_rows(shift=shift)

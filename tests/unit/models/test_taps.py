@@ -24,14 +24,12 @@ def make(name: str) -> PreTrainedModel:
     return tiny_model(name, seed=3, num_hidden_layers=LAYERS)
 
 
-def make_inputs(side: str = "right") -> dict[str, Tensor]:
+def make_inputs(*, padded: bool = True) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 60, (3, 7), generator=generator)
     mask = torch.ones_like(ids)
-    if side == "right":
+    if padded:
         mask[0, 5:] = mask[1, 3:] = 0
-    elif side == "left":
-        mask[0, :2] = mask[1, :4] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -125,7 +123,7 @@ def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
 )
 def test_queries_and_keys_give_the_models_attention(name: str) -> None:
     model = make(name)
-    inputs = make_inputs("none")
+    inputs = make_inputs(padded=False)
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     model.set_attn_implementation("eager")
     attentions = model(**inputs, output_attentions=True).attentions
@@ -141,7 +139,7 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
 
 
 def test_mpnet_adds_a_bias_of_the_distance() -> None:
-    model, inputs = make("mpnet"), make_inputs("none")
+    model, inputs = make("mpnet"), make_inputs(padded=False)
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     bias = model.mpnet.encoder.compute_position_bias(inputs["input_ids"][..., None])
     assert bias.abs().max() > 0
@@ -169,7 +167,7 @@ def test_debertas_taps_are_those_of_its_tokens(share: bool) -> None:
 
 
 def test_gemma2_turns_and_caps_what_is_tapped() -> None:
-    model, inputs = make("gemma2"), make_inputs("none")
+    model, inputs = make("gemma2"), make_inputs(padded=False)
     model.config.attn_logit_softcapping = 0.01
     for layer in layers_of(model):
         layer.self_attn.attn_logit_softcapping = 0.01

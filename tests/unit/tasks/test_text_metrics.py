@@ -14,14 +14,14 @@ from llmdistill.tasks.text_metrics import meteor_scores, text_metrics
 WORDS = ["the", "a", "cat", "cats", "sat", "sits", "on", "mat", "mats", "dog", "runs", "run", "ran", "blue"]
 
 
-def make(count: int, seed: int, *, several: bool = True) -> tuple[list[str], list[list[str]]]:
+def make(count: int, seed: int) -> tuple[list[str], list[list[str]]]:
     """Predictions that are references with some words changed, and one to three references each."""
     chance = random.Random(seed)
     predictions, references = [], []
     for _ in range(count):
         first = [chance.choice(WORDS) for _ in range(chance.randint(5, 12))]
         said = [word if chance.random() < 0.8 else chance.choice(WORDS) for word in first if chance.random() < 0.9]
-        others = [[chance.choice(WORDS) for _ in range(6)] for _ in range(chance.randint(0, 2) if several else 0)]
+        others = [[chance.choice(WORDS) for _ in range(6)] for _ in range(chance.randint(0, 2))]
         predictions.append(" ".join(said).capitalize() or "cat")
         references.append([" ".join(words) for words in [first, *others]])
     return predictions, references

@@ -90,14 +90,13 @@ def test_ranks_leave_no_trace(model, tokenizer, monkeypatch):
     assert score_windows(model, windows, batch_size=2, world=WORLD) == alone
 
 
-class TestTheText:
-    def test_the_lines_of_wikitext_are_rows_as_on_the_hub(self, tmp_path):
-        rows = ["", " = Robert = \n", "", " He was .\n", " More .\n"]
-        (tmp_path / "test.txt").write_text("".join(row or " \n" for row in rows), encoding="utf-8")
-        joined = TextSet(tmp_path / "test.txt", lines=True).read()
-        assert joined == "\n\n".join(rows) == TextSet(rows).read() == TextSet([{"text": row} for row in rows]).read()
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        assert TextSet(tmp_path / "rows.jsonl").read() == joined
+def test_the_lines_of_wikitext_are_rows_as_on_the_hub(tmp_path):
+    rows = ["", " = Robert = \n", "", " He was .\n", " More .\n"]
+    (tmp_path / "test.txt").write_text("".join(row or " \n" for row in rows), encoding="utf-8")
+    joined = TextSet(tmp_path / "test.txt", lines=True).read()
+    assert joined == "\n\n".join(rows) == TextSet(rows).read() == TextSet([{"text": row} for row in rows]).read()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    assert TextSet(tmp_path / "rows.jsonl").read() == joined
 
 
 class TestTheCommand:
