@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, time_ratio
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, run, time_ratio
 from benching_table import Line, Table
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
@@ -159,12 +159,12 @@ def part_of_data(folder: Path) -> str:
 
 
 def main() -> None:
-    settings, arguments = parse(bench_parser(__doc__), build)
-    table = Table(settings, silent=arguments.json)
+    settings, _ = parse(bench_parser(__doc__), build)
+    table = Table(settings)
     with tempfile.TemporaryDirectory() as folder:
         figures = bench(settings, table, Path(folder))
     table.finish({"threads": settings.threads, "caches": figures})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,9 +10,8 @@ Its memory above the model holds the statistics and the activations; the table b
 A matrix is decomposed once, in fp64, with moments of full rank, up to its break-even rank; the figure is CPU seconds
 over all threads, which other processes of the machine do not lengthen.
 
-On paper: the statistics, the passes with 16 GiB, and multiply-adds of the layers, of which a pass takes two for each
-weight (no gradients of the weights, and no backward pass below the layers that are measured) and one for each entry of
-the statistics' lower triangles. The last line is JSON.
+On paper: the decompositions of Llama's sizes. Of multiply-adds a pass takes two for each weight (no gradients of the
+weights) and one for each entry of the statistics' lower triangles. The last line is JSON.
 
 With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
 parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
@@ -28,11 +27,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, positive, time_ratio, wait
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, positive, run, time_ratio, wait
 from benching_table import Line, Table, in_seconds
 
 Groups = list[list[tuple[int, int]]]
@@ -40,8 +38,6 @@ Groups = list[list[tuple[int, int]]]
 
 LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
 """Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""
-GIB_OF_A_PASS = 16
-"""The default of calibration.memory."""
 
 
 def llama_layer(width: int, keys: int, inner: int) -> Groups:
@@ -182,56 +178,39 @@ def bench_decomposition(settings: Settings, table: Table) -> dict[str, float]:
 
 
 def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Memory and arithmetic of Llama's sizes; decompositions at the median rate that was measured."""
-    from llmdistill.factorize.measure import plan_passes
-
+    """Hours of the decompositions of Llama's sizes, at the median rate that was measured."""
     rates = [decomposition(*map(int, shape.split("x"))) / each for shape, each in seconds.items()]
-    figures: dict[str, Any] = {}
+    figures = {}
     for size, (layers, *widths) in LLAMAS.items():
-        groups = llama_layer(*widths)
-        named = [
-            {f"{i}.{j}.{k}": shape for k, shape in enumerate(group)}
-            for i in range(layers)
-            for j, group in enumerate(groups)
-        ]
-        shapes = {name: shape for group in named for name, shape in group.items()}
-        passes = len(plan_passes([list(group) for group in named], shapes, gradients=True, memory=GIB_OF_A_PASS))
-        of_statistics = 4 * layers * entries(groups)
-        backward = (passes + 1) / 2  # a pass goes back to the first layer that it measures
-        ratio = ((passes + backward) * weights(groups) + summed(groups)) / (3 * weights(groups))
-        work = layers * sum(decomposition(m, n) for group in groups for m, n in group)
-        figures[size] = {
-            "bytes_of_a_layer": 4 * entries(groups),
-            "bytes": of_statistics,
-            "passes": passes,
-            "multiply_adds_over_plain": ratio,
-            "decomposition_multiply_adds": work,
-            "decomposition_hours_here": work / statistics.median(rates) / 3600,
-        }
-        detail = f"{of_statistics / 1e9:.1f} GB in {passes} passes, decomposed in {work:.2g} multiply-adds, "
-        detail += f"{figures[size]['decomposition_hours_here']:.2g} hours here"
-        table.add(Line(f"{size} on paper: passes / forward and backward", ratio, None, detail))
+        work = layers * sum(decomposition(m, n) for group in llama_layer(*widths) for m, n in group)
+        hours = work / statistics.median(rates) / 3600
+        figures[size] = table.add(Line(f"{size} decomposed, on paper", hours, None, f"{work:.2g} multiply-adds", " h"))
     return figures
 
 
 def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> dict[str, Any]:
     """Time and memory of the calibration of a real model, against a forward and a backward pass of the same tokens."""
     import psutil
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from llmdistill.batch import Batch
     from llmdistill.config import CalibrationConfig, FactorizeConfig
+    from llmdistill.data.whole_text import TextSet
+    from llmdistill.embedded import locate
     from llmdistill.factorize import cuts, measure, weigh
     from llmdistill.factorize.counting import layer_linears
     from llmdistill.factorize.moments import shared_inputs
+    from llmdistill.models.configs import load_config
     from llmdistill.models.passes import in_parts, rows_of
+    from llmdistill.models.tokenizer import load_tokenizer
     from llmdistill.runtime.distributed import World
     from llmdistill.teacher.live import LiveTeacher
 
     torch.set_num_threads(settings.threads)
-    count, length, text = arguments.examples, arguments.tokens, Path(arguments.text).read_text(encoding="utf-8")
+    path = locate(arguments.model)
+    count, length, text = arguments.examples, arguments.tokens, TextSet(arguments.text).read()
     rows = count + max(1, count // 8)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"][: rows * length])
+    ids = torch.tensor(load_tokenizer(path)(text)["input_ids"][: rows * length])
     parts = ids.view(rows, length).split(8)
     batches = [
         Batch(part, torch.ones_like(part), part, sample_ids=tuple((8 * number + row,) for row in range(len(part))))
@@ -245,15 +224,13 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
             batches=lambda: (batches[: count // 8], batches[count // 8 :]),
             world=World.alone(),
         )
-        calibration = CalibrationConfig(examples=count)
-        chosen = FactorizeConfig(
-            target_params=target, weighting="gradients", allocation="loss", calibration=calibration
-        )
-        return weigh.weigh(source, chosen)
+        calibration, gradients = CalibrationConfig(examples=count), {"weighting": "gradients", "allocation": "loss"}
+        chosen: Any = {"target_params": target, "calibration": calibration, **gradients}
+        return weigh.weigh(source, FactorizeConfig(**chosen))
 
     # A narrow model first, so that what is imported and built on the way is no part of the peak. Nearly all of it is
     # the token embedding, which stays whole.
-    config = AutoConfig.from_pretrained(arguments.model)
+    config = load_config(path)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
     narrow = type(config)(**config.to_dict() | sizes | {"head_dim": 32, "num_hidden_layers": 1, "layer_types": None})
     whole, batches = batches, [rows_of(each, slice(0, 2), 16) for each in batches]
@@ -284,7 +261,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     measure.cut_costs = timed("costs of cuts", cuts.cut_costs)
     weigh.divergences = timed("held-out check", cuts.divergences)
     threading.Thread(target=watch, daemon=True).start()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     teacher = 4 * sum(each.numel() for each in model.parameters())
     found = timed("all", weighed)(model, "60%")
     over.set()
@@ -322,7 +299,9 @@ def main() -> None:
     parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
     parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
     settings, arguments = parse(parser, build)
-    table = Table(settings, silent=arguments.json)
+    if (arguments.model is None) != (arguments.text is None):
+        parser.error("give --model and --text together")
+    table = Table(settings)
     if arguments.model is not None:
         table.finish(bench_model(arguments, settings, table))
         return
@@ -332,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

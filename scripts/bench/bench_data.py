@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Work, bench_parser, facts_of, measure, parse
+from benching import Work, bench_parser, facts_of, measure, parse, run
 
 GLOBAL_BATCH = 256
 STEPS_SHARE = 4
@@ -64,8 +64,7 @@ def main() -> None:
     for key, each in rows.items():
         per = f"{each['private'] / count:9,.1f} private bytes an example" if "private" in each else ""
         title = TITLES[names[key]] if key in names else key
-        if not arguments.json:
-            print(f"{title:22} {each['seconds']:7.2f} s  {each['cpu']:7.2f} CPU s  {per}")
+        print(f"{title:22} {each['seconds']:7.2f} s  {each['cpu']:7.2f} CPU s  {per}")
     print(json.dumps({"examples": count, **rows}))
 
 
@@ -209,4 +208,4 @@ def private_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,15 +1,13 @@
-"""Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorized and
-loaded, a text tokenized and cached.
+"""Setting up: truncated SVD against torch.linalg.svd, a BERT by Kronecker products, a whole model, a text tokenized.
 
     python scripts/bench/bench_factorize.py           # 2048×8192 at rank 600 and its neighbors, minutes
     python scripts/bench/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
     python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
-Matrices are fp32. A Kronecker product is found by an SVD of the rearranged matrix, which is thin or nearly square by
-the shape of the factors; a whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by
-square ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and is
-factorized from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading
-is from_pretrained, of the student and of the dense model, whose files the system has just seen.
+Matrices are fp32. A whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by square
+ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and is factorized
+from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading is
+from_pretrained, of the student and of the dense model, whose files the system has just seen.
 
 The last line is JSON with the figures of the first matrix, of the Kronecker products (kronecker), of the model (set_up)
 and of the text (tokenize).
@@ -26,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, time_ratio
-from benching_table import Line, Table
+from benching import Settings, Work, bench_parser, facts_of, measure, parse, run, time_ratio
+from benching_table import Line, Table, in_seconds
 from torch import Tensor
 
 Factors = tuple[Tensor, Tensor, Tensor]
@@ -49,8 +47,8 @@ RANK = {"full": 606, "quick": 64}
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"work": svd, kronecker, bert, model or text, ...}."""
-    rows = {"svd": svd_row, "kronecker": kronecker_row, "bert": bert_row, "model": model_row, "text": text_row}
+    """One row: {"work": svd, bert, model or text, ...}."""
+    rows = {"svd": svd_row, "bert": bert_row, "model": model_row, "text": text_row}
     return rows[row["work"]](row, device)
 
 
@@ -83,32 +81,7 @@ def svd_row(row: dict[str, Any], device: torch.device) -> Work:
     matrix = make_matrix(row["n"], row["m"], row["spectrum"], device)
     function = truncated_svd if row["way"] == "ours" else full_svd
     facts = {"error": error(matrix, function(matrix, row["rank"]))}
-
-    def call() -> None:
-        function(matrix, row["rank"])
-
-    return Work(call, facts)
-
-
-def kronecker_row(row: dict[str, Any], device: torch.device) -> Work:
-    """The nearest Kronecker product of one matrix, ours or by all singular values; and its error."""
-    from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, rearrange
-
-    shape = KroneckerShape(row["m1"], row["n1"])
-    weight = torch.randn(row["m"], row["n"], generator=torch.Generator().manual_seed(0)).to(device)
-
-    def full() -> tuple[Tensor, Tensor]:
-        u, s, vh = full_svd(rearrange(weight, shape), 1)
-        return u * s.sqrt(), s.sqrt() * vh
-
-    def ours() -> tuple[Tensor, Tensor]:
-        return nearest_kronecker(weight, shape)
-
-    call = ours if row["way"] == "ours" else full
-    a, b = (factor.double().reshape(-1) for factor in call())
-    # ‖R - a bᵀ‖² without another matrix of R's size.
-    missed = weight.double().square().sum() - 2 * a @ (rearrange(weight, shape).double() @ b) + a @ a * (b @ b)
-    return Work(call, {"error": missed.item() ** 0.5})
+    return Work(lambda: function(matrix, row["rank"])[1].shape, facts)
 
 
 def bert_row(row: dict[str, Any], device: torch.device) -> Work:
@@ -174,54 +147,38 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def speedup(settings: Settings, table: Table, name: str, row: dict[str, Any]) -> dict[str, float]:
-    """Ours against the full SVD of the same matrix: a line, and its figures."""
-    found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, weighed=())
-    ours, full = found["ours"], found["full"]
-    excess = ours.facts["error"] / full.facts["error"] - 1
-    detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: {excess:.1e}"
-    return {
-        "seconds": ours.median,
-        "seconds_full_svd": full.median,
-        "speedup": table.add(Line(f"{name}: speed-up", time_ratio(full, ours), None, detail)),
-        "relative_error_over_optimum": excess,
-    }
-
-
 def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
-    """Three matrices; the figures of the first."""
+    """Three matrices, ours against the full SVD; the figures of the first."""
     n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
     figures: list[dict[str, Any]] = []
     for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
         row = {"work": "svd", "n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
-        matrix = {"matrix": f"{rows}x{columns}", "spectrum": spectrum, "rank": rank}
-        name = f"SVD {matrix['matrix']} {spectrum}, rank {rank}"
-        figures.append({**matrix, **speedup(settings, table, name, row)})
+        found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, weighed=())
+        ours, full = found["ours"], found["full"]
+        excess = ours.facts["error"] / full.facts["error"] - 1
+        detail = f"{in_seconds(ours, full)}, error over the optimum's - 1: {excess:.1e}"
+        name = f"SVD {rows}x{columns} {spectrum}, rank {rank}: speed-up"
+        figures.append(
+            {
+                "seconds": ours.median,
+                "seconds_full_svd": full.median,
+                "speedup": table.add(Line(name, time_ratio(full, ours), None, detail)),
+                "relative_error_over_optimum": excess,
+            }
+        )
     return figures[0]
 
 
-KRONECKER = {
-    "attention": {"m": 768, "n": 768, "m1": 384, "n1": 48},
-    "feed-forward, thin": {"m": 3072, "n": 768, "m1": 16, "n1": 2},
-    "feed-forward, square": {"m": 3072, "n": 768, "m1": 64, "n1": 24},
-    "embedding": {"m": 30522, "n": 768, "m1": 30522, "n1": 48},
-}
-"""BERT-base's matrices with the shapes of KroneckerBERT_21, and with factors of one size."""
-
-
 def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
-    """Single matrices against the full SVD, and all of BERT-base."""
+    """All of BERT-base, by KroneckerBERT_21's shapes and by square ones in the feed-forward layers."""
     figures: dict[str, Any] = {}
-    for name, matrix in list(KRONECKER.items())[: 1 if settings.quick else None]:
-        text = f"Kronecker, {name} {matrix['m']}x{matrix['n']}"
-        figures[name] = {**matrix, **speedup(settings, table, text, {"work": "kronecker", **matrix})}
     layers = 1 if settings.quick else 12
     ways = {"thin": {"up": "16x2", "down": "2x16"}, "square": {"up": "64x24", "down": "24x64"}}
     for name, shapes in list(ways.items())[: 1 if settings.quick else None]:
         facts = facts_of(__file__, {"work": "bert", "layers": layers, **shapes}, settings)
         text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
         table.add(Line(text, facts["seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
-        figures[f"all, {name}"] = facts
+        figures[name] = facts
     return figures
 
 
@@ -248,13 +205,11 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
     settings, arguments = parse(parser, build)
-    table = Table(settings, silent=arguments.json)
-    figures = bench_svd(settings, table)
-    kronecker = bench_kronecker(settings, table)
-    set_up, text = bench_set_up(settings, table, full=arguments.full), bench_text(settings, table)
-    found = {"threads": settings.threads, **figures, "kronecker": kronecker, "set_up": set_up, "tokenize": text}
-    table.finish(found)
+    table = Table(settings)
+    figures = {**bench_svd(settings, table), "kronecker": bench_kronecker(settings, table)}
+    figures |= {"set_up": bench_set_up(settings, table, full=arguments.full), "tokenize": bench_text(settings, table)}
+    table.finish({"threads": settings.threads, **figures})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

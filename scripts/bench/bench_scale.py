@@ -29,7 +29,7 @@ from typing import Any
 
 import step_rows
 import torch
-from benching import Measured, Settings, Work, bench_parser, measure, parse, time_ratio
+from benching import Measured, Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
 from step_setting import make_setting
 from torch import nn
@@ -178,7 +178,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--only", choices=("ranks", "growth"), help="one of the two parts alone")
     settings, arguments = parse(parser, build)
-    table = Table(settings, silent=arguments.json)
+    table = Table(settings)
     parts = {"ranks": ranks, "growth": growth}
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         table.say("two ranks need two GPUs, so that the part `ranks` is left out")
@@ -187,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

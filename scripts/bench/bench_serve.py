@@ -5,13 +5,12 @@
 
 --student is repeated for several students. --graphs keeps the ONNX of every model, which the first run writes.
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
---int8` in ONNX Runtime. vllm runs in an interpreter of its own, --vllm-python, where vLLM and llmdistill are
-installed; without it vLLM is left out.
+--int8` in ONNX Runtime.
 
 prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
 prompt, whose keys and values are there already. Models of one runtime take turns. Multiply-adds are those of the matrix
 products that a runtime carries out, counted by torch on the meta device: the graph of ONNX makes the logits of every
-token of a prompt, transformers and vLLM those of the last one. The share of the saved multiply-adds that arrives as
+token of a prompt, transformers those of the last one. The share of the saved multiply-adds that arrives as
 speed is
 
     ((t_teacher - t_student) / t_teacher) / ((m_teacher - m_student) / m_teacher)
@@ -26,18 +25,17 @@ The last line is JSON: {"onnx": {"prefill": {NAME: {"tokens_per_second": ..., "m
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, measure, parse, positive, time_ratio
+from benching import Settings, Work, bench_parser, measure, parse, positive, run, time_ratio
 from benching_table import Line, Table
 
 SHARE = 0.8
-RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")
+RUNTIMES = ("transformers", "onnx", "onnx_int8")
 WORKS = ("prefill", "generate")
 TEACHER = "teacher"
 
@@ -45,8 +43,7 @@ TEACHER = "teacher"
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: a model in a runtime, and one call of its work, which returns the tokens it writes."""
     ids = torch.randint(row["vocabulary"], (1, row["tokens"]), generator=torch.Generator().manual_seed(1))
-    make = {"transformers": _transformers, "vllm": _vllm}.get(row["runtime"], _onnx)
-    return Work(make(row, ids))
+    return Work((_transformers if row["runtime"] == "transformers" else _onnx)(row, ids))
 
 
 def _transformers(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
@@ -113,38 +110,6 @@ def _onnx(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
     return prefill if row["work"] == "prefill" else generate
 
 
-def _vllm(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
-    # This process runs the model, on as many threads as the other rows have.
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    from vllm import LLM, SamplingParams
-
-    generates = row["work"] == "generate"
-    # The cache of prefixes keeps the prompt for generate, all but its last 16 tokens, which the first step reads.
-    model = LLM(
-        row["model"],
-        dtype="float32",
-        max_model_len=row["tokens"] + row["new"],
-        max_num_seqs=1,
-        enable_prefix_caching=generates,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-    )
-    new = row["new"] if generates else 1
-    sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=0, ignore_eos=True, detokenize=False)
-    prompt: Any = {"prompt_token_ids": ids[0].tolist()}
-
-    def work() -> list[int]:
-        (answer,) = model.generate(prompt, sampling, use_tqdm=False)
-        assert len(answer.outputs[0].token_ids) == new, "an answer ended early"
-        return list(answer.outputs[0].token_ids)
-
-    return work
-
-
 def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> dict[str, float]:
     """Multiply-adds of a call of each work, counted on the meta device; those of a step grow by as many each time."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -181,16 +146,15 @@ def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
 
 
 def compare(
-    settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], arguments: Any
+    settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], graphs: Path
 ) -> dict[str, Any]:
-    opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
+    opened = {name: files(runtime, model, name, graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
     figures: dict[str, Any] = {}
     for work in WORKS:
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
-        pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
-        found = measure(__file__, rows, settings, weighed=(), pythons=pythons)
+        found = measure(__file__, rows, settings, weighed=())
         tokens = row["tokens"] if work == "prefill" else row["new"]
         figures[work] = {}
         for name, measured in found.items():
@@ -222,8 +186,8 @@ def small(folder: Path) -> dict[str, str]:
 
 
 def named(text: str) -> tuple[str, str]:
-    name, separator, folder = text.partition("=")
-    if not (name and separator and folder):
+    name, _, folder = text.partition("=")
+    if not (name and folder):
         raise argparse.ArgumentTypeError(f"{text}: give NAME=DIR with the folder of a student")
     return name, folder
 
@@ -234,13 +198,12 @@ def main() -> None:
     parser.add_argument("--student", type=named, action="append", default=[], help="NAME=DIR; may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
     parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
-    parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
     parser.add_argument("--tokens", type=positive, default=256, help="of the prompt")
     parser.add_argument("--new", type=positive, default=64, help="tokens that are generated")
     settings, arguments = parse(parser, build)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
-        raise SystemExit("give --teacher, --student and --graphs, or --quick")
-    table = Table(settings, silent=arguments.json)
+        parser.error("give --teacher, --student and --graphs, or --quick")
+    table = Table(settings)
     with TemporaryDirectory() as scratch:
         if settings.quick:
             arguments.graphs, arguments.tokens, arguments.new = Path(scratch) / "graphs", 32, 8
@@ -249,17 +212,15 @@ def main() -> None:
             from llmdistill.embedded import locate
 
             models = {TEACHER: str(locate(arguments.teacher)), **dict(arguments.student)}
-        arguments.graphs.mkdir(exist_ok=True)
         from llmdistill.models.configs import load_config
 
-        row = {"vocabulary": load_config(models[TEACHER]).vocab_size, "tokens": arguments.tokens, "new": arguments.new}
-        figures = {
-            runtime: compare(settings, table, runtime, models, row, arguments)
-            for runtime in arguments.only or RUNTIMES
-            if runtime != "vllm" or arguments.vllm_python is not None
-        }
+        vocabulary = min(load_config(model).vocab_size for model in models.values())
+        arguments.graphs.mkdir(exist_ok=True)
+        row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}
+        runtimes = arguments.only or RUNTIMES
+        figures = {runtime: compare(settings, table, runtime, models, row, arguments.graphs) for runtime in runtimes}
     table.finish(figures)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,18 +1,17 @@
-"""Where a student starts: perplexity and ROUGE-L of untrained students, at shares of the linears' parameters.
+"""Where a student starts: perplexity of untrained students, at shares of the linears' parameters.
 
     python scripts/bench/bench_starts.py --model MODEL --calibration valid.txt --test test.txt --output starts
 
-The rows are plain SVD, SVD weighted by activations and by gradients, each with one rank for all matrices and with one
-share of the parameters of each matrix (as SVD-LLM and KFAC-SVD have it), ranks by the predicted loss, the same in the
-pivoted form, and a rival from its paper: Zero Sum SVD (arXiv 2602.02848, one shot). All read the same calibration
-examples. A size is the share of the parameters of the layers' linears; embedding and norms stay whole.
+The rows are SVD weighted by activations and by gradients with one share of the parameters of each matrix (as SVD-LLM
+and KFAC-SVD have it) or with one rank for all, ranks by the predicted loss, and a rival from its paper: Zero Sum SVD
+(arXiv 2602.02848, one shot). All read the same calibration examples. A size is the share of the parameters of the
+layers' linears; embedding and norms stay whole.
 
 Students that are trained already (--student "KD from loss=runs/kd/student") are scored on the same windows, and
 --figure draws perplexity against size.
 
 The factors are kept in the output's folder, and each figure is appended to starts.jsonl, so that the same command goes
-on where it was stopped; --minutes stops it after a figure. --examples, --length and the calibration file may not change
-within a folder.
+on where it was stopped. --examples, --length and the calibration file may not change within a folder.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from benching import run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -34,17 +34,16 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig
-from llmdistill.data.instruct import Limits
-from llmdistill.data.sources import kind_of, read_examples
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
+from llmdistill.embedded import locate
 from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import count_parameters, layer_linears
-from llmdistill.factorize.forms import factor_params, largest_rank
+from llmdistill.factorize.forms import largest_rank
 from llmdistill.factorize.install import matrix
-from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
+from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
@@ -53,27 +52,19 @@ from llmdistill.report.plots import INK, STYLE, WIDTH, legend_columns, method_st
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
-from llmdistill.tasks.answers import score_sets
 from llmdistill.tasks.base import Models
-from llmdistill.tasks.windows import Windows, cut_windows, score_windows
+from llmdistill.tasks.windows import cut_windows, score_windows
 from llmdistill.teacher.live import LiveTeacher
 
 STARTS = {
-    "plain, one rank": ("none", "uniform"),
-    "plain, one share": ("none", "share"),
-    "activations, one rank": ("inputs", "uniform"),
     "activations, one share (SVD-LLM)": ("inputs", "share"),
     "gradients, one rank": ("gradients", "uniform"),
     "gradients, one share (KFAC-SVD)": ("gradients", "share"),
     "ranks by loss, costs not corrected": ("gradients", "predicted"),
     "ranks by loss": ("gradients", "loss"),
-    "ranks by loss, pivoted": ("gradients", "pivoted"),
     "Zero Sum SVD": ("inputs", "zero sum"),
 }
 """What weighs the factors, and how the ranks are chosen."""
-
-SLOPE_TOKENS = 2048
-"""Tokens on which Zero Sum SVD measures the slope of the loss."""
 
 Factors = Mapping[str, WeightedSVD]
 Shapes = Mapping[str, tuple[int, int]]
@@ -123,55 +114,46 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder, self.world = options, Path(options.output), World.alone()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(Path(options.model))
-        self.model: PreTrainedModel = load_model(Path(options.model), dtype=torch.float32, device=self.world.device)
-        self.model.eval()
-        self.names = {base_name(self.model, name): name for name in layer_linears(self.model)}
-        self.shapes = {base_name(self.model, name): shape for name, shape in layer_linears(self.model).items()}
+        text, self.path = TextSet(options.test).read(), locate(options.model)
+        self.model: PreTrainedModel = load_model(self.path, dtype=torch.float32, device=self.world.device).eval()
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.path)
+        self.windows = cut_windows(
+            text, self.tokenizer, self.model.config, name=options.test, window=options.window, limit=options.windows
+        )
+        linears = layer_linears(self.model)
+        self.modules = {base_name(self.model, name): self.model.get_submodule(name) for name in linears}
+        self.shapes = {base_name(self.model, name): shape for name, shape in linears.items()}
         self.linears = sum(m * n for m, n in self.shapes.values())
+        self.whole = count_parameters(self.model)
         self.batches, self.held_out = self._calibration()
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def _calibration(self) -> tuple[list[Batch], list[Batch]]:
-        options = self.options
+        options, config_of = self.options, self.model.config
         given = CalibrationConfig(
             data=options.calibration, examples=options.examples, micro_batch_size=2, held_out=options.held_out
         )
-        data: dict[str, Any] = {"max_length": options.length}
-        kind = kind_of(options.calibration)
-        if kind == "instructions":
+        data: dict[str, Any] = {"max_length": options.length, "kind": kind_of(options.calibration)}
+        if data["kind"] == "instructions":
             data |= {"max_prompt_length": options.length // 2, "long_prompts": "drop"}
         config = RunConfig(
             ds_config="",
             student=StudentConfig(factorize=FactorizeConfig(calibration=given)),
-            data=DataConfig(kind=kind, train=options.calibration, **data),
+            data=DataConfig(train=options.calibration, **data),
         )
-        config_of = self.model.config
         models = Models(
             teacher=config_of,
             student=config_of,
-            teacher_path=Path(options.model),
-            tokenizer_path=Path(options.model),
+            teacher_path=self.path,
+            tokenizer_path=self.path,
             causal=True,
             objective=make_task(config).objective(config_of, uses_output=False),
         )
         return calibration_batches(config, models, self.world)
 
-    def factors(self, weighting: str) -> Factors:
-        """Return the factors of all matrices by a weighting, which are measured once and kept in the output folder."""
+    def _source(self, weighting: str, batches: Sequence[Batch]) -> Source:
         calibration = {key: getattr(self.options, key) for key in ("calibration", "examples", "length")}
         kept = KeptFactors(self.folder / weighting, {"weighting": weighting, **calibration})
-        if weighting != "none":
-            # Pivoted factors have the largest ranks, which serve both forms.
-            settings = FactorizeConfig(weighting=cast(Any, weighting), form="pivoted", rank=1)
-            return measured(self._source(kept, self.batches), settings)
-        for name, shape in self.shapes.items():
-            if name not in kept:
-                plain = Moments(inputs=torch.eye(shape[1]), gradients=None, tokens=1)
-                kept[name] = weighted_svd(matrix(self._module(name)).detach(), plain, min(shape))
-        return kept
-
-    def _source(self, kept: KeptFactors, batches: Sequence[Batch]) -> Source:
         return Source(
             config=self.model.config,
             teacher=lambda: LiveTeacher(self.model, self.model),
@@ -187,8 +169,8 @@ class Bench:
         L is the mean loss of the data's own labels, on about 2,048 tokens as in the paper's one-shot setting.
         """
         self.model.requires_grad_(False)
-        weights = {name: cast(Tensor, self._module(name).weight).requires_grad_(True) for name in self.names}
-        batches = self.batches[: -(-SLOPE_TOKENS // (self.options.length * self.batches[0].input_ids.shape[0]))]
+        weights = {name: cast(Tensor, module.weight).requires_grad_(True) for name, module in self.modules.items()}
+        batches = self.batches[: -(-2048 // (self.options.length * self.batches[0].input_ids.shape[0]))]
         count = sum(int((batch.labels[:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
         for batch in progress(batches, "Slopes of the singular values", "batches"):
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
@@ -202,79 +184,58 @@ class Bench:
             weight.grad = None
         return found
 
-    def _module(self, name: str) -> torch.nn.Module:
-        return self.model.get_submodule(self.names[name])
-
-    def student(self, start: str, share: float) -> tuple[FactorizeConfig, Weighted]:
+    def student(self, start: str, share: float) -> Weighted:
         """Return the ranks and factors of a start at a share of the linears' parameters."""
         weighting, allocation = STARTS[start]
-        factors = self.factors(weighting)
         budget = int(share * self.linears)
-        whole = count_parameters(self.model)
         settings = FactorizeConfig(
-            target_params=str(whole - self.linears + budget),
-            weighting="none" if weighting == "none" else cast(Any, weighting),
-            allocation="loss" if allocation in ("loss", "predicted", "pivoted") else "uniform",
-            form="pivoted" if allocation == "pivoted" else "plain",
+            target_params=str(self.whole - self.linears + budget),
+            weighting=cast(Any, weighting),
+            allocation="loss" if allocation in ("loss", "predicted") else "uniform",
             calibration=CalibrationConfig(data=self.options.calibration, held_out=self.options.held_out),
         )
-        none = Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+        if allocation == "loss":
+            costs = self.batches[: -(-self.options.cost_examples // 2)]
+            return weigh(self._source(weighting, costs), settings)
+        factors = measured(self._source(weighting, self.batches), settings)
         if allocation in ("uniform", "predicted"):
-            return settings, choose_ranks(self.model.config, settings, factors)
-        if allocation == "share":
-            return settings, none.with_ranks({n: int(share * a * b / (a + b)) for n, (a, b) in self.shapes.items()})
+            return choose_ranks(self.model.config, settings, factors)
+        ranks = {name: int(share * m * n / (m + n)) for name, (m, n) in self.shapes.items()}
         if allocation == "zero sum":
-            return settings, none.with_ranks(zero_sum_ranks(factors, self.slopes(factors), self.shapes, budget))
-        costs = self.batches[: -(-self.options.cost_examples // 2)]
-        return settings, weigh(self._source(cast(KeptFactors, factors), costs), settings)
+            ranks = zero_sum_ranks(factors, self.slopes(factors), self.shapes, budget)
+        return Weighted(ranks={}, factors=factors, predicted_loss=0.0).with_ranks(ranks)
 
-    def score(self, start: str, share: float, windows: Windows) -> dict[str, Any]:
+    def score(self, start: str, share: float) -> dict[str, Any]:
         """Make a student in the place of the model's weights, score it, and put the weights back."""
         began = time.perf_counter()
-        if start == "teacher":
-            found, params, weights = Weighted(ranks={}, factors={}, predicted_loss=0.0), self.linears, {}
-        else:
-            settings, found = self.student(start, share)
-            params = self.linears
-            for name, rank in found.ranks.items():
-                m, n = self.shapes[name]
-                params += factor_params(m, n, rank, settings.form) - m * n
-            weights = {name: matrix(self._module(name)).detach().clone() for name in found.ranks}
-            for name, rank in found.ranks.items():
-                cut = found.factors[name].leading(rank)
-                matrix(self._module(name)).data.copy_((cut.left * cut.values) @ cut.right)
-        made = time.perf_counter() - began
-        try:
-            row = {**score_windows(self.model, windows, batch_size=4, world=self.world), **self._rouge()}
-        finally:
-            for name, weight in weights.items():
-                matrix(self._module(name)).data.copy_(weight)
-        whole = count_parameters(self.model)
+        found = Weighted(ranks={}, factors={}, predicted_loss=0.0)
+        if start != "teacher":
+            found = self.student(start, share)
+        params, weights = self.linears, {}
+        for name, rank in found.ranks.items():
+            weight, cut = matrix(self.modules[name]).data, found.factors[name].leading(rank)
+            weights[name] = weight.clone()
+            weight.copy_((cut.left * cut.values) @ cut.right)
+            params += rank * sum(weight.shape) - weight.numel()
+        row = score_windows(self.model, self.windows, batch_size=4, world=self.world)
+        for name, weight in weights.items():
+            matrix(self.modules[name]).data.copy_(weight)
         return {
             **row,
             "linears": params / self.linears,
-            "all": (whole - self.linears + params) / whole,
+            "all": (self.whole - self.linears + params) / self.whole,
             "predicted_loss": found.predicted_loss,
             "held_out": dict(found.held_out),
             "ranks": dict(found.ranks),
-            "made_in": round(made, 1),
             "seconds": round(time.perf_counter() - began, 1),
         }
 
-    def score_student(self, folder: str, windows: Windows) -> dict[str, Any]:
-        student = load_model(Path(folder), dtype=torch.float32, device=self.world.device).eval()
-        share = count_parameters(student) / count_parameters(self.model)
-        return {**score_windows(student, windows, batch_size=4, world=self.world), "all": share, "folder": folder}
-
-    def _rouge(self) -> dict[str, Any]:
-        options = self.options
-        if options.prompts is None:
-            return {}
-        sets = {"prompts": read_examples(options.prompts)}
-        settings = GenerationConfig(decoding="greedy", limit=options.num_prompts, batch_size=16)
-        limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop")
-        score = score_sets(self.model, self.tokenizer, sets, settings, limits)["prompts"]
-        return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
+    def score_student(self, given: str) -> dict[str, Any]:
+        """The row of a trained student, LABEL=DIR."""
+        label, folder = given.split("=", 1)
+        student = load_model(folder, dtype=torch.float32, device=self.world.device).eval()
+        scores = score_windows(student, self.windows, batch_size=4, world=self.world)
+        return {"start": label, **scores, "all": count_parameters(student) / self.whole}
 
 
 def main() -> None:
@@ -286,71 +247,44 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--length", type=int, default=256, help="tokens of an example")
     parser.add_argument("--held_out", type=int, default=8, help="examples on which ranks by loss must be better")
-    parser.add_argument(
-        "--cost_examples", type=int, default=64, help="examples on which the costs of cuts are measured"
-    )
+    parser.add_argument("--cost_examples", type=int, default=64, help="examples that measure the costs of cuts")
     parser.add_argument("--sizes", default="90,80,70,60", help="percent of the linears' parameters")
     parser.add_argument("--only", action="append", choices=STARTS, help="one of the starts alone; may be repeated")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=24, help="the first so many windows of the test text")
-    parser.add_argument("--prompts", help="a file of instructions, for ROUGE-L")
-    parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--student", action="append", default=[], metavar="LABEL=DIR", help="a trained student")
     parser.add_argument("--figure", type=Path, help="PNG of perplexity against size")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no figure after so many minutes")
     options = parser.parse_args()
-    began, bench = time.perf_counter(), Bench(options)
-    file = bench.folder / "starts.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    text = TextSet(options.test).read()
-    windows = cut_windows(
-        text, bench.tokenizer, bench.model.config, name=options.test, window=options.window, limit=options.windows
-    )
-    asked = {key: getattr(options, key) for key in ("window", "windows", "prompts", "num_prompts")}
-    asked["windows"] = windows.count
+    bench = Bench(options)
+    file, asked = bench.folder / "starts.jsonl", {"window": options.window, "windows": bench.windows.count}
+    lines = file.read_text().splitlines() if file.is_file() else []
+    rows = [row for row in map(json.loads, lines) if row["asked"] == asked]
     sizes = [float(percent) / 100 for percent in options.sizes.split(",")]
-    starts = [start for start in STARTS if options.only is None or start in options.only]
-    done = [(row["start"], row["share"]) for row in rows if row["asked"] == asked]
-    for start, share in [("teacher", 1.0), *((start, share) for share in sizes for start in starts)]:
-        if (start, share) in done:
-            continue
-        if time.perf_counter() - began > 60 * options.minutes:
-            print(f"{start} at {100 * share:.0f} % and what follows is left for the next call", flush=True)
-            raise SystemExit(3)
-        row = {"start": start, "share": share, "asked": asked, **bench.score(start, share, windows)}
+    cases = [("teacher", 1.0), *((start, share) for share in sizes for start in options.only or STARTS)]
+    done = [(row["start"], row["share"]) for row in rows]
+    for start, share in [case for case in cases if case not in done]:
+        row = {"start": start, "share": share, "asked": asked, **bench.score(start, share)}
         rows.append(row)
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(f"{start}, {100 * share:.0f} %: perplexity {row['perplexity']:.5g}, {row['seconds']:.0f} s", flush=True)
-    trained = []
-    for given in options.student:
-        label, folder = given.split("=", 1)
-        trained.append({"start": label, **bench.score_student(folder, windows)})
-        print(
-            f"{label}, {100 * trained[-1]['all']:.0f} % of all: perplexity {trained[-1]['perplexity']:.5g}", flush=True
-        )
-    rows = [row for row in rows if row["asked"] == asked]
+    trained = [bench.score_student(given) for given in options.student]
+    for row in trained:
+        print(f"{row['start']}, {100 * row['all']:.0f} % of all: perplexity {row['perplexity']:.5g}", flush=True)
     print(table(rows))
     if options.figure is not None:
-        draw([*rows, *trained], count_parameters(bench.model)).savefig(options.figure, dpi=160)
+        draw([*rows, *trained], bench.whole).savefig(options.figure, dpi=160)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return perplexity (and ROUGE-L) by start and size, as Markdown."""
+    """Return the perplexity by start and size, as Markdown."""
     shares = sorted({row["share"] for row in rows if row["start"] != "teacher"}, reverse=True)
-    found = {(row["start"], row["share"]): row for row in rows}
-
-    def show(start: str, share: float) -> str:
-        if (row := found.get((start, share))) is None:
-            return ""
-        return f"{row['perplexity']:,.4g}" + (f" / {row['rougeL']:.1f}" if "rougeL" in row else "")
-
+    found = {(row["start"], row["share"]): f"{row['perplexity']:,.4g}" for row in rows}
     lines = ["| start | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |"]
     lines.append("|---" * (len(shares) + 1) + "|")
     for start in STARTS:
-        lines.append(f"| {start} | " + " | ".join(show(start, share) for share in shares) + " |")
-    lines.append(f"\nteacher: {show('teacher', 1.0)}")
-    return "\n".join(lines)
+        lines.append(f"| {start} | " + " | ".join(found.get((start, share), "") for share in shares) + " |")
+    return "\n".join([*lines, f"\nteacher: {found.get(('teacher', 1.0), '')}"])
 
 
 @rc_context(STYLE)
@@ -360,14 +294,13 @@ def draw(rows: Sequence[Mapping[str, Any]], whole: int) -> Figure:
     axes = figure.subplots()
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row["start"] != "teacher":
+        if row["start"] == "teacher":
+            axes.axhline(row["perplexity"], color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+        else:
             lines.setdefault(row["start"], []).append((row["all"] * whole, row["perplexity"]))
     for (label, points), style in zip(lines.items(), method_styles(list(lines)).values(), strict=True):
         look = {"color": style.color, "marker": style.marker, "dashes": style.dashes}
         axes.plot(*zip(*sorted(points), strict=True), label=label, markersize=4, **look)
-    for row in rows:
-        if row["start"] == "teacher":
-            axes.axhline(row["perplexity"], color=INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
@@ -381,4 +314,4 @@ def draw(rows: Sequence[Mapping[str, Any]], whole: int) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -50,15 +50,13 @@ def cpu_seconds(arguments: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two processes each")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     arguments = parser.parse_args()
     found = {}
     for name, (words, limit) in rows().items():
         cpu_seconds(words)
         found[name] = min(cpu_seconds(words) for _ in range(2 if arguments.quick else 5))
-        if not arguments.json:
-            verdict = "" if arguments.quick else "ok" if found[name] <= limit else "MISS"
-            print(f"{name:46} {found[name]:6.2f} s   limit {limit:.1f} s   {verdict}".rstrip(), flush=True)
+        verdict = "" if arguments.quick else "ok" if found[name] <= limit else "MISS"
+        print(f"{name:46} {found[name]:6.2f} s   limit {limit:.1f} s   {verdict}".rstrip(), flush=True)
     print(json.dumps({name: round(seconds, 3) for name, seconds in found.items()}))
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from benching import Measured, RowFailed, Settings, bench_parser, measure, parse
+from benching import Measured, RowFailed, Settings, bench_parser, measure, parse, run
 from benching_table import Line, Table
 from step_rows import build
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="TRL's GKD trainer too, where trl is installed")
     parser.add_argument("--peers-python", default=sys.executable, help="the interpreter that has trl; this one's")
     settings, arguments = parse(parser, build)
-    table = Table(settings, silent=arguments.json)
+    table = Table(settings)
     peers_python = arguments.peers_python if arguments.peers else None
     if peers_python == sys.executable and find_spec("trl") is None:
         table.say("trl is not installed, so that TRL's GKD trainer is left out (--peers-python names another venv)")
@@ -152,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import yaml
-from benching import Settings, Work, bench_parser, measure, parse, time_ratio
+from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table
 from step_setting import bert, gpt2
 from torch.profiler import ProfilerActivity, profile
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     settings, arguments = parse(parser, build)
-    table = Table(settings, silent=arguments.json)
+    table = Table(settings)
     figures: dict[str, Any] = {}
     for job in arguments.only or JOBS:
         work = {**JOBS[job], **(QUICK[job] if settings.quick else {})}
@@ -149,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

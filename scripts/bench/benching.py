@@ -283,7 +283,6 @@ def bench_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=positive, help="timed rounds: 7, or 3 with --quick")
     clocks = "processor: the time of the processors on the row, with --threads 1 on a machine that others use too"
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall", help=clocks)
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser
 
@@ -298,6 +297,19 @@ def parse(parser: argparse.ArgumentParser, build: Build) -> tuple[Settings, argp
         sys.exit(0)
     repeats = arguments.repeats or (3 if arguments.quick else 7)
     return Settings(arguments.quick, arguments.device, arguments.threads, repeats, arguments.clock), arguments
+
+
+def run(main: Callable[[], None]) -> None:
+    """Be a bench: what the package refuses, such as an input file that is missing, is one sentence, and exit code 2."""
+    if "--row" in sys.argv:  # TRL's row runs in an environment without the package
+        return main()
+    from llmdistill.errors import UserError
+
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def positive(text: str) -> int:

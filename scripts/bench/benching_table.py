@@ -35,9 +35,8 @@ class Line:
 class Table:
     """The lines of a run, printed as they come."""
 
-    def __init__(self, settings: Settings, *, silent: bool = False) -> None:
-        """`silent` prints the JSON line alone."""
-        self._settings, self._silent = settings, silent
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         where = torch.cuda.get_device_name() if settings.device == "cuda" else f"{settings.threads} threads"
         sizes = "quick sizes, for which the targets are not meant" if settings.quick else "full sizes"
         times = f"median of {settings.repeats} by {settings.clock} time"
@@ -45,8 +44,7 @@ class Table:
         self.say(f"{'measure':<58} {'value':>9} {'target':>9} {'':<5} detail")
 
     def say(self, text: str) -> None:
-        if not self._silent:
-            print(text, flush=True)
+        print(text, flush=True)
 
     def add(self, line: Line) -> float:
         """Print a line, and return its value."""

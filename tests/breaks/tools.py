@@ -18,6 +18,13 @@ BREAKS = [
         f"{BENCHES}::test_ratio_is_the_median_of_the_rounds_ratios",
     ),
     Break(
+        "missing-input-is-a-traceback",
+        f"{BENCH}/benching.py",
+        "    except UserError as error:",
+        "    except TypeError as error:",
+        f"{BENCHES}::test_a_missing_input_is_one_sentence",
+    ),
+    Break(
         "warm-up-counts",
         f"{BENCH}/benching.py",
         "if repeat >= 0:",

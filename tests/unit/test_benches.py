@@ -12,6 +12,7 @@ from pathlib import Path
 import bench_calibration
 import bench_scale
 import bench_serve
+import benching
 import pytest
 import step_rows
 import torch
@@ -41,12 +42,32 @@ SETTINGS = Settings(quick=True, device="cpu", threads=1, repeats=3)
 @pytest.mark.parametrize("bench", BENCHES)
 def test_parser_answers_help_and_refuses_nonsense(bench, monkeypatch, capsys):
     module = import_module(bench)
-    for arguments, code in ((["--help"], 0), (["--threads", "0"], 2), (["--device", "tpu"], 2), (["--nonsense"], 2)):
-        monkeypatch.setattr(sys, "argv", [bench, *arguments])
+    for argument, code in (("--help", 0), ("--threads=0", 2), ("--nonsense", 2)):
+        monkeypatch.setattr(sys, "argv", [bench, argument])
         with pytest.raises(SystemExit) as exit_:
             module.main()
-        assert exit_.value.code == code, arguments
+        assert exit_.value.code == code, argument
     assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [
+        ("bench_starts", "--model embedded:teacher --calibration no.txt --test no.txt --output out"),
+        ("bench_calibration", "--model embedded:teacher --text no.txt --threads 1"),
+        ("bench_serve", "--teacher /no.txt --student a=/no.txt --graphs out"),
+    ],
+)
+def test_a_missing_input_is_one_sentence(bench, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [bench, *words.split()])
+    with pytest.raises(SystemExit) as exit_:
+        benching.run(import_module(bench).main)
+    assert exit_.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ")
+    assert "no.txt" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios():
@@ -69,8 +90,8 @@ def test_verdict(value, target, at_least, expected):
 
 
 def test_json_line_has_no_nan(capsys):
-    Table(SETTINGS, silent=True).finish({"a": {"b": nan, "c": -2.61234e-12, "d": 3}})
-    assert json.loads(capsys.readouterr().out) == {"a": {"b": None, "c": -2.612e-12, "d": 3}}
+    Table(SETTINGS).finish({"a": {"b": nan, "c": -2.61234e-12, "d": 3}})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"a": {"b": None, "c": -2.612e-12, "d": 3}}
 
 
 BENCH = """
@@ -79,8 +100,6 @@ BENCH = """
     from benching import Work, bench_parser, parse
 
     def build(row, device):
-        if row["kind"] == "broken":
-            raise ValueError("this row cannot be built")
         facts = {"threads": torch.get_num_threads(), "omp": os.environ["OMP_NUM_THREADS"], "process": os.getpid()}
         calls = []
         def call():
