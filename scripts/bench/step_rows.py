@@ -102,13 +102,11 @@ def ours(
 
     from llmdistill.batch import Batch
     from llmdistill.config import TrainConfig
-    from llmdistill.models.forward import TappedModel
-    from llmdistill.models.taps import Recorder
     from llmdistill.objective import TOKENS, Objective
     from llmdistill.run.trainer import Trainer
+    from llmdistill.run.wiring import tapped
     from llmdistill.runtime.distributed import World
 
-    device = setting.ids.device
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
@@ -117,13 +115,13 @@ def ours(
     engine = make_engine(setting.student)
     trainer = Trainer(
         engine=engine,
-        student=TappedModel(forward_of(engine), Recorder(engine.module, method.student_taps)),
-        teacher=TappedModel(forward_of(setting.teacher), Recorder(setting.teacher, method.teacher_taps)),
+        student=tapped(method, "student", engine.module, forward=forward_of(engine)),
+        teacher=tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher)),
         method=method,
         loader=None,  # a step is given its batches
         settings=TrainConfig(steps=1),
         seed=0,
-        world=World(rank=0, size=1, device=device) if world is None else world,
+        world=world or World(rank=0, size=1, device=setting.ids.device),
     )
 
     def step() -> float:

@@ -73,32 +73,18 @@ class Setting:
 
 def config_of(setting: Setting) -> PreTrainedConfig:
     # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
+    sizes: dict[str, Any] = {
+        "vocab_size": setting.vocabulary,
+        "hidden_size": setting.width,
+        "num_hidden_layers": setting.depth,
+        "num_attention_heads": setting.heads,
+    }
     if setting.family == "llama":
-        return LlamaConfig(
-            vocab_size=setting.vocabulary,
-            hidden_size=setting.width,
-            intermediate_size=3 * setting.width,
-            num_hidden_layers=setting.depth,
-            num_attention_heads=setting.heads,
-            num_key_value_heads=setting.heads // 2,
-            initializer_range=setting.weight_std,
-        )
+        sizes |= {"num_key_value_heads": setting.heads // 2, "initializer_range": setting.weight_std}
+        return LlamaConfig(**sizes, intermediate_size=3 * setting.width)
     if setting.family == "gpt2":
-        return GPT2Config(
-            vocab_size=setting.vocabulary,
-            n_embd=setting.width,
-            n_layer=setting.depth,
-            n_head=setting.heads,
-            attn_pdrop=0.0,
-        )
-    return BertConfig(
-        vocab_size=setting.vocabulary,
-        hidden_size=setting.width,
-        intermediate_size=4 * setting.width,
-        num_hidden_layers=setting.depth,
-        num_attention_heads=setting.heads,
-        attention_probs_dropout_prob=0.0,
-    )
+        return GPT2Config(**sizes, attn_pdrop=0.0)
+    return BertConfig(**sizes, intermediate_size=4 * setting.width, attention_probs_dropout_prob=0.0)
 
 
 def models_of(

@@ -77,24 +77,18 @@ class Ended:
 
     def __init__(self, *, only_marked: bool) -> None:
         self._only_marked = only_marked
-        self.passed, self.skipped = 0, 0
-        self.failed: list[str] = []
+        self.names: dict[str, list[str]] = {"passed": [], "skipped": [], "failed": []}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        def needs_gpu(item: Any) -> bool:
+            return any(mark.kwargs.get("reason") == NEEDS_GPU for mark in item.iter_markers("skipif"))
+
         if self._only_marked:
-            items[:] = [
-                item
-                for item in items
-                if any(mark.kwargs.get("reason") == NEEDS_GPU for mark in item.iter_markers("skipif"))
-            ]
+            items[:] = filter(needs_gpu, items)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid.rpartition("/")[2])
-        elif report.skipped:
-            self.skipped += 1
-        elif report.when == "call":
-            self.passed += 1
+        if report.when == "call" or not report.passed:
+            self.names[report.outcome].append(report.nodeid.rpartition("/")[2])
 
 
 def marked_tests(_: Request) -> Iterator[Line | str]:
@@ -119,10 +113,11 @@ def run_tests(files: Sequence[Path], *, only_marked: bool) -> Iterator[Line]:
     ended = Ended(only_marked=only_marked)
     words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", *map(str, files)]
     code = pytest.main(words, plugins=[ended])
-    detail = ", ".join([f"{ended.passed} passed", f"{ended.skipped} skipped", *ended.failed])
+    passed, skipped, failed = ended.names.values()
+    detail = ", ".join([f"{len(passed)} passed", f"{len(skipped)} skipped", *failed])
     broken = code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    yield Line("tests that failed", float("nan") if broken else len(ended.failed), 0, detail)
-    yield Line("tests that passed", ended.passed, 1, "", at_least=True)
+    yield Line("tests that failed", float("nan") if broken else len(failed), 0, detail)
+    yield Line("tests that passed", len(passed), 1, "", at_least=True)
 
 
 def steps(request: Request) -> Iterator[Line | str]:
@@ -148,23 +143,13 @@ def trl(request: Request) -> Iterator[Line | str]:
 def bench(request: Request, script: str, *arguments: str) -> dict[str, Any]:
     """Run a bench, show what it writes, and return the JSON of its last line; RuntimeError where it fails."""
     sizes = ("--quick", "--repeats", "1") if request.small else ()
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench" / script),
-        "--device",
-        request.device.type,
-        *sizes,
-        *arguments,
-    ]
-    last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            last = line
-    if process.returncode != 0:
-        raise RuntimeError(f"{script} ended with {process.returncode}")
-    found: dict[str, Any] = json.loads(last)
+    words = ["--device", request.device.type, *sizes, *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} ended with {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -180,29 +165,16 @@ def figures(values: Mapping[str, Any], *names: str) -> Iterator[Line]:
 
 _DEEPSPEED = ("deepspeed", "transformers")
 
+
+def _trained(name: str, about: str, seconds: int) -> Part:
+    return Part(about=about, look=training(name), seconds=seconds, needs=_DEEPSPEED, all_gpus=True)
+
+
 PARTS = {
     "kernels": Part(about="the fused losses against plain ones in fp64", look=kernels, seconds=180),
-    "zero": Part(
-        about="ZeRO 1 to 3 against fp32 without DeepSpeed",
-        look=training("zero"),
-        seconds=80,
-        needs=_DEEPSPEED,
-        all_gpus=True,
-    ),
-    "waits": Part(
-        about="whether a step makes the host wait for the device",
-        look=training("waits"),
-        seconds=40,
-        needs=_DEEPSPEED,
-        all_gpus=True,
-    ),
-    "memory": Part(
-        about="peak memory against the forecast of `llmdistill plan`",
-        look=training("memory"),
-        seconds=60,
-        needs=_DEEPSPEED,
-        all_gpus=True,
-    ),
+    "zero": _trained("zero", "ZeRO 1 to 3 against fp32 without DeepSpeed", 80),
+    "waits": _trained("waits", "whether a step makes the host wait for the device", 40),
+    "memory": _trained("memory", "peak memory against the forecast of `llmdistill plan`", 60),
     "tests": Part(
         about="the tests that need a GPU",
         look=marked_tests,

@@ -63,17 +63,15 @@ class Report:
             print(f"{result.state:<12} {name:<14} {result.seconds:5.0f} s  {result.why}".rstrip(), flush=True)
             for text in result.left_out:
                 print(f"{'':12} left out: {text}", flush=True)
-            for line in result.lines:
-                if not holds(line):
-                    print(
-                        f"{'':12} {line.measure}: {line.value:.3g}, limit {line.target:.3g}; {line.detail}", flush=True
-                    )
+            for line in (each for each in result.lines if not holds(each)):
+                print(f"{'':12} {line.measure}: {line.value:.3g}, limit {line.target:.3g}; {line.detail}", flush=True)
             self.write()
 
     def write(self) -> None:
         record = make_record(self._command, self._ranks, LIBRARIES)
         about = {"device": self._device, "cuda": torch.version.cuda, "seconds": time.monotonic() - self._began}
         parts = {name: _as_json(self.results[name]) for name in self._order if name in self.results}
+        failed = {name: result for name, result in self.results.items() if result.failed}
         write_json(self._folder / "gpu_check.json", finite({**record, **about, "parts": parts}))
         table = self._table()
         write_page(
@@ -82,11 +80,7 @@ class Report:
             title=table.title,
             table=table,
             legend=self._legend(),
-            warnings=[
-                markdown(f"{name}: {result.state}: {result.why}")
-                for name, result in self.results.items()
-                if result.failed
-            ],
+            warnings=[markdown(f"{name}: {result.state}: {result.why}") for name, result in failed.items()],
             record=record,
         )
 

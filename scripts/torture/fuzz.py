@@ -14,14 +14,13 @@ import argparse
 import contextlib
 import importlib
 import io
+import multiprocessing
 import os
 import pkgutil
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,25 +134,21 @@ def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -
 
 def fork(work: Any, log: Path, limit: float) -> int | None:
     """Do work in a fork whose output goes into a file; return its exit code, None if it was killed at the limit."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        try:
-            target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for number in (1, 2):
-                os.dup2(target, number)
-            work()
-        finally:
-            os._exit(70)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+
+    def be_child() -> None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for number in (1, 2):
+            os.dup2(target, number)
+        work()
+
+    child = multiprocessing.get_context("fork").Process(target=be_child)
+    child.start()
+    child.join(limit)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+        return None
+    return child.exitcode
 
 
 def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> Tried:

@@ -30,25 +30,18 @@ from torture_results import Tally
 from torture_runs import ROOT, Shop
 from torture_signals import signals
 
-PROPERTY_TESTS = "tests/unit/test_properties.py"
-"""Tests of all parsers and readers with inputs that hypothesis draws; they say how many they tried."""
-CASES = {True: "20", False: "400"}
-"""Of each property, in the quick form and in the long one, which makes more than 10,000 of all together."""
 SECTIONS = ("kills", "signals", "bytes", "disk", "inputs", "memory")
 ASIDE = ("memory", "inputs")
 """Sections of one process each, which run beside the others."""
 
 
 def inputs(quick: bool) -> Tally:
-    """Run the property tests of all readers and parsers."""
+    """Run the property tests of all readers and parsers, which say how many inputs they tried."""
     tally = Tally("inputs")
-    if not (ROOT / PROPERTY_TESTS).exists():
-        tally.notes.append(f"{PROPERTY_TESTS} is not there: no inputs were tried")
-        return tally
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", PROPERTY_TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/unit/test_properties.py"],
         cwd=ROOT,
-        env={**os.environ, "LLMDISTILL_CASES": CASES[quick]},
+        env={**os.environ, "LLMDISTILL_CASES": "20" if quick else "400"},
         capture_output=True,
         text=True,
         check=False,
@@ -63,21 +56,18 @@ def inputs(quick: bool) -> Tally:
 
 def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[], Tally]]:
     quick, case = arguments.quick, arguments.case
-
-    def cases(short: int, long: int) -> int:
-        return (short if quick else long) if arguments.cases is None else arguments.cases
+    whole = not quick and case is None
 
     def numbers(short: int, long: int) -> Sequence[int]:
-        return range(cases(short, long)) if case is None else [case]
+        return range(short if quick else long) if case is None else [case]
 
-    of_all_bytes = None if case is not None or not (quick or arguments.cases) else cases(6, 0)
     return {
         "kills": lambda: kills(shop, numbers(6, 110)),
-        "signals": lambda: signals(shop, numbers(2, 20), launcher=not quick and case is None),
-        "bytes": lambda: bytes_flipped(shop, each=2, numbers=None if case is None else [case], limit=of_all_bytes),
-        "disk": lambda: disk(shop, numbers(4, 48), () if quick or case is not None else (0, 300, 700)),
+        "signals": lambda: signals(shop, numbers(2, 20), launcher=whole),
+        "bytes": lambda: bytes_flipped(shop, each=2, case=case, limit=6 if quick else None),
+        "disk": lambda: disk(shop, numbers(4, 48), (0, 300, 700) if whole else ()),
         "inputs": lambda: inputs(quick),
-        "memory": lambda: memory(shop, arguments.steps or (200 if quick else 10_000)),
+        "memory": lambda: memory(shop, 200 if quick else 10_000),
     }
 
 
@@ -106,20 +96,13 @@ def main() -> int:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="this section alone; can be repeated")
     parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
     parser.add_argument("--case", type=int, help="this case alone; needs --only")
-    parser.add_argument("--cases", type=int, help="how many of each section, of which --quick takes few")
-    parser.add_argument("--steps", type=int, help="of the long run: 10,000, or 200 with --quick")
-    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
-    parser.add_argument(
-        "--folder", type=Path, help="place of the runs, whose failed ones are kept; default: a temporary"
-    )
     arguments = parser.parse_args()
     if arguments.case is not None and not arguments.only:
         parser.error("--case needs --only: a number is that of a section's case")
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="torture-")) if arguments.folder is None else arguments.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="torture-"))
     os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
-    shop = Shop(folder, seed=arguments.seed, workers=arguments.workers)
+    shop = Shop(folder, seed=arguments.seed, workers=min(2, os.cpu_count() or 1))
     chosen = {name: work for name, work in sections(shop, arguments).items() if name in (arguments.only or SECTIONS)}
     try:
         with ThreadPoolExecutor(len(ASIDE)) as aside:

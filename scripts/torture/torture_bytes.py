@@ -185,15 +185,16 @@ def bytes_flipped(
     shop: Shop,
     *,
     each: int,
-    numbers: Sequence[int] | None = None,
+    case: int | None = None,
     limit: int | None = None,
     targets: Sequence[Damaged] = TARGETS,
 ) -> Tally:
-    """Flip `each` bytes in every file of every target; or only those with these numbers, or `limit` of them."""
-    every = list(enumerate(places(shop, each, targets)))
-    if limit is not None:
-        every = random.Random(shop.seed).sample(every, limit)
-    chosen = [entry for entry in every if numbers is None or entry[0] in numbers]
+    """Flip `each` bytes in every file of every target; or only the one of this number, or `limit` of them."""
+    chosen = list(enumerate(places(shop, each, targets)))
+    if case is not None:
+        chosen = [chosen[case]]
+    elif limit is not None:
+        chosen = random.Random(shop.seed).sample(chosen, limit)
     plain: dict[str, tuple[Path, Done]] = {}
     for target in {entry[1][0].name: entry[1][0] for entry in chosen}.values():
         folder = shop.folder / "plain" / target.name.replace(" ", "-")

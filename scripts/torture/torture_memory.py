@@ -63,24 +63,24 @@ def memory(shop: Shop, steps: int) -> Tally:
     watching[0].join()
     tally = Tally("memory")
     if done.code != 0 or len(samples) < 10:
-        tally.failures.append(f"memory --steps {steps}: {done.reason}, {len(samples)} samples")
+        tally.failures.append(f"memory ({steps:,} steps): {done.reason}, {len(samples)} samples")
         return tally
     tally.add("steps", f"{samples[-1].step:,} in {time.monotonic() - began:.0f} s, {len(samples)} samples")
     growth = slope(samples, "resident")
     tally.add("  memory", f"{samples[-1].resident / 1e6:.1f} MB, {growth / 1e3:+.1f} kB a thousand steps")
     if growth > GROWTH:
-        tally.failures.append(f"memory --steps {steps}: {growth / 1e6:.2f} MB a thousand steps")
+        tally.failures.append(f"memory ({steps:,} steps): {growth / 1e6:.2f} MB a thousand steps")
     for what in ("files", "threads"):
         rate = slope(samples, what)
         values = [getattr(each, what) for each in samples]
         tally.add(f"  {what}", f"{min(values)} to {max(values)}, {rate:+.3f} a thousand steps")
         if rate > 0.5:
-            tally.failures.append(f"memory --steps {steps}: {rate:.2f} more {what} a thousand steps")
-    _logs(folder / "run", done.output, steps, tally)
+            tally.failures.append(f"memory ({steps:,} steps): {rate:.2f} more {what} a thousand steps")
+    _logs(folder / "run", steps, tally)
     return tally
 
 
-def _logs(run: Path, output: str, steps: int, tally: Tally) -> None:
+def _logs(run: Path, steps: int, tally: Tally) -> None:
     """The log has a line a step, and all lines the same fields: so it grows by no more than its lines."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     quarter = len(lines) // 4
@@ -91,12 +91,9 @@ def _logs(run: Path, output: str, steps: int, tally: Tally) -> None:
     )
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     if [row["step"] for row in rows] != list(range(rows[0]["step"], steps + 1)) or last > 1.05 * first:
-        tally.failures.append(f"memory --steps {steps}: metrics.jsonl has {len(rows)} lines of {last:.0f} bytes")
-    tally.add("  terminal", f"{len(output.splitlines()):,} lines, {len(output) / steps:.0f} bytes a step")
+        tally.failures.append(f"memory ({steps:,} steps): metrics.jsonl has {len(rows)} lines of {last:.0f} bytes")
     events = sum(file.stat().st_size for file in run.glob("tensorboard/*"))
     tally.add("  TensorBoard", f"{events / steps:.0f} bytes a step")
-    kept = [each.name for each in run.glob("checkpoints/*")]
-    tally.add("  checkpoints", f"{len(kept)} kept")
 
 
 def _sample(run: Path, group: int, samples: list[Sample], over: threading.Event) -> None:
