@@ -1,7 +1,7 @@
 """Training from a teacher's cache beside training with the live teacher: time of an epoch, time to make, bytes a token.
 
     python scripts/bench/bench_cache.py           # the embedded teacher and the data of the quick start, minutes
-    python scripts/bench/bench_cache.py --quick   # one step a round, and a part of the data
+    python scripts/bench/bench_cache.py --quick   # one step a round, and the validation set
 
 A call is some steps of the quick start (32 examples each) by the package's own trainer, with its batches and torch's
 fused AdamW in place of DeepSpeed's engine; the student has 34 % of the teacher's parameters. The time of an epoch is
@@ -63,13 +63,11 @@ def make_row(row: dict[str, Any], device: torch.device) -> Work:
 
 def train_row(row: dict[str, Any], device: torch.device) -> Work:
     """Steps of the training, with the live teacher or from a cache."""
-    from step_rows import plain_engine
+    from step_rows import plain_engine, trainer_of
 
-    from llmdistill.config import TrainConfig
     from llmdistill.data.sampler import Share
     from llmdistill.models.load import load_model
     from llmdistill.run.assemble import make_teacher
-    from llmdistill.run.trainer import Trainer
     from llmdistill.run.wiring import request_of, tapped
     from llmdistill.runtime.distributed import World
     from llmdistill.teacher.cache_folder import CacheFolder
@@ -87,16 +85,8 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     engine = plain_engine(load_model(row["student"], dtype=plan.models.dtype, device=device).train())
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
-    trainer = Trainer(
-        engine=engine,
-        student=tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary),
-        teacher=teacher,
-        method=method,
-        loader=loader,
-        settings=TrainConfig(steps=1),
-        seed=0,
-        world=world,
-    )
+    student = tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary)
+    trainer = trainer_of(engine, student, teacher, method, world)
     turn = iter(range(1_000_000))
 
     def steps() -> None:
@@ -111,7 +101,7 @@ def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
 
     llmdistill.compress("embedded:teacher", output=folder / "student", target_params="34%")
     steps = 1 if settings.quick else STEPS
-    data = part_of_data(folder) if settings.quick else "embedded:train"
+    data = f"embedded:{'valid' if settings.quick else 'train'}"
     figures: dict[str, Any] = {}
     for method, contents in KEPT.items():
         row = {"method": method, "student": str(folder / "student"), "data": data, "steps": steps, "cache": None}
@@ -142,20 +132,6 @@ def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
                 "epochs_until_it_pays": epochs,
             }
     return figures
-
-
-def part_of_data(folder: Path) -> str:
-    """The first 64 examples of the quick start."""
-    import json
-
-    from llmdistill.data.sources import read_examples
-    from llmdistill.embedded import locate
-    from llmdistill.generation.answers_file import answered_row
-
-    examples = read_examples(locate("embedded:train"))[:64]
-    rows = [answered_row(example, example.outputs[0]) for example in examples]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(folder / "data.jsonl")
 
 
 def main() -> None:

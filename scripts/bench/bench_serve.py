@@ -40,74 +40,65 @@ WORKS = ("prefill", "generate")
 TEACHER = "teacher"
 
 
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""Of tokens (1, T) and the keys and values before them: the next token (1, 1), and the keys and values for it."""
+
+
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: a model in a runtime, and one call of its work, which returns the tokens it writes."""
+    """One row: a model in a runtime, and one call of its work."""
     ids = torch.randint(row["vocabulary"], (1, row["tokens"]), generator=torch.Generator().manual_seed(1))
-    return Work((_transformers if row["runtime"] == "transformers" else _onnx)(row, ids))
+    step, empty = (_transformers if row["runtime"] == "transformers" else _onnx)(row["model"])
+    with torch.inference_mode():
+        first, cache = step(ids, empty)
+
+    def prefill() -> None:
+        step(ids, empty)
+
+    def generate() -> None:
+        token, past = first, cache
+        for _ in range(row["new"]):
+            token, past = step(token, past)
+        if past is cache:  # transformers appends to it
+            cache.crop(-row["new"])
+
+    return Work(torch.inference_mode()(prefill if row["work"] == "prefill" else generate))
 
 
-def _transformers(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
+def _transformers(folder: str) -> tuple[Step, Any]:
+    """A step, and what stands for no keys and values."""
     from transformers import AutoModelForCausalLM
 
     import llmdistill  # noqa: F401  # lets transformers load students
 
-    model: Any = AutoModelForCausalLM.from_pretrained(row["model"], dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def prefill() -> list[int]:
-        return model(input_ids=ids, logits_to_keep=1, use_cache=True).logits[0].argmax(-1).tolist()
+    def step(tokens: Any, past: Any) -> tuple[Any, Any]:
+        outputs = model(input_ids=tokens, past_key_values=past, logits_to_keep=1, use_cache=True)
+        return outputs.logits.argmax(-1), outputs.past_key_values
 
-    with torch.inference_mode():
-        outputs = model(input_ids=ids, logits_to_keep=1, use_cache=True)
-    cache, first = outputs.past_key_values, outputs.logits.argmax(-1)
-
-    def generate() -> list[int]:
-        token, written = first, []
-        for _ in range(row["new"]):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits.argmax(-1)
-            written.append(int(token))
-        cache.crop(-row["new"])
-        return written
-
-    return torch.inference_mode()(prefill if row["work"] == "prefill" else generate)
+    return step, None
 
 
-def _onnx(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
+def _onnx(file: str) -> tuple[Step, Any]:
     import numpy as np
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    session = onnxruntime.InferenceSession(row["model"], options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     pasts = [each for each in session.get_inputs() if each.name.startswith("past_")]
     presents = [each.name.replace("past_key_values", "present") for each in pasts]
     empty = {each.name: np.zeros((1, each.shape[1], 0, each.shape[3]), np.float32) for each in pasts}
 
-    def step(tokens: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The next token, and the past for it."""
+    def step(tokens: Any, past: dict[str, Any]) -> tuple[Any, Any]:
         before = next(iter(past.values())).shape[2]
         places = np.arange(before, before + tokens.shape[1])[None]
-        feed = {
-            "input_ids": tokens,
-            "position_ids": places,
-            "attention_mask": np.ones((1, places[0, -1] + 1), np.int64),
-        }
+        mask = np.ones((1, places[0, -1] + 1), np.int64)
+        feed = {"input_ids": np.asarray(tokens), "position_ids": places, "attention_mask": mask}
         logits, *after = session.run(["logits", *presents], {**feed, **past})
         return logits[:, -1:].argmax(-1), dict(zip(empty, after, strict=True))
 
-    prompt = ids.numpy()
-    first, cache = step(prompt, empty)
-
-    def prefill() -> list[int]:
-        return [step(prompt, empty)[0].item()]
-
-    def generate() -> list[int]:
-        token, past, written = first, cache, []
-        for _ in range(row["new"]):
-            token, past = step(token, past)
-            written.append(token.item())
-        return written
-
-    return prefill if row["work"] == "prefill" else generate
+    return step, empty
 
 
 def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> dict[str, float]:

@@ -101,9 +101,7 @@ def ours(
     """
 
     from llmdistill.batch import Batch
-    from llmdistill.config import TrainConfig
     from llmdistill.objective import TOKENS, Objective
-    from llmdistill.run.trainer import Trainer
     from llmdistill.run.wiring import tapped
     from llmdistill.runtime.distributed import World
 
@@ -113,16 +111,10 @@ def ours(
     if "lengths" in row:
         batch = packed(batch, row["lengths"])
     engine = make_engine(setting.student)
-    trainer = Trainer(
-        engine=engine,
-        student=tapped(method, "student", engine.module, forward=forward_of(engine)),
-        teacher=tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher)),
-        method=method,
-        loader=None,  # a step is given its batches
-        settings=TrainConfig(steps=1),
-        seed=0,
-        world=world or World(rank=0, size=1, device=setting.ids.device),
-    )
+    student = tapped(method, "student", engine.module, forward=forward_of(engine))
+    teacher = tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher))
+    world = world or World(rank=0, size=1, device=setting.ids.device)
+    trainer = trainer_of(engine, student, teacher, method, world)
 
     def step() -> float:
         losses, _ = trainer.train_step([batch])
@@ -130,6 +122,15 @@ def ours(
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 
     return step
+
+
+def trainer_of(engine: Any, student: Any, teacher: Any, method: Any, world: Any, train: Any = None) -> Any:
+    """A trainer whose steps are given their batches."""
+    from llmdistill.config import TrainConfig
+    from llmdistill.run.trainer import Trainer
+
+    models: Any = {"engine": engine, "student": student, "teacher": teacher, "loader": None}
+    return Trainer(**models, method=method, settings=train or TrainConfig(steps=1), seed=0, world=world)
 
 
 def packed(batch: Any, lengths: list[int]) -> Any:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
 
 import torch
-from benching import heard, positive, say
+from benching import heard, say
 from benching_table import Line, finite
 from gpu_check_parts import PARTS, ROOT, STAGES, Part, Request
 from gpu_check_report import Report, Result, holds
@@ -55,26 +55,27 @@ def missing(part: Part, device: str) -> str | None:
 class Runner:
     """Runs parts in processes of their own, and ends them when it is told to."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
+    def __init__(self, device: str, ranks: int, *, patience: float) -> None:
+        """`patience` multiplies the parts' limits of time; the parts under DeepSpeed have a rank for each GPU."""
+        self._device, self._ranks, self._patience = device, ranks, patience
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
     def run(self, name: str, limit: float) -> Result:
         """Run a part until its time is over, in seconds."""
         part = PARTS[name]
-        absent = missing(part, self._arguments.device)
+        absent = missing(part, self._device)
         if absent is not None:
             return Result("left out", part.about, absent)
         began = time.monotonic()
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             process = subprocess.Popen(
-                part_command(name, self._arguments),
+                part_command(name, self._device, self._ranks),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=environment(self._arguments.device),
+                env=environment(self._device),
                 start_new_session=True,
             )
             self._running.add(process)
@@ -93,14 +94,14 @@ class Runner:
         def row(parts: Sequence[str]) -> None:
             left = 0.0  # what a part leaves of its time goes to the next one of its row
             for name in parts:
-                left += PARTS[name].seconds * self._arguments.patience
+                left += PARTS[name].seconds * self._patience
                 if name in names and not self._stopped:
                     result = self.run(name, left)
                     left = max(0.0, left - result.seconds)
                     report.add(name, result)
 
         for rows in STAGES:
-            with ThreadPoolExecutor(len(rows) if self._arguments.device == "cuda" else 1) as pool:
+            with ThreadPoolExecutor(len(rows) if self._device == "cuda" else 1) as pool:
                 done = [pool.submit(row, parts) for parts in rows]
                 try:
                     for each in done:
@@ -121,12 +122,11 @@ def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return process.returncode is not None
 
 
-def part_command(name: str, arguments: argparse.Namespace) -> list[str]:
-    words = [str(Path(__file__).resolve()), "--part", name, "--device", arguments.device]
-    words += ["--small"] if arguments.small else []
-    if not PARTS[name].all_gpus or arguments.ranks == 1:
+def part_command(name: str, device: str, ranks: int) -> list[str]:
+    words = [str(Path(__file__).resolve()), "--part", name, "--device", device]
+    if not PARTS[name].all_gpus or ranks == 1:
         return [sys.executable, *words]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return [sys.executable, *launcher, *words]
 
 
@@ -184,10 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
-    parser.add_argument("--small", action="store_true", help="small sizes; always so on a CPU")
     parser.add_argument("--only", choices=PARTS, action="append", help="one of the parts alone; may be repeated")
-    parser.add_argument("--ranks", type=positive, help="ranks of the parts under DeepSpeed; one for each GPU")
-    parser.add_argument("--patience", type=float, help="multiplies the parts' limits of time; 1, or 4 on a CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -195,18 +192,14 @@ def main() -> int:
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     if arguments.device == "cuda" and not gpus:
         parser.error("--device cuda: torch sees no GPU here")
-    arguments.small = arguments.small or arguments.device == "cpu"
-    if arguments.patience is None:
-        arguments.patience = 4.0 if arguments.device == "cpu" else 1.0
-    if arguments.ranks is None:
-        arguments.ranks = gpus if arguments.device == "cuda" else 1
+    on_cpu = arguments.device == "cpu"
     if arguments.part is not None:
-        request = Request(torch.device(arguments.device), arguments.small)
-        return exit_code(lambda: look(arguments.part, request))
+        return exit_code(lambda: look(arguments.part, Request(torch.device(arguments.device), small=on_cpu)))
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    report = Report(arguments.output, command, arguments.device, arguments.ranks, list(PARTS))
+    ranks = 1 if on_cpu else gpus
+    report = Report(arguments.output, command, arguments.device, ranks, list(PARTS))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the parts on the way
-    Runner(arguments).run_stages(arguments.only or list(PARTS), report)
+    Runner(arguments.device, ranks, patience=4.0 if on_cpu else 1.0).run_stages(arguments.only or list(PARTS), report)
     print(f"The page is {arguments.output / 'gpu_check.md'}, the figures in gpu_check.json beside it.")
     return int(any(result.failed for result in report.results.values()))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_rows import Engine
+from step_rows import Engine, trainer_of
 from step_setting import low_rank
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -32,7 +32,6 @@ from llmdistill.models.load import build_meta, build_random
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import ForecastModels, trace_step
-from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
@@ -163,7 +162,7 @@ def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder:
     return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
 
 
-def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Trainer:
+def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
     """The trainer of a setting, as a run has it; its steps are given their batches. A cache is made in the folder."""
     config = config_of(setting)
     teacher, student = models_of(setting, config, device=world.device)
@@ -180,16 +179,9 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Train
     else:
         ds_config, train = ds_config_of(setting, world.size)
         engine = build_engine(student, ds_config, train)
-    return Trainer(
-        engine=engine,
-        student=tapped(method, "student", engine.module, forward=engine, projectors=projectors),
-        teacher=teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None,
-        method=method,
-        loader=None,  # type: ignore[arg-type]
-        settings=train,
-        seed=0,
-        world=world,
-    )
+    taught = teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None
+    tapped_student = tapped(method, "student", engine.module, forward=engine, projectors=projectors)
+    return trainer_of(engine, tapped_student, taught, method, world, train)
 
 
 def measure(setting: Setting, world: World) -> dict[str, int]:

@@ -152,7 +152,7 @@ def fork(work: Any, log: Path, limit: float) -> int | None:
 
 
 def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> Tried:
-    """Fuzz a reader for some seconds; what reached new code stays in `folder`/seeds for the next time."""
+    """Fuzz a reader for some seconds, in a folder of its own."""
     seeds, findings = folder / "seeds", folder / "findings"
     for part in (seeds, findings):
         part.mkdir(parents=True, exist_ok=True)
@@ -190,9 +190,6 @@ def main() -> int:
         "--reader", action="append", help="this one alone, by its name in tests/readers.py; can be repeated"
     )
     parser.add_argument("--repeat", type=Path, help="the file of a finding; needs --reader")
-    parser.add_argument(
-        "--folder", type=Path, help="keeps what reached new code, and the findings; default: a temporary"
-    )
     arguments = parser.parse_args()
     if arguments.repeat is not None and len(arguments.reader or ()) != 1:
         parser.error("--repeat needs one --reader: the file is an input of it")
@@ -201,7 +198,7 @@ def main() -> int:
     except ImportError:
         print("error: atheris is not installed; pip install -e '.[fuzz]' (Linux, Python 3.11 to 3.13)", file=sys.stderr)
         return 2
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-")) if arguments.folder is None else arguments.folder.resolve()
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     os.environ["HF_HOME"] = str(folder / "libraries")  # where the datasets library makes the folders of its cache
     readers = load(atheris)
     unknown = [name for name in arguments.reader or () if name not in readers]
@@ -222,7 +219,7 @@ def main() -> int:
             file = max((each for each in files if each.is_file()), key=os.path.getmtime, default=own / "log.txt")
             print(f"  python scripts/torture/fuzz.py --reader '{name}' --repeat {file}", flush=True)
     print(f"{found} findings")
-    if found == 0 and arguments.folder is None:
+    if found == 0:
         shutil.rmtree(folder)
     return 1 if found else 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -60,10 +59,6 @@ def test_a_wait_belongs_to_the_innermost_library():
 # Processes and results
 
 
-def arguments_of(**more: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"device": "cpu", "small": True, "ranks": 1, "patience": 1.0, **more})
-
-
 def tells(value: float | None) -> str:
     return f"print({said({'measure': 'm', 'value': value, 'target': 1.0, 'detail': 'd'})!r}, flush=True)\n"
 
@@ -86,7 +81,7 @@ PROGRAMS = {
 def small_parts(monkeypatch):
     """Parts that take no time to speak of, in the place of the real ones."""
 
-    def command(name: str, _: argparse.Namespace) -> list[str]:
+    def command(name: str, *_: object) -> list[str]:
         return [sys.executable, "-c", PROGRAMS[name]]
 
     parts = {name: Part(about="about", look=lambda _: iter(()), seconds=60) for name in PROGRAMS}
@@ -102,7 +97,7 @@ def small_parts(monkeypatch):
 def test_no_part_stops_another_and_each_is_reported(small_parts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "GRACE", 1.0)
     report = Report(tmp_path, "the | command", "cpu", 1, list(small_parts))
-    gpu_check.Runner(arguments_of()).run_stages(list(small_parts), report)
+    gpu_check.Runner("cpu", 1, patience=1.0).run_stages(list(small_parts), report)
     states = {name: (result.state, result.why) for name, result in report.results.items()}
     assert states == {
         "slow": ("out of time", "it was ended after 1 s"),
@@ -142,5 +137,5 @@ def test_a_part_gets_the_time_that_the_one_before_it_leaves(small_parts, tmp_pat
 
     monkeypatch.setattr(gpu_check.Runner, "run", run)
     report = Report(tmp_path, "command", "cpu", 1, list(small_parts))
-    gpu_check.Runner(arguments_of(patience=2.0)).run_stages(["over", "spoiled", "broken"], report)
+    gpu_check.Runner("cpu", 1, patience=2.0).run_stages(["over", "spoiled", "broken"], report)
     assert limits == {"over": 120.0, "spoiled": 120.0 - 50.0 + 120.0, "broken": 120.0}
