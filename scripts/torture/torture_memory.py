@@ -61,21 +61,21 @@ def memory(shop: Shop, steps: int) -> Tally:
     done = shop.run(scenario, folder, ranks=1, more=more, watch=watch, seconds=max(PATIENCE, steps * _LONGEST_STEP))
     over.set()
     watching[0].join()
-    tally = Tally("memory")
+    tally = Tally("memory" if steps >= 10_000 else "memory --quick")  # the command that repeats it
     if done.code != 0 or len(samples) < 10:
-        tally.failures.append(f"memory ({steps:,} steps): {done.reason}, {len(samples)} samples")
+        tally.failures.append(f"{tally.name} ({steps:,} steps): {done.reason}, {len(samples)} samples")
         return tally
     tally.add("steps", f"{samples[-1].step:,} in {time.monotonic() - began:.0f} s, {len(samples)} samples")
     growth = slope(samples, "resident")
     tally.add("  memory", f"{samples[-1].resident / 1e6:.1f} MB, {growth / 1e3:+.1f} kB a thousand steps")
     if growth > GROWTH:
-        tally.failures.append(f"memory ({steps:,} steps): {growth / 1e6:.2f} MB a thousand steps")
+        tally.failures.append(f"{tally.name} ({steps:,} steps): {growth / 1e6:.2f} MB a thousand steps")
     for what in ("files", "threads"):
         rate = slope(samples, what)
         values = [getattr(each, what) for each in samples]
         tally.add(f"  {what}", f"{min(values)} to {max(values)}, {rate:+.3f} a thousand steps")
         if rate > 0.5:
-            tally.failures.append(f"memory ({steps:,} steps): {rate:.2f} more {what} a thousand steps")
+            tally.failures.append(f"{tally.name} ({steps:,} steps): {rate:.2f} more {what} a thousand steps")
     _logs(folder / "run", steps, tally)
     return tally
 
@@ -91,7 +91,7 @@ def _logs(run: Path, steps: int, tally: Tally) -> None:
     )
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     if [row["step"] for row in rows] != list(range(rows[0]["step"], steps + 1)) or last > 1.05 * first:
-        tally.failures.append(f"memory ({steps:,} steps): metrics.jsonl has {len(rows)} lines of {last:.0f} bytes")
+        tally.failures.append(f"{tally.name} ({steps:,} steps): {len(rows)} rows of the log, {last:.0f} bytes each")
     events = sum(file.stat().st_size for file in run.glob("tensorboard/*"))
     tally.add("  TensorBoard", f"{events / steps:.0f} bytes a step")
 
