@@ -3,12 +3,11 @@ from __future__ import annotations
 import torch
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
+from llmdistill.data.collate import Encoded, collate, sample_id
 from llmdistill.data.pairs import EncodedPair, collate_pairs
 
 END = 2
 X = IGNORE_INDEX
-ITEMS = [Encoded([3, 4][: 1 + n % 2], [5 + n, 2]) for n in range(12)]
 
 
 def test_right_padding_labels_and_mask() -> None:
@@ -25,24 +24,6 @@ def test_the_end_token_is_learned_where_it_doubles_as_padding() -> None:
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
 
 
-def test_each_row_has_the_id_of_its_example():
-    batch = collate(ITEMS, 0)
-    assert batch.sample_ids == tuple((sample_id(item.prompt_ids, item.response_ids),) for item in ITEMS)
-    assert len({row for row in batch.sample_ids}) == len(ITEMS)
-    for row, item in zip(batch.input_ids, ITEMS, strict=True):
-        assert row[: len(item)].tolist() == [*item.prompt_ids, *item.response_ids]
-
-
-def test_a_packed_row_has_the_ids_of_its_examples_in_order():
-    batch = collate_packed(ITEMS, 0, max_length=9)
-    by_id = {item.sample_id: item for item in ITEMS}
-    assert sorted(number for row in batch.sample_ids for number in row) == sorted(by_id)
-    for ids, tokens, mask in zip(batch.sample_ids, batch.input_ids, batch.attention_mask, strict=True):
-        expected = [token for number in ids for token in by_id[number].prompt_ids + by_id[number].response_ids]
-        assert tokens[mask != 0].tolist() == expected
-    assert any(len(ids) > 1 for ids in batch.sample_ids)
-
-
 def test_where_the_parts_end_counts_and_segments_do():
     assert sample_id([1, 2], [3]) != sample_id([1], [2, 3]) != sample_id([1, 2, 3])
     first, second = EncodedPair([1, 2, 3], [0, 0, 1], 1), EncodedPair([1, 2, 3], [0, 1, 1], 1)
@@ -54,3 +35,4 @@ def test_where_the_parts_end_counts_and_segments_do():
 def test_ids_stay_what_they_are():
     """They are kept in files: another hash would make every cache useless."""
     assert sample_id([1, 2, 3]) == 4371673759061385723
+    assert Encoded([1], [2, 3]).sample_id == sample_id([1], [2, 3])

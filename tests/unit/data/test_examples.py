@@ -28,10 +28,10 @@ RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
         ),
         ({"instruction": "Add.", "input": None, "context": "1", "output": "3"}, Example("Add.", "1", ("3",))),
         ({"prompt": "Hi.", "completion": "Hello."}, RAW),
-        ({"prompt": "Hi.", "response": "Hello."}, RAW),
         ({"prompt": "Hi.", "output": ["Hello."], "instruction": None}, RAW),
         ({"messages": [SYSTEM, USER, ANSWER]}, CHAT),
         ({"messages": [SYSTEM, USER, ANSWER], "prompt": "Hi."}, CHAT),
+        ({"messages": [SYSTEM, USER, ANSWER, USER]}, CHAT),
         (
             {
                 "conversations": [
@@ -51,24 +51,17 @@ RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
     ],
 )
 def test_forms(row: dict[str, Any], example: Example) -> None:
-    for needs_answer in (True, False):
-        parsed = parse_row(row, "x:1", needs_answer=needs_answer)
-        assert parsed == example
-        assert parsed.source == "x:1"
-
-
-def test_what_follows_the_last_answer_is_not_learned() -> None:
-    assert parse_row({"messages": [SYSTEM, USER, ANSWER, USER]}, "x:1") == CHAT
+    parsed = parse_row(row, "x:1")
+    assert parsed == example
+    assert parsed.source == "x:1"
 
 
 @pytest.mark.parametrize(
     ("row", "example"),
     [
-        ({"instruction": "Add."}, Example("Add.", "", ())),
         ({"instruction": "Add.", "output": None}, Example("Add.", "", ())),
         ({"prompt": "Hi."}, Example("", "", (), raw_prompt="Hi.")),
         ({"prompt": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
-        ({"messages": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
         (
             {"messages": [USER, ANSWER, USER]},
             Example("", "", (), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
@@ -85,7 +78,6 @@ def test_prompts_without_answer(row: dict[str, Any], example: Example) -> None:
         ({"instruction": "a"}, "the key \"output\" is missing (there are ['instruction']); add it"),
         ({"instruction": 3, "output": "a"}, '"instruction" is 3, not a string'),
         ({"instruction": "a", "output": {"a": 1}}, '"output" is {"a": 1}; give a string or a list'),
-        ({"text": "a"}, "the key \"instruction\" is missing (there are ['text']); add it"),
         ({"prompt": "", "completion": "a"}, '"prompt" is empty'),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3, not a string; give a string, or a list of messages'),
         ({"prompt": "a", "completion": [ANSWER]}, '"completion" is [{"role": "assistant"'),

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.data.instruct import (
-    Example,
-    Limits,
-    encode,
-    encode_prompts,
-)
+from llmdistill.data.instruct import Example, Limits, encode, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
@@ -58,22 +53,6 @@ class TestEncode:
         assert data.counts.truncated_responses == 1
         assert data.counts.report() == "2 examples: 0 dropped for a long prompt, 0 prompts and 1 responses truncated."
 
-    def test_long_prompts_stop_by_default_and_are_counted(self, word_tokenizer: Make) -> None:
-        with pytest.raises(UserError) as error:
-            encode(self.examples(1, 5, 9), word_tokenizer(), Limits(max_prompt_length=self.LENGTH + 4, max_length=200))
-        assert str(error.value).startswith(
-            f"2 of 3 prompts are longer than data.max_prompt_length={self.LENGTH + 4} tokens, "
-            f"first file:2 with {self.LENGTH + 5}; set data.long_prompts=drop"
-        )
-
-    def test_long_prompts_are_dropped(self, word_tokenizer: Make) -> None:
-        limits = {"max_prompt_length": self.LENGTH + 4, "max_length": 200, "long_prompts": "drop"}
-        data = encode(self.examples(5, 1, 9), word_tokenizer(), Limits(**limits))
-        assert [len(item.prompt_ids) for item in data.items] == [self.LENGTH + 1]
-        assert data.counts.dropped == 2
-        with pytest.raises(UserError, match="all 2 prompts"):
-            encode(self.examples(5, 9), word_tokenizer(), Limits(**limits))
-
     def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer: Make) -> None:
         examples = self.examples(50, 1)
         limits = {"max_prompt_length": self.LENGTH + 10, "max_length": 300, "long_prompts": "truncate"}
@@ -104,32 +83,25 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 class TestForms:
     LIMITS = Limits(max_prompt_length=200)
 
-    def test_a_ready_prompt_stays_as_it_is(self, word_tokenizer: Make) -> None:
-        assert render_prompt(RAW) == "{Hi} "
-        for with_start, prompt in ((False, "{Hi} "), (True, "<s>{Hi} ")):
-            tokenizer = word_tokenizer(with_start=with_start)
-            [ids] = encode_prompts([RAW], tokenizer, self.LIMITS).ids
-            assert text_of(tokenizer, ids) == prompt
+    @pytest.mark.parametrize(
+        ("text", "with_start", "tokens"),
+        [("{Hi} ", False, "{Hi} "), ("{Hi} ", True, "<s>{Hi} "), ("<s>Hi", True, "<s>Hi")],
+    )
+    def test_a_ready_prompt_stays_as_it_is(
+        self, word_tokenizer: Make, text: str, with_start: bool, tokens: str
+    ) -> None:
+        tokenizer, prompt = word_tokenizer(with_start=with_start), Example("", "", (), raw_prompt=text)
+        assert render_prompt(prompt) == text
+        [ids] = encode_prompts([prompt], tokenizer, self.LIMITS).ids
+        assert text_of(tokenizer, ids) == tokens
 
-    def test_a_start_token_written_and_added_stands_once(self, word_tokenizer: Make) -> None:
-        tokenizer = word_tokenizer(with_start=True)
-        assert tokenizer("<s>Hi")["input_ids"][:2] == [1, 1]
-        [ids] = encode_prompts([Example("", "", (), raw_prompt="<s>Hi")], tokenizer, self.LIMITS).ids
-        assert text_of(tokenizer, ids) == "<s>Hi"
-
-    @pytest.mark.parametrize("affixes", [{}, {"with_start": True}, {"with_start": True, "with_end": True}])
+    @pytest.mark.parametrize("affixes", [{}, {"with_start": True, "with_end": True}])
     def test_messages_get_the_template_and_one_start_token(self, word_tokenizer: Make, affixes: dict) -> None:
         tokenizer = word_tokenizer(chat=True, **affixes)
         prompt = "<s>[system]Be short.[user]Hi.[assistant]"
         assert render_prompt(CHAT, tokenizer) == prompt
-        assert prompt == tokenizer.apply_chat_template(
-            [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi."}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
         [item] = encode([CHAT], tokenizer, Limits(max_prompt_length=200, max_length=300)).items
         assert text_of(tokenizer, item.prompt_ids) == prompt
-        assert item.prompt_ids.count(1) == 1
         assert text_of(tokenizer, item.response_ids) == "Hello.</s>"
 
     def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer: Make) -> None:
@@ -142,25 +114,20 @@ class TestForms:
         assert (dropped.kept, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
         with pytest.raises(UserError, match=r"3 of 5 prompts are longer .* first x:1 with"):
             encode_prompts(mixed, tokenizer, Limits(**{**limits, "long_prompts": "error"}))
+        with pytest.raises(UserError, match="all 2 prompts"):
+            encode_prompts([CHAT, CHAT], tokenizer, Limits(**limits))
 
 
-@pytest.mark.parametrize(
-    ("name", "kept", "dropped", "cut"),
-    [
-        ("self_inst", 242, 10, 4),  # 242 is the number that MiniLLM keeps
-        ("vicuna", 80, 0, 5),
-    ],
-)
-def test_real_sets_with_the_gpt2_tokenizer(name: str, kept: int, dropped: int, cut: int) -> None:
+def test_a_real_set_with_the_gpt2_tokenizer() -> None:
     folder = os.environ.get("LLMDISTILL_DATA")
     if folder is None:
         pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(folder) / "tokenizers" / "gpt2")
     tokenizer.eos_token = "<|endoftext|>"
-    examples = read_examples(Path(folder) / "instruct" / f"{name}.jsonl")
+    examples = read_examples(Path(folder) / "instruct" / "self_inst.jsonl")
     data = encode(examples, tokenizer, Limits(max_prompt_length=256, max_length=512, long_prompts="drop"))
-    assert (len(data.items), data.counts.dropped, data.counts.truncated_responses) == (kept, dropped, cut)
-    ended = sum(item.response_ids[-1] == tokenizer.eos_token_id for item in data.items)
-    assert ended == kept - cut
+    # 242 is the number that MiniLLM keeps.
+    assert (len(data.items), data.counts.dropped, data.counts.truncated_responses) == (242, 10, 4)
+    assert sum(item.response_ids[-1] == tokenizer.eos_token_id for item in data.items) == 238
     assert all(len(item.prompt_ids) <= 256 for item in data.items)
-    assert max(len(item.prompt_ids) + len(item.response_ids) for item in data.items) <= 512
+    assert max(map(len, data.items)) <= 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,6 @@ ROWS: list[tuple[str, str]] = [
     ("[1, 2]", "a list, not an object"),
     ('{"instruction": "a"}', 'the key "output" is missing'),
     ('{"instruction": "a", "output": "\\ud800"}', "not JSON (a \\ud... escape without its other half"),
-    ('{"instruction": ' + "[" * 28_000, "not JSON (nested too deeply"),
-    ('{"instruction": ' + "1" * 4_400 + "}", "not JSON (a number with too many digits"),
 ]
 
 
@@ -43,10 +42,9 @@ def tokenizer(word_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrai
     return word_tokenizer()
 
 
-def bare(words: int = 3, **names: str) -> PreTrainedTokenizerFast:
+def bare(**names: str) -> PreTrainedTokenizerFast:
     """A tokenizer that marks no beginnings of words, and has the special tokens that are named."""
-    vocabulary = {f"w{number}": number for number in range(words)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    backend = Tokenizer(models.WordLevel({"w0": 0, "w1": 1, "w2": 2}, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
@@ -101,16 +99,13 @@ def test_rows_in_memory_with_half_a_character(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("none.txt", None, "none.txt: no such file; give a plain text, JSONL, JSON, Parquet"),
         ("a.txt", b" \n\n", "a.txt: holds no text; give at least one line of it"),
         ("a.jsonl", b"", "a.jsonl: holds no text"),
-        ("b.json", b"[]", "b.json: holds no text"),
         ("latin.txt", b"caf\xe9\n", "latin.txt:1: cannot be read as UTF-8 text (invalid continuation byte"),
     ],
 )
 def test_a_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: bytes, said: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     refuses(said, tokenize, tmp_path / name, tokenizer, cache_dir=tmp_path / "cache")
     assert not [*tmp_path.glob("cache/corpora/*")]
 
@@ -139,18 +134,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Limits(max_prompt_length=10, max_length=10),
         "data.max_prompt_length=10 must be at least 1 and below data.max_length=10",
     ),
-    "no room for a prompt": (
-        lambda: Limits(max_prompt_length=0, max_length=10),
-        "data.max_prompt_length=0 must be at least 1",
-    ),
     "an input that the prompt leaves out": (
         lambda: render_prompt(Example("Hi", "you", ("x",), "rows:3"), prompt="Q: {instruction}"),
         "rows:3: an input, but data.prompt has no {input}",
     ),
-    "whole words of a vocabulary without them": (
-        lambda: word_starts(bare()),
-        "does not mark where words begin",
-    ),
+    "whole words of a vocabulary without them": (lambda: word_starts(bare()), "does not mark where words begin"),
     "no mask": (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
     "a hint as long as the source": (
         lambda: encode_targets(
@@ -180,6 +168,5 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_settings_and_tokenizers_that_do_not_fit(name: str) -> None:
     call, said = CALLS[name]
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # checked below
+    with pytest.raises(ValueError, match=re.escape(said)):
         call()
-    assert said in str(error.value)

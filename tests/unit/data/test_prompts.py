@@ -65,17 +65,12 @@ class TestResolving:
 
 
 class TestRendering:
-    def test_an_instruction_is_the_users_turn(self, turning):
-        both = Example("Add {1}.", "2\n3", ("5",))
-        assert render_prompt(both, turning, "chat") == "[user]Add {1}.\n\n2\n3<turn>\n[assistant]"
-        assert render_prompt(Example("Hi", "", ("x",)), turning, "chat") == "[user]Hi<turn>\n[assistant]"
-
     def test_a_text_of_ones_own_keeps_braces(self):
         example = Example("Say {input}", "{instruction}", ("x",))
         assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
         assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
 
-    @pytest.mark.parametrize("prompt", ["minillm", "chat", TEXT])
+    @pytest.mark.parametrize("prompt", ["chat", TEXT])
     def test_other_forms_stay_as_they_are(self, turning, prompt):
         assert render_prompt(Example("", "", ("x",), raw_prompt="As it is"), turning, prompt) == "As it is"
         chat = Example("", "", ("x",), messages=(("system", "s"), ("user", "u")))
@@ -92,6 +87,7 @@ class TestTokens:
         assert asked == encode([messages], turning, Limits(**LIMITS)).items
         text = turning.decode([*asked[0].prompt_ids, *asked[0].response_ids])
         assert text.replace(" ", "") == "[user]Add.\n\n12<turn>\n[assistant]3<turn>"
+        assert render_prompt(Example("Hi", "", ("x",)), turning, "chat") == "[user]Hi<turn>\n[assistant]"
 
     def test_an_answer_ends_as_the_prompt_wants_it(self, turning):
         turn = turning.convert_tokens_to_ids("<turn>")
@@ -104,8 +100,6 @@ class TestTokens:
 
 RAISING = {
     "{{ messages.__class__.__mro__ }}": r"access to attribute '__class__'",
-    "{% for i in range(10**9) %}x{% endfor %}": r"Range too big",
-    "{{ 1 + 'a' }}": r"unsupported operand",
     "{{ raise_exception('one\n\ntwo') }}": r"one two\)",
     "{% if": "",
 }
