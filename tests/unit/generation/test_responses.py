@@ -31,17 +31,21 @@ SETTINGS = ResponseConfig(batch_size=2, seed=4, engine="hf", **LIMITS)
 GREEDY = ResponseConfig(decoding="greedy", batch_size=3, engine="hf", **LIMITS)
 
 
+def answers_of(teacher: Path, texts: list[str]) -> tuple[list[list[int]], list[str]]:
+    """The greedy answers of up to ten tokens, as tokens and as texts: one prompt, no padding, no cache."""
+    model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
+    answers = []
+    for text in texts:
+        ids = list(prompt := tokenizer(text)["input_ids"])
+        while len(ids) < len(prompt) + 10 and ids[len(prompt) :][-1:] != [END]:
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def naive_greedy(model: torch.nn.Module, prompt_ids: list[int], limit: int) -> list[int]:
-    """One prompt, no padding, no cache."""
-    ids = list(prompt_ids)
-    while len(ids) < len(prompt_ids) + limit and ids[len(prompt_ids) :][-1:] != [END]:
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt_ids) :]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, output: Path, teacher: Path, data: Path, *, batches: int = 99) -> list[int]:
@@ -65,12 +69,10 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
 ) -> None:
     output = tmp_path / "new" / "answers.jsonl"
     record = generate_responses(str(teacher), str(data), output, GREEDY)
-    model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
     examples = read_examples(data)
-    answers = [naive_greedy(model, tokenizer(render_prompt(example))["input_ids"], 10) for example in examples]
-    texts = [tokenizer.decode([token for token in ids if token != END], skip_special_tokens=True) for ids in answers]
+    answers, texts = answers_of(teacher, [render_prompt(example) for example in examples])
     assert rows(output) == [
-        {"instruction": example.instruction, "input": example.input, "output": text.strip()}
+        {"instruction": example.instruction, "input": example.input, "output": text}
         for example, text in zip(examples, texts, strict=True)
     ]
     unfinished = sum(ids[-1] != END for ids in answers)
@@ -121,13 +123,9 @@ def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
     generate_responses(str(teacher), str(data), output, replace(GREEDY, prompt="minillm"))
-    model = load_model(teacher, dtype=torch.float32)
     chat_text = "system : a red user : Name a colour Response :"
     alpaca = render_prompt(Example("Name a colour", "", ()))
-    said = []
-    for text in (chat_text, chat_text, "Below is a colour :", "green", alpaca):
-        ids = naive_greedy(model, tokenizer(text)["input_ids"], 10)
-        said.append(tokenizer.decode([token for token in ids if token != END], skip_special_tokens=True).strip())
+    _, said = answers_of(teacher, [chat_text, chat_text, "Below is a colour :", "green", alpaca])
     answer = {"role": "assistant", "content": said[0]}
     assert rows(output) == [
         {"messages": [*chat, answer]},
@@ -137,11 +135,7 @@ def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_
         {"instruction": "Name a colour", "input": "", "output": said[4]},
     ]
     assert len(set(said)) == 4
-    learned = read_examples(output)
-    assert [example.outputs for example in learned] == [(text,) for text in said]
-    assert [example.messages for example in learned] == [
-        example.messages for example in read_examples(data, needs_answer=False)
-    ]
+    assert [example.outputs for example in read_examples(output)] == [(text,) for text in said]
 
 
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(
@@ -152,29 +146,13 @@ def test_an_interrupted_run_goes_on_and_ends_byte_equal(
     assert run(monkeypatch, output, teacher, data, batches=2) == [0, 1]
     parts = parts_folder(output)
     finished = (parts / "rank-0.jsonl").read_text().splitlines(keepends=True)
-    assert len(finished) == 2
     assert not output.exists()
-    # As ranks 0 and 5 would have left it, the last killed while it wrote.
-    (parts / "rank-0.jsonl").write_text(finished[0])
-    (parts / "rank-5.jsonl").write_text(finished[1] + '{"batch":3,"rows":{"1":[4')
+    # As ranks 0 and 5 would have left it, both killed while they wrote.
+    for rank, line in zip((0, 5), finished, strict=True):
+        (parts / f"rank-{rank}.jsonl").write_text(line + '{"batch":3,"rows":{"1":[4')
     assert run(monkeypatch, output, teacher, data) == [2, 3]
     assert output.read_bytes() == whole.read_bytes()
     assert not parts.exists()
-
-
-def test_a_torn_line_of_this_rank_does_not_spoil_the_next(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "a.jsonl"
-    said: list[str] = []
-    for _ in range(2):
-        run(monkeypatch, output, teacher, data, batches=1)
-        with (parts_folder(output) / "rank-0.jsonl").open("a") as file:
-            file.write('{"batch":2,"ro')
-    generate_responses(str(teacher), str(data), output, SETTINGS, log=said.append)
-    assert said == [f"2 of 4 batches are there already, in {parts_folder(output)}; going on."]
-    generate_responses(str(teacher), str(data), tmp_path / "whole.jsonl", SETTINGS)
-    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_a_kill_before_the_record_is_written_loses_nothing(
@@ -197,18 +175,6 @@ def test_a_kill_before_the_record_is_written_loses_nothing(
     assert record["output_sha256"] == file_sha256(output)
 
 
-def test_a_finished_file_is_left_alone(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, said = tmp_path / "a.jsonl", []
-    first = generate_responses(str(teacher), str(data), output, SETTINGS)
-    stamp = output.stat().st_mtime_ns
-    monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("no model is needed"))
-    assert generate_responses(str(teacher), str(data), output, SETTINGS, log=said.append) == first
-    assert said == [f"{output} holds these answers already; nothing to do."]
-    assert output.stat().st_mtime_ns == stamp
-
-
 def test_another_request_is_refused_and_named(
     teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,26 +182,22 @@ def test_another_request_is_refused_and_named(
     generate_responses(str(teacher), str(data), output, SETTINGS)
     run(monkeypatch, cut, teacher, data, batches=1)
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
-    other = ResponseConfig(batch_size=2, seed=5, engine="hf", **LIMITS)
-    with pytest.raises(
-        UserError, match=r"a\.jsonl holds .* another request: settings\.seed was 4 and is now 5; choose"
-    ):
-        generate_responses(str(teacher), str(data), output, other)
-    with pytest.raises(UserError, match=r"cut\.jsonl\.parts holds .*settings\.seed was 4 and is now 5"):
-        generate_responses(str(teacher), str(data), cut, other)
+
+    def refused(said: str, path: Path, **changes: Any) -> None:
+        with pytest.raises(UserError, match=said):
+            generate_responses(str(teacher), str(data), path, replace(SETTINGS, **changes))
+
+    refused(r"a\.jsonl holds .* another request: settings\.seed was 4 and is now 5; choose", output, seed=5)
+    refused(r"cut\.jsonl\.parts holds .*settings\.seed was 4 and is now 5", cut, seed=5)
     content = output.read_text()
     output.write_text(content + content)
-    with pytest.raises(UserError, match="was changed after it was generated"):
-        generate_responses(str(teacher), str(data), output, SETTINGS)
+    refused("was changed after it was generated", output)
     output.write_text(content)
     data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
     for path in (output, cut):
-        with pytest.raises(UserError, match="data_fingerprint was sha256:"):
-            generate_responses(str(teacher), str(data), path, SETTINGS)
-    output.write_text("mine\n", encoding="utf-8")
+        refused("data_fingerprint was sha256:", path)
     side_file(output).unlink()
-    with pytest.raises(UserError, match="did not write it; choose another --output"):
-        generate_responses(str(teacher), str(data), output, SETTINGS)
+    refused("did not write it; choose another --output", output)
 
 
 def test_long_prompts_are_dropped_and_the_limit_counts_prompts(teacher: Path, data: Path, tmp_path: Path) -> None:
@@ -245,10 +207,8 @@ def test_long_prompts_are_dropped_and_the_limit_counts_prompts(teacher: Path, da
         limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4, batch_size=2, engine="hf"
     )
     record = generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", settings)
-    kept = [row["instruction"] for row in map(json.loads, data.read_text().splitlines())]
-    assert [row["instruction"] for row in rows(tmp_path / "a.jsonl")] == [
-        text for text, length in zip(kept[:5], lengths, strict=False) if length <= limit
-    ]
+    kept = [row["instruction"] for row, length in zip(rows(data)[:5], lengths, strict=False) if length <= limit]
+    assert [row["instruction"] for row in rows(tmp_path / "a.jsonl")] == kept
     assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
 
 
@@ -266,7 +226,6 @@ def test_misfits_are_refused_before_the_weights_are_loaded(
 
     refused("beyond the model's context of 80", max_length=81)
     refused("temperature is 0", temperature=0.0)
-    refused("top_p is 1.5", top_p=1.5)
     refused("prompts are longer than", max_prompt_length=20)
     BertConfig().save_pretrained(tmp_path / "encoder")
     refused("bert models do not generate text", tmp_path / "encoder")

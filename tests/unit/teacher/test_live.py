@@ -16,14 +16,8 @@ from llmdistill.teacher.live import load_teacher
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"prefetch_buckets": 1},
-            r"teacher.zero: prefetch_buckets: DeepSpeed has no such setting; did you mean \S*bucket_size\?",
-        ),
-        (
-            {"offload_param": {"device": "disk"}},
-            r"teacher.zero: offload_param\.device is 'disk': DeepSpeed refuses it \(input should be",
-        ),
+        ({"prefetch_buckets": 1}, r"teacher.zero: prefetch_buckets: DeepSpeed has no such setting"),
+        ({"offload_param": {"device": "disk"}}, r"teacher.zero: offload_param\.device is 'disk': DeepSpeed refuses it"),
     ],
 )
 def test_settings_that_deepspeed_does_not_know_are_named(settings: dict[str, Any], said: str) -> None:
