@@ -23,19 +23,6 @@ TEST = [EncodedPair([n, 1], [0, 0], None, 30 - n) for n in range(4)]
 WRITTEN = [EncodedTarget(list(range(n)), [1] * (n % 2)) for n in range(1, 6)]
 
 
-def window(number: int, *, learned: bool) -> EncodedWindow:
-    size = 2 + number
-    places = np.arange(-1, 2 * size - 1, dtype=np.int32).reshape(size, 2)
-    types = None if number < 0 else np.array([0] * 2 + [1] * number, dtype=np.int8)
-    return EncodedWindow(
-        input_ids=np.arange(size, dtype=np.int32),
-        token_type_ids=types,
-        target=(1, 1) if learned else (-100, -100),
-        question=number,
-        characters=None if learned else places,
-    )
-
-
 def kept(folder: Path, splits: dict[str, tuple[list[Any], Layout[Any]]], token_ids: type = np.uint32) -> StoredSplits:
     """What is written two examples at a time, and mapped."""
 
@@ -68,7 +55,11 @@ def test_what_is_written_is_read(tmp_path: Path, items: list[Any], layout: Layou
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_windows(tmp_path: Path, learned: bool) -> None:
-    items = [window(n, learned=learned) for n in range(5)]
+    items = []
+    for size in range(2, 7):
+        ids, types = np.arange(size, dtype=np.int32), np.arange(size, dtype=np.int8) % 2
+        places = None if learned else np.arange(-1, 2 * size - 1, dtype=np.int32).reshape(size, 2)
+        items.append(EncodedWindow(ids, None if size == 6 else types, (1, size), size, places))
     found = kept(tmp_path, {"dev": (items, WINDOWS)}, np.uint16).items("dev", WINDOWS)
     for mine, its in zip(found, items, strict=True):
         for name in ("input_ids", "token_type_ids", "characters"):

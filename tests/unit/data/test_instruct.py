@@ -36,21 +36,18 @@ class TestEncode:
     def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer()
         [example] = self.examples(3)
-        data = encode([example], tokenizer, Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7))
-        [item] = data.items
+        limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7)
+        [item], *_ = encode([example], tokenizer, limits)
         assert tokenizer.decode(item.prompt_ids).replace(" ", "") == render_prompt(example).replace(" ", "")
         assert item.prompt_ids[-1] == tokenizer.convert_tokens_to_ids("\n")
         assert item.response_ids == [*tokenizer.convert_tokens_to_ids(list("out")), tokenizer.eos_token_id]
-        assert (data.counts.dropped, data.counts.truncated_prompts, data.counts.truncated_responses) == (0, 0, 0)
 
     def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer: Make) -> None:
-        data = encode(
-            self.examples(3, 1), word_tokenizer(), Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6)
-        )
+        limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6)
+        data = encode(self.examples(3, 1), word_tokenizer(), limits)
         assert [len(item.response_ids) for item in data.items] == [3, 4]
         assert data.items[0].response_ids[-1] != 0
         assert data.items[1].response_ids[-1] == 0
-        assert data.counts.truncated_responses == 1
         assert data.counts.report() == "2 examples: 0 dropped for a long prompt, 0 prompts and 1 responses truncated."
 
     def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer: Make) -> None:
@@ -129,5 +126,3 @@ def test_a_real_set_with_the_gpt2_tokenizer() -> None:
     # 242 is the number that MiniLLM keeps.
     assert (len(data.items), data.counts.dropped, data.counts.truncated_responses) == (242, 10, 4)
     assert sum(item.response_ids[-1] == tokenizer.eos_token_id for item in data.items) == 238
-    assert all(len(item.prompt_ids) <= 256 for item in data.items)
-    assert max(map(len, data.items)) <= 512

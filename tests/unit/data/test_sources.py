@@ -9,14 +9,13 @@ from typing import Any
 
 import datasets
 import pytest
+from hostile import refuses
 
 from llmdistill.data.examples import Example
 from llmdistill.data.sources import read_examples, stream_rows
-from llmdistill.errors import UserError
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
 ROWS = [ROW, {"instruction": "Greet.", "input": "", "output": "Hi."}]
-EXAMPLES = [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -51,26 +50,21 @@ class TestJson:
         "text", [json.dumps(ROWS, indent=1), json.dumps({"data": ROWS}), "\n".join(map(json.dumps, ROWS))]
     )
     def test_an_array_an_object_around_it_or_lines(self, tmp_path: Path, text: str) -> None:
-        assert read_examples(write(tmp_path / "a.json", text)) == EXAMPLES
+        found = read_examples(write(tmp_path / "a.json", text))
+        assert found == [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
 
 
 class TestTables:
     def test_parquet(self, tmp_path: Path) -> None:
         chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
-        rows: list[dict[str, Any]] = [{**ROW, "output": ["3", "three"]}, {"messages": chat}, {"instruction": "a"}]
+        rows: list[dict[str, Any]] = [{**ROW, "output": ["3", "three"]}, {"messages": chat}]
         keys = {key for row in rows for key in row}
-        table = datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows])
-        folder = tmp_path / "a[1]*"  # no pattern, though it looks like one
-        folder.mkdir()
-        table.to_parquet(folder / "a.parquet")
-        table.select(range(2)).to_parquet(folder / "good.parquet")
-        assert read_examples(folder / "good.parquet") == [
+        path = tmp_path / "a[1]*.parquet"  # no pattern, though it looks like one
+        datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows]).to_parquet(path)
+        assert read_examples(path) == [
             Example("Add.", "1 2", ("3", "three")),
             Example("", "", ("Hello.",), messages=(("user", "Hi."),)),
         ]
-        with pytest.raises(UserError) as error:
-            read_examples(folder / "a.parquet")
-        assert str(error.value).startswith(f'{folder / "a.parquet"}: row 3: the key "output" is missing')
 
     def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path: Path) -> None:
         path = tmp_path / "a.tsv"
@@ -78,8 +72,7 @@ class TestTables:
         examples = read_examples(path)
         assert [(each.instruction, each.outputs) for each in examples] == [('"a', ("b",)), ("c, d", ('"e" f',))]
         path.write_text("instruction\toutput\n\na\n", encoding="utf-8")
-        with pytest.raises(UserError, match=r"a\.tsv:3: "):
-            read_examples(path)
+        refuses("a.tsv:3: ", read_examples, path)
 
     def test_cells_of_csv_stay_text(self, tmp_path: Path) -> None:
         path = write_csv(
@@ -89,14 +82,10 @@ class TestTables:
 
     def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "a.csv", ["instruction", "output"], ["a", "b"], ["c", ""])
-        with pytest.raises(UserError) as error:
-            read_examples(path)
-        assert str(error.value).startswith(f'{path}: row 2: the key "output" is missing')
+        refuses('a.csv: row 2: the key "output" is missing', read_examples, path)
         assert [example.outputs for example in read_examples(path, needs_answer=False)] == [("b",), ()]
-        for name, kind in (("a.parquet", "Parquet"), ("b.csv", "CSV")):
-            (tmp_path / name).write_text("")
-            with pytest.raises(UserError, match=f"{name}: cannot be read as {kind}"):
-                read_examples(tmp_path / name)
+        (tmp_path / "b.parquet").write_text("")
+        refuses("b.parquet: cannot be read as Parquet", read_examples, tmp_path / "b.parquet")
 
 
 def sized(rows: int) -> datasets.Dataset:
@@ -166,29 +155,22 @@ class TestHub:
     @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
     def test_streaming_says_what_it_cannot_cut(self, hub: Callable, slice_: str) -> None:
         hub(sized(10))
-        with pytest.raises(UserError, match=r"by whole numbers alone, such as train\[:500\]"):
-            next(stream_rows(f"o/n:train{slice_}"))
+        refuses("by whole numbers alone, such as train[:500]", lambda: next(stream_rows(f"o/n:train{slice_}")))
 
     def test_failure_names_the_set_and_the_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def unreachable(*_: object, **__: object) -> None:
             raise ConnectionError("Couldn't reach it\nafter 5 trials")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
-        with pytest.raises(UserError) as error:
-            read_examples("o/n:main:test")
-        assert str(error.value) == (
-            "o/n:main:test: no such file, and not loaded from the hub as data set o/n, configuration main, split test "
-            "(ConnectionError: Couldn't reach it); check the name, the split and the network, or give a file"
-        )
-        with pytest.raises(UserError, match=r"^hf://datasets/o/n/valid\.jsonl: no such file, and not loaded"):
-            next(stream_rows(Path("hf://datasets/o/n/valid.jsonl")))  # a path has one slash
+        said = "data set o/n, configuration main, split test (ConnectionError: Couldn't reach it); check the name"
+        refuses(f"o/n:main:test: no such file, and not loaded from the hub as {said}", read_examples, "o/n:main:test")
+        path = Path("hf://datasets/o/n/valid.jsonl")  # has one slash
+        refuses("hf://datasets/o/n/valid.jsonl: no such file, and not loaded", read_examples, path)
 
     @pytest.mark.parametrize(
-        "reference",
-        ["none.jsonl", "a/none.parquet", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"],
+        "reference", ["none.jsonl", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"]
     )
     def test_what_is_no_name_is_a_missing_file(self, hub: Callable, reference: str) -> None:
         calls = hub(sized(1))
-        with pytest.raises(UserError, match=r"no such file; give a JSONL, .* CSV or TSV file, or OWNER/NAME"):
-            stream_rows(reference)
+        refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", stream_rows, reference)
         assert calls == []

@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.data import stream
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share
-from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, shuffled
 from llmdistill.errors import UserError
 
@@ -81,12 +80,6 @@ def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make: Callable,
     assert walked(make(numbers, seed=0), 3) != prompts[:12]
 
 
-def test_items_are_those_of_encode(make: Callable, numbers: Path, word_tokenizer: Make) -> None:
-    whole = encode(read_examples(numbers), word_tokenizer(), Limits(**LIMITS)).items
-    [items] = make(numbers, global_batch_size=SIZE, micro_batch_size=SIZE).micro_batch_items(0)
-    assert sorted(items, key=str) == sorted(whole, key=str)
-
-
 @pytest.mark.parametrize("bucket_steps", [1, 3])
 def test_seed_and_step_alone_decide(make: Callable, numbers: Path, bucket_steps: int) -> None:
     loader = make(numbers, bucket_steps=bucket_steps)
@@ -105,13 +98,12 @@ def test_seed_and_step_alone_decide(make: Callable, numbers: Path, bucket_steps:
 
 def test_steps_are_sorted_by_length(make: Callable, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % 8) for n in range(24)])
-    walk = [make(path).micro_batch_items(step)[0] for step in range(6)]
-    assert all(items == sorted(items, key=len, reverse=True) for items in walk)
-    loader = make(path, bucket_steps=3, micro_batch_size=2)
-    for window in range(2):
-        steps = [list(chain(*loader.micro_batch_items(step))) for step in range(3 * window, 3 * window + 3)]
-        plain = list(chain(*walk[3 * window : 3 * window + 3]))
-        assert sorted(chain(*steps), key=str) == sorted(plain, key=str)
+    plain, sorted_together = make(path), make(path, bucket_steps=3)
+    for first in (0, 3):
+        walk, steps = (
+            [each.micro_batch_items(step)[0] for step in range(first, first + 3)] for each in (plain, sorted_together)
+        )
+        assert Counter(map(str, chain(*steps))) == Counter(map(str, chain(*walk)))
         lengths = [len(item) for items in sorted(steps, key=lambda items: -len(items[0])) for item in items]
         assert lengths == sorted(lengths, reverse=True)
 
@@ -150,39 +142,28 @@ def _alive() -> int:
     return sum(isinstance(each, (Example, Encoded)) for each in gc.get_objects())
 
 
+def on_ranks(make: Callable, size: int, reference: Path, job: Callable[[StreamLoader], Any], **settings: Any) -> Any:
+    """What a job finds with the loader of each rank."""
+    settings |= {"world_size": size, "exchange": ThreadRanks(size)}
+    return settings["exchange"].run(lambda rank: job(make(reference, rank=rank, **settings)))
+
+
 class TestSharedAmongRanks:
-    @pytest.fixture
-    def ranks(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """Runs a job with the loader of each rank; the numbers of rows read and of texts tokenized by rank."""
+    @pytest.mark.parametrize(("long_prompts", "bucket_steps"), [("error", 1), ("truncate", 3), ("drop", 3)])
+    def test_the_batches_are_those_of_one_rank(
+        self, make: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_prompts: str, bucket_steps: int
+    ) -> None:
         rows, encode = stream.stream_rows, stream.encode
         read, tokenized = Counter[int](), Counter[int]()
 
         def counted_rows(reference: Any) -> Iterator[Any]:
-            for row in rows(reference):
-                read[ThreadRanks.own.rank] += 1
-                yield row
+            read[ThreadRanks.own.rank] += 1
+            return rows(reference)
 
         def counted_encode(examples: Any, *args: Any, **more: Any) -> Any:
             tokenized[ThreadRanks.own.rank] += len(examples)
             return encode(examples, *args, **more)
 
-        def run(size: int, reference: Path, job: Callable[[StreamLoader], Any], **settings: Any) -> Any:
-            read.clear()
-            tokenized.clear()
-            monkeypatch.setattr(stream, "stream_rows", counted_rows)
-            monkeypatch.setattr(stream, "encode", counted_encode)
-            threads = ThreadRanks(size)
-            settings |= {"world_size": size, "exchange": threads}
-            found = threads.run(lambda rank: job(make(reference, rank=rank, **settings)))
-            monkeypatch.undo()
-            return found, read, tokenized
-
-        return run
-
-    @pytest.mark.parametrize(("long_prompts", "bucket_steps"), [("error", 1), ("truncate", 3), ("drop", 3)])
-    def test_the_batches_are_those_of_one_rank(
-        self, make: Callable, ranks: Callable, tmp_path: Path, long_prompts: str, bucket_steps: int
-    ) -> None:
         most = 8 if long_prompts == "error" else 11
         path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % most) for n in range(23)])
         settings = {"long_prompts": long_prompts, "bucket_steps": bucket_steps, "global_batch_size": 12}
@@ -193,8 +174,11 @@ class TestSharedAmongRanks:
 
         alone = make(path, micro_batch_size=12, **settings)
         expected = [alone.micro_batch_items(step)[0] for step in steps]
+        monkeypatch.setattr(stream, "stream_rows", counted_rows)
+        monkeypatch.setattr(stream, "encode", counted_encode)
         for size in (2, 12):
-            found, read, tokenized = ranks(size, path, walk, micro_batch_size=12 // size, **settings)
+            tokenized.clear()
+            found = on_ranks(make, size, path, walk, micro_batch_size=12 // size, **settings)
             assert [list(chain(*(each[0][n][0] for each in found))) for n in range(len(steps))] == expected
             assert {report for _, report in found} == {alone.report()}
             assert set(read) == {0}, "rank 0 alone reads the set"
@@ -209,9 +193,7 @@ class TestSharedAmongRanks:
             ([f'{{"prompt": "{"b" * n}", "completion": "b"}}' for n in (10, 11, 12)], "prompt has 1[012] tokens"),
         ],
     )
-    def test_a_mistake_is_that_of_one_rank(
-        self, make: Callable, ranks: Callable, tmp_path: Path, rows: list[str], said: str
-    ) -> None:
+    def test_a_mistake_is_that_of_one_rank(self, make: Callable, tmp_path: Path, rows: list[str], said: str) -> None:
         path = write(tmp_path / "a.jsonl", ["a"] * 20)
         with path.open("a") as file:
             file.write("\n".join(rows))
@@ -222,8 +204,9 @@ class TestSharedAmongRanks:
             return error.value
 
         # The last rows are in one batch, in their order.
-        alone = fail(make(path, global_batch_size=6, micro_batch_size=6, shuffle_buffer=1))
-        errors, _, _ = ranks(3, path, fail, global_batch_size=6, micro_batch_size=2, shuffle_buffer=1)
+        settings = {"global_batch_size": 6, "shuffle_buffer": 1}
+        alone = fail(make(path, micro_batch_size=6, **settings))
+        errors = on_ranks(make, 3, path, fail, micro_batch_size=2, **settings)
         assert {str(error) for error in errors} == {str(alone)}
         assert all(error.everywhere for error in errors)
 
@@ -249,15 +232,12 @@ class TestLongPrompts:
 
 def test_a_set_without_answers_ends_early(make: Callable, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [f"n{number}" for number in range(120)], answer=" ")
-    threads = ThreadRanks(2)
 
-    def walk(rank: int) -> str:
-        sizes = {"global_batch_size": 10, "micro_batch_size": 5}
-        loader = make(path, rank=rank, world_size=2, exchange=threads, **sizes)
+    def fail(loader: StreamLoader) -> str:
         loader.micro_batches(8)
         with pytest.raises(UserError) as error:
             loader.micro_batches(9)
         return str(error.value)
 
-    (said,) = set(threads.run(walk))
+    (said,) = set(on_ranks(make, 2, path, fail, global_batch_size=10, micro_batch_size=5))
     assert said.startswith(f"{path}: the answers of the first 100 examples are empty")

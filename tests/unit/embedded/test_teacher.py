@@ -31,7 +31,6 @@ def test_teacher_reaches_its_score(tokenizer: PreTrainedTokenizerBase) -> None:
     claimed = json.loads((locate("embedded:teacher") / "scores.json").read_text())["scores"]
     examples = read_examples(locate("embedded:seen"))
     settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
-    prompts = encode_prompts(examples, tokenizer, Limits()).ids
     limits = {"max_prompt_length": 256, "max_length": 512, "seeds": [0], "world": World.alone()}
     (found,) = generate_passes(
         teacher, tokenizer, encode_prompts(examples, tokenizer, Limits()).ids, settings, **limits

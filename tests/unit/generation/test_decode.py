@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
@@ -37,7 +31,17 @@ VOCABULARY = 98
 END = 0
 PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
 GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
-LIMITS = {"max_prompt_length": 30, "max_length": 60, "seed": 0}
+SAMPLED = Decoding(sample=True, batch_size=2)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return decoder()
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -47,48 +51,22 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
 
 
-def tiny_model(kind: str, *, scale: float = 6.0) -> PreTrainedModel:
-    """A random model; scale sharpens its logits, so that greedy choices are no ties."""
-    torch.manual_seed(1)
-    if kind == "llama":
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=0.3,
-        )
-        model: PreTrainedModel = LlamaForCausalLM(config)
-    else:
-        # The config's own end token is not the tokenizer's: it must not count.
-        config = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            initializer_range=0.3,
-            eos_token_id=5,
-        )
-        model = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(scale if kind == "llama" else 1.0)
-    return model.eval()
-
-
-def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ids: Any, settings: Decoding, **limits: Any):
-    """One pass in this process."""
-    seed = limits.pop("seed")
-    return generate_passes(model, tokenizer, ids, settings, seeds=[seed], world=World.alone(), **limits)[0]
+def decoder() -> PreTrainedModel:
+    """A random model whose greedy choices are no ties; its config's end token is not the tokenizer's."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "max_position_embeddings": 128}
+    return tiny_model("llama", seed=1, **sizes, initializer_range=0.3, eos_token_id=5)
 
 
 def answers_to(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, seed: int = 0
-) -> GenerationResult:
-    return generate(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **{**LIMITS, "seed": seed})
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    settings: Decoding,
+    seeds: tuple[int, ...] = (0,),
+    **options: Any,
+) -> list[GenerationResult]:
+    options = {"max_prompt_length": 30, "max_length": 60, "world": World.alone(), **options}
+    return generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, seeds=seeds, **options)
 
 
 def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
@@ -106,61 +84,44 @@ def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngra
     return ids[len(prompt_ids) :]
 
 
-@pytest.mark.parametrize(("kind", "ngram"), [("llama", 0), ("gpt2", 3)])
-def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
-    model, tokenizer = tiny_model(kind), character_tokenizer()
+@pytest.mark.parametrize("ngram", [0, 3])
+def test_batching_and_left_padding_do_not_change_greedy_answers(model, tokenizer, ngram: int) -> None:
     settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
-    result = answers_to(model, tokenizer, PROMPTS, settings)
+    [result] = answers_to(model, tokenizer, PROMPTS, settings)
     expected = [naive_greedy(model, ids, 30, ngram) for ids in tokenizer(PROMPTS)["input_ids"]]
-    texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
-    assert result.texts == [text.strip() for text in texts]
+    assert result.texts == [text.strip() for text in tokenizer.batch_decode(expected, skip_special_tokens=True)]
     assert result.tokens == sum(map(len, expected))
     assert result.seconds > 0
 
 
-def test_shipped_generation_settings_do_not_count() -> None:
-    model, tokenizer = tiny_model("llama"), character_tokenizer()
-    settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2)
-    expected = answers_to(model, tokenizer, PROMPTS, settings).texts
+def test_shipped_generation_settings_do_not_count(model, tokenizer) -> None:
+    [expected] = answers_to(model, tokenizer, PROMPTS, SAMPLED)
     shipped = model.generation_config
-    for key, value in {
-        "do_sample": False,
-        "temperature": 0.01,
-        "top_k": 1,
-        "top_p": 0.1,
-        "min_p": 0.5,
-        "repetition_penalty": 9.0,
-        "eos_token_id": [7, 8, 9],
-        "suppress_tokens": list(range(10, 60)),
-        "min_new_tokens": 20,
-    }.items():
-        setattr(shipped, key, value)
-    assert answers_to(model, tokenizer, PROMPTS, settings).texts == expected
+    shipped.update(do_sample=False, temperature=0.01, top_k=1, top_p=0.1, min_p=0.5, repetition_penalty=9.0)
+    shipped.update(eos_token_id=[7, 8, 9], suppress_tokens=list(range(10, 60)), min_new_tokens=20)
+    [found] = answers_to(model, tokenizer, PROMPTS, SAMPLED)
+    assert found.texts == expected.texts
     assert model.generation_config is shipped
 
 
-def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
+def test_batches_of_the_plan_answer_alone_as_they_do_together(model, tokenizer) -> None:
     # What a resumed run rests on: a batch depends on its number and on nothing that was generated before.
-    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    settings = Decoding(sample=True, batch_size=2)
+    [together] = answers_to(model, tokenizer, PROMPTS, SAMPLED)
     ids = tokenizer(PROMPTS)["input_ids"]
-    together = generate(model, tokenizer, ids, settings, **LIMITS)
     batches = plan_batches(ids, 2)
     assert [[len(ids[index]) for index in batch] for batch in batches] == [[1, 5], [11, 19], [30]]
-    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=30)
+    engine = HuggingFaceEngine(model, tokenizer, SAMPLED, max_new_tokens=30)
     alone: dict[int, list[int]] = {}
     for number in (2, 0, 1):
-        alone.update(answer_batch(engine, ids, batches, number, LIMITS["seed"]))
+        alone.update(answer_batch(engine, ids, batches, number, seed=0))
     rows = [alone[index] for index in range(len(ids))]
     assert decode_answers(rows, tokenizer) == together.texts
     assert sum(map(len, rows)) == together.tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_temperature_top_k_and_top_p_cut_the_distribution(settings: dict[str, float]) -> None:
-    # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05, and
-    # a top-k of 50, the library's default, 0.09.
-    model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
+def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, settings: dict[str, float]) -> None:
+    # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05.
     count = 4000
     ids = tokenizer("Hello")["input_ids"]
     with torch.no_grad():
@@ -178,44 +139,36 @@ def test_temperature_top_k_and_top_p_cut_the_distribution(settings: dict[str, fl
         drawn[token] += 1 / count
     assert (drawn - expected).abs().sum() / 2 < 0.08
     assert drawn[expected == 0].sum() == 0
+    assert settings or (drawn > 0).sum() > 50, "the library's default is a top-k of 50"
 
 
-def test_samples_depend_on_the_seed_alone() -> None:
-    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2)
-
-    def sample(seed: int) -> list[str]:
-        return answers_to(model, tokenizer, ["a", "b"], settings, seed).texts
-
+def test_samples_depend_on_the_seed_alone(model, tokenizer) -> None:
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
-    first = sample(0)
+    first, other = answers_to(model, tokenizer, ["a", "b"], SAMPLED, seeds=(0, 1))
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(5)
-    assert sample(0) == first
-    assert sample(1) != first
+    [again] = answers_to(model, tokenizer, ["a", "b"], SAMPLED)
+    assert again.texts == first.texts != other.texts
 
 
-def test_equal_prompts_in_different_batches_get_different_samples() -> None:
-    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    result = answers_to(model, tokenizer, ["Hello"] * 4, Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2))
+def test_equal_prompts_in_different_batches_get_different_samples(model, tokenizer) -> None:
+    [result] = answers_to(model, tokenizer, ["Hello"] * 4, SAMPLED)
     assert len(set(result.texts)) == 4
 
 
-def test_model_and_tokenizer_are_left_as_they_were() -> None:
-    model, tokenizer = tiny_model("gpt2").train(), character_tokenizer()
-    model.transformer.h[1].eval()
+def test_model_and_tokenizer_are_left_as_they_were(model, tokenizer) -> None:
+    model.train().model.layers[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     tokenizer.padding_side = "right"
-    answers_to(model, tokenizer, PROMPTS, GREEDY)
+    answers_to(model, tokenizer, PROMPTS[:1], GREEDY)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert tokenizer.padding_side == "right"
 
 
 def two_passes(world: World, *, synced: bool) -> list[tuple[list[str], int]]:
-    tokenizer, settings = character_tokenizer(), Decoding(sample=True, batch_size=2)
-    limits = {"max_prompt_length": 30, "max_length": 40, "seeds": [0, 7], "world": world, "synced": synced}
-    passes = generate_passes(tiny_model("llama"), tokenizer, tokenizer(PROMPTS)["input_ids"], settings, **limits)
+    options = {"max_length": 40, "world": world, "synced": synced}
+    passes = answers_to(decoder(), character_tokenizer(), PROMPTS, SAMPLED, seeds=(0, 7), **options)
     return [(each.texts, each.tokens) for each in passes]
 
 
@@ -246,8 +199,7 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int
     assert [[job for job in share if not job[1]] for share in filled] == shares
 
 
-def test_an_answer_stops_at_the_end_of_a_turn() -> None:
-    tokenizer, model = character_tokenizer(), tiny_model("llama")
+def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer) -> None:
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
     [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
@@ -255,7 +207,7 @@ def test_an_answer_stops_at_the_end_of_a_turn() -> None:
     # As in Gemma, another token than the end token ends the turns of the template.
     tokenizer.add_special_tokens({"additional_special_tokens": [symbol]})
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + symbol + "{% endfor %}"
-    result = generate(model, tokenizer, ids, GREEDY, **LIMITS)
+    [result] = answers_to(model, tokenizer, ["a"], GREEDY)
     assert (result.texts, result.tokens) == ([tokenizer.decode(row[:place]).strip()], place + 1)
 
 

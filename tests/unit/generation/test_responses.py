@@ -67,21 +67,41 @@ def run(monkeypatch: pytest.MonkeyPatch, output: Path, teacher: Path, data: Path
 def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
     teacher: Path, data: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "new" / "answers.jsonl"
-    record = generate_responses(str(teacher), str(data), output, GREEDY)
-    examples = read_examples(data)
-    answers, texts = answers_of(teacher, [render_prompt(example) for example in examples])
+    tokenizer = load_tokenizer(teacher)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
+    tokenizer.save_pretrained(teacher)
+    examples, output = read_examples(data), tmp_path / "new" / "answers.jsonl"
+    chat = [{"role": "system", "content": "a red"}, {"role": "user", "content": "Name a colour"}]
+    other_forms = [
+        {"messages": [*chat, {"role": "assistant", "content": "not looked at"}]},
+        {"messages": chat},
+        {"prompt": "Below is a colour :"},
+        {"prompt": "green", "completion": "not looked at"},
+    ]
+    with data.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in other_forms)
+
+    record = generate_responses(str(teacher), str(data), output, replace(GREEDY, prompt="minillm"))
+
+    chats = ["system : a red user : Name a colour Response :"] * 2
+    answers, texts = answers_of(teacher, [*map(render_prompt, examples), *chats, "Below is a colour :", "green"])
+    *said, in_chat, again, completion, other = texts
     assert rows(output) == [
-        {"instruction": example.instruction, "input": example.input, "output": text}
-        for example, text in zip(examples, texts, strict=True)
+        *(
+            {"instruction": each.instruction, "input": each.input, "output": text}
+            for each, text in zip(examples, said, strict=True)
+        ),
+        *({"messages": [*chat, {"role": "assistant", "content": text}]} for text in (in_chat, again)),
+        {"prompt": "Below is a colour :", "completion": completion},
+        {"prompt": "green", "completion": other},
     ]
     unfinished = sum(ids[-1] != END for ids in answers)
-    assert 0 < unfinished < len(examples), "the teacher must finish some and not others"
+    assert 0 < unfinished < len(answers), "the teacher must finish some and not others"
     expected = {
         "teacher": str(teacher),
         "teacher_fingerprint": fingerprint(teacher),
         "data": str(data),
-        "prompts": 7,
+        "prompts": 11,
         "dropped": 0,
         "truncated": 0,
         "unfinished_answers": unfinished,
@@ -106,36 +126,6 @@ def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path
     (expected,) = generate_passes(model, tokenizer, ids, decoding, seeds=[4], world=alone, **LIMITS)
     assert [row["output"] for row in rows(tmp_path / "a.jsonl")] == expected.texts
     assert len(set(expected.texts)) > 3
-
-
-def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(teacher)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
-    tokenizer.save_pretrained(teacher)
-    data, output = tmp_path / "mixed.jsonl", tmp_path / "answers.jsonl"
-    chat = [{"role": "system", "content": "a red"}, {"role": "user", "content": "Name a colour"}]
-    prompts = [
-        {"messages": [*chat, {"role": "assistant", "content": "not looked at"}]},
-        {"messages": chat},
-        {"prompt": "Below is a colour :"},
-        {"prompt": "green", "completion": "not looked at"},
-        {"instruction": "Name a colour"},
-    ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
-    generate_responses(str(teacher), str(data), output, replace(GREEDY, prompt="minillm"))
-    chat_text = "system : a red user : Name a colour Response :"
-    alpaca = render_prompt(Example("Name a colour", "", ()))
-    _, said = answers_of(teacher, [chat_text, chat_text, "Below is a colour :", "green", alpaca])
-    answer = {"role": "assistant", "content": said[0]}
-    assert rows(output) == [
-        {"messages": [*chat, answer]},
-        {"messages": [*chat, answer]},
-        {"prompt": "Below is a colour :", "completion": said[2]},
-        {"prompt": "green", "completion": said[3]},
-        {"instruction": "Name a colour", "input": "", "output": said[4]},
-    ]
-    assert len(set(said)) == 4
-    assert [example.outputs for example in read_examples(output)] == [(text,) for text in said]
 
 
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(
