@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile import refuses
 from transformers import BertConfig
 
 from llmdistill.config import ResponseConfig
@@ -15,7 +17,6 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
-from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import responses
 from llmdistill.generation.answers_file import parts_folder, side_file
@@ -48,8 +49,18 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, teacher: Path, data: Path, *, batches: int = 99) -> list[int]:
-    """Generate with SETTINGS, and die when so many batches are done; returns the numbers of those begun."""
+@pytest.fixture
+def generate(teacher: Path, data: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Generates a file of the temporary folder."""
+
+    def run(name: str = "a.jsonl", settings: ResponseConfig = SETTINGS, **changes: Any) -> dict[str, Any]:
+        return generate_responses(str(teacher), str(data), tmp_path / name, replace(settings, **changes))
+
+    return run
+
+
+def batches_begun(generate: Callable, monkeypatch: pytest.MonkeyPatch, *, batches: int = 99) -> list[int]:
+    """Generate, and die when so many batches are done; returns the numbers of those begun."""
     real, begun = responses.answer_batch, []
 
     def answer_batch(engine, prompt_ids, plan, number, seed):
@@ -60,7 +71,7 @@ def run(monkeypatch: pytest.MonkeyPatch, output: Path, teacher: Path, data: Path
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(responses, "answer_batch", answer_batch)
-        generate_responses(str(teacher), str(data), output, SETTINGS)
+        generate()
     return begun
 
 
@@ -116,8 +127,8 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
-def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path) -> None:
-    generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
+def test_samples_are_those_of_generate(generate: Callable, teacher: Path, data: Path, tmp_path: Path) -> None:
+    generate()
     model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
     prompts = [render_prompt(example) for example in read_examples(data)]
     examples = [Example("", "", (), raw_prompt=prompt) for prompt in prompts]
@@ -129,24 +140,23 @@ def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path
 
 
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    generate_responses(str(teacher), str(data), whole, SETTINGS)
-    assert run(monkeypatch, output, teacher, data, batches=2) == [0, 1]
-    parts = parts_folder(output)
+    generate("whole.jsonl")
+    assert batches_begun(generate, monkeypatch, batches=2) == [0, 1]
+    output, parts = tmp_path / "a.jsonl", parts_folder(tmp_path / "a.jsonl")
     finished = (parts / "rank-0.jsonl").read_text().splitlines(keepends=True)
     assert not output.exists()
     # As ranks 0 and 5 would have left it, both killed while they wrote.
     for rank, line in zip((0, 5), finished, strict=True):
         (parts / f"rank-{rank}.jsonl").write_text(line + '{"batch":3,"rows":{"1":[4')
-    assert run(monkeypatch, output, teacher, data) == [2, 3]
-    assert output.read_bytes() == whole.read_bytes()
+    assert batches_begun(generate, monkeypatch) == [2, 3]
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not parts.exists()
 
 
 def test_a_kill_before_the_record_is_written_loses_nothing(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "a.jsonl"
 
@@ -155,69 +165,59 @@ def test_a_kill_before_the_record_is_written_loses_nothing(
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(responses, "write_json", die)
-        generate_responses(str(teacher), str(data), output, SETTINGS)
+        generate()
     assert not side_file(output).exists()
     written = output.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
-        record = generate_responses(str(teacher), str(data), output, SETTINGS)
+    monkeypatch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
+    record = generate()
     assert output.read_bytes() == written
     assert record["output_sha256"] == file_sha256(output)
 
 
 def test_another_request_is_refused_and_named(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, cut = tmp_path / "a.jsonl", tmp_path / "cut.jsonl"
-    generate_responses(str(teacher), str(data), output, SETTINGS)
-    run(monkeypatch, cut, teacher, data, batches=1)
+    output = tmp_path / "a.jsonl"
+    batches_begun(generate, monkeypatch, batches=1)
+    output.with_name("a.jsonl.parts").rename(tmp_path / "cut.jsonl.parts")
+    generate()
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
 
-    def refused(said: str, path: Path, **changes: Any) -> None:
-        with pytest.raises(UserError, match=said):
-            generate_responses(str(teacher), str(data), path, replace(SETTINGS, **changes))
-
-    refused(r"a\.jsonl holds .* another request: settings\.seed was 4 and is now 5; choose", output, seed=5)
-    refused(r"cut\.jsonl\.parts holds .*settings\.seed was 4 and is now 5", cut, seed=5)
+    refuses("a.jsonl holds the answers to another request: settings.seed was 4 and is now 5;", generate, seed=5)
+    said = "cut.jsonl.parts holds batches of another request: settings.seed was 4 and is now 5"
+    refuses(said, generate, "cut.jsonl", seed=5)
     content = output.read_text()
     output.write_text(content + content)
-    refused("was changed after it was generated", output)
+    refuses("was changed after it was generated", generate)
     output.write_text(content)
     data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
-    for path in (output, cut):
-        refused("data_fingerprint was sha256:", path)
+    for name in ("a.jsonl", "cut.jsonl"):
+        refuses("data_fingerprint was sha256:", generate, name)
     side_file(output).unlink()
-    refused("did not write it; choose another --output", output)
+    refuses("did not write it; choose another --output", generate)
 
 
-def test_long_prompts_are_dropped_and_the_limit_counts_prompts(teacher: Path, data: Path, tmp_path: Path) -> None:
+def test_long_prompts_are_dropped_and_the_limit_counts_prompts(
+    generate: Callable, teacher: Path, data: Path, tmp_path: Path
+) -> None:
     lengths = [len(load_tokenizer(teacher)(render_prompt(example))["input_ids"]) for example in read_examples(data)]
     limit = sorted(lengths[:5])[2]
-    settings = ResponseConfig(
-        limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4, batch_size=2, engine="hf"
-    )
-    record = generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", settings)
+    record = generate(limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4)
     kept = [row["instruction"] for row, length in zip(rows(data)[:5], lengths, strict=False) if length <= limit]
     assert [row["instruction"] for row in rows(tmp_path / "a.jsonl")] == kept
     assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
 
 
 def test_misfits_are_refused_before_the_weights_are_loaded(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
-
-    def refused(pattern: str, folder: Path = teacher, **settings: object) -> None:
-        with pytest.raises(UserError, match=pattern):
-            generate_responses(
-                str(folder), str(data), tmp_path / "a.jsonl", ResponseConfig(**{"engine": "hf", **LIMITS, **settings})
-            )
-        assert not (tmp_path / "a.jsonl.parts").exists()
-
-    refused("beyond the model's context of 80", max_length=81)
-    refused("temperature is 0", temperature=0.0)
-    refused("prompts are longer than", max_prompt_length=20)
-    BertConfig().save_pretrained(tmp_path / "encoder")
-    refused("bert models do not generate text", tmp_path / "encoder")
+    refuses("beyond the model's context of 80", generate, max_length=81)
+    refuses("temperature is 0", generate, temperature=0.0)
+    refuses("prompts are longer than", generate, max_prompt_length=20)
+    encoder, output = tmp_path / "encoder", tmp_path / "a.jsonl"
+    BertConfig().save_pretrained(encoder)
+    refuses("bert models do not generate text", generate_responses, str(encoder), str(data), output, SETTINGS)
+    assert not parts_folder(output).exists()
     with pytest.raises(ValueError, match="limit is 0: give 1 or more"):
         ResponseConfig(limit=0)
