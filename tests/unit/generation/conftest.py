@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+from word_models import save_tokenizer
 
 TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
 PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Below red blue", "green green")
@@ -17,12 +17,7 @@ PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Bel
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
     """Folder of a random Llama with a tokenizer of a dozen words."""
-    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *TOKENS))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+    vocabulary = ("</s>", "[PAD]", "[UNK]", *TOKENS)
     torch.manual_seed(35)  # it finishes some answers, leaves one empty, and its greedy choices are no ties
     config = LlamaConfig(
         vocab_size=len(vocabulary),
@@ -38,7 +33,7 @@ def teacher(tmp_path: Path) -> Path:
     )
     folder = tmp_path / "teacher"
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, vocabulary, marked=False, eos_token="</s>")
     return folder
 
 

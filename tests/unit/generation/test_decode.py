@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from word_models import word_tokenizer
 
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
@@ -45,10 +45,8 @@ def model() -> PreTrainedModel:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    symbols = ["</s>", "<pad>", "\n", *(chr(code) for code in range(32, 127))]
-    backend = Tokenizer(models.WordLevel({symbol: n for n, symbol in enumerate(symbols)}, unk_token="\n"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    symbols = ["</s>", "[PAD]", "[UNK]", *map(chr, range(32, 127))]
+    return word_tokenizer(symbols, marked=False, letters=True, eos_token="</s>")
 
 
 def decoder() -> PreTrainedModel:
