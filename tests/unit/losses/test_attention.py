@@ -128,19 +128,6 @@ def test_a_token_sees_no_key_beyond_its_horizon(kind: str) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("causal", [True, False])
-def test_zero_where_student_equals_teacher(causal: bool, kind: str) -> None:
-    teacher = make(1)
-    student = learned((teacher[0].clone(), teacher[1].clone()))
-    loss = loss_of(kind, student, teacher, MASKS["left"], causal=causal)
-    loss.sum.backward()
-    assert loss.sum.item() == 0.0
-    for side in student:
-        assert side.grad is not None
-        assert side.grad.abs().max() < 1e-14  # not bit-zero: a row of the softmax sums to one only up to rounding
-
-
-@every_loss
 @every_view
 @every_mask
 def test_padding_does_not_matter(mask: Tensor, causal: bool, window: int | None, kind: str) -> None:
@@ -157,11 +144,12 @@ def test_padding_does_not_matter(mask: Tensor, causal: bool, window: int | None,
 
 
 @every_loss
-@every_view
-def test_gradient(causal: bool, window: int | None, kind: str) -> None:
+def test_gradient(kind: str) -> None:
+    """Other masks and views: test_blocks.py, against autograd of the plain losses."""
     teacher = make(1)
 
     def loss(*student: Tensor) -> Tensor:
-        return loss_of(kind, student, teacher, MASKS["left"], causal=causal, window=window).sum
+        return loss_of(kind, student, teacher, MASKS["left"], causal=True, window=2).sum
 
     torch.autograd.gradcheck(loss, learned(make(0)))
+    assert loss(*teacher).item() == 0.0

@@ -25,7 +25,9 @@ MASKS = {
     "packed": torch.tensor([[1] * 9 + [2] * 5 + [3] * 9, [1] * 20 + [0] * 3, [0] * 2 + [1] * 3 + [2] * 18]),
 }
 SHAPES = [BlockShape(1, 4, 5), BlockShape(2, 8, 23), BlockShape(3, 8, 7)]
-SEEN = [(True, None), (False, None), (True, 6), (False, 6)]
+CAUSAL_HORIZON = torch.arange(1, TOKENS + 1).expand(3, -1)
+"""Hides what the causal mask hides."""
+SEEN = [(True, None, None), (False, None, None), (True, 6, None), (False, 6, None), (False, None, CAUSAL_HORIZON)]
 KINDS = ["student_teacher", "teacher_student", "score_mse"]
 
 
@@ -57,39 +59,25 @@ def error(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("causal", "window"), SEEN)
+@pytest.mark.parametrize(("causal", "window", "horizon"), SEEN)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(
-    mask: Tensor, causal: bool, window: int | None, kind: Any
+    mask: Tensor, causal: bool, window: int | None, horizon: Tensor | None, kind: Any
 ) -> None:
     student, teacher = make(0), make(1, groups=2, width=9)
-    expected = plain(kind, student, teacher, mask, causal=causal, window=window)
+    expected = plain(kind, student, teacher, mask, causal=causal or horizon is not None, window=window)
+    if horizon is not None:
+        horizon = horizon.masked_fill(mask == 0, TOKENS)  # padding may see all, which must not matter
+    visible = Visibility(mask, causal, window, horizon)
     with torch.no_grad():
         for shape in [None, *SHAPES]:
-            result = block_loss(
-                kind, student, teacher, Visibility(mask, causal, window), query_grad=True, key_grad=True, shape=shape
-            )
-            for got, wanted in zip(result, expected, strict=True):
-                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_respects_the_horizon(kind: Any) -> None:
-    """A horizon of the own position plus one is the causal mask; padding, which may see all, must not matter."""
-    student, teacher = make(0), make(1, groups=2, width=9)
-    mask = torch.tensor([[1] * 23, [1] * 19 + [0] * 4, [1] * 2 + [0] * 21])
-    horizon = torch.arange(1, TOKENS + 1).expand(3, -1).masked_fill(mask == 0, TOKENS)
-    expected = plain(kind, student, teacher, mask, causal=True)
-    with torch.no_grad():
-        for shape in [None, *SHAPES]:
-            visible = Visibility(mask, False, None, horizon)
             result = block_loss(kind, student, teacher, visible, query_grad=True, key_grad=True, shape=shape)
             for got, wanted in zip(result, expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_precision_of_the_gradients(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     student, teacher = make(0, dtype=dtype), make(1, dtype=dtype)
     exact = [AttentionInputs(x.query.double(), x.key.double(), x.scaling) for x in (student, teacher)]
@@ -112,9 +100,8 @@ def test_segments_of_a_row_are_sequences_of_their_own() -> None:
     assert packed.count.item() == (MASKS["packed"] != 0).sum().item()
 
 
-@pytest.mark.parametrize("relation_heads", [4, 8, 12])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ["query-query", "query-key", "key-query", "key-key"])
+@pytest.mark.parametrize(("causal", "relation_heads"), [(True, 4), (False, 8), (True, 12)])
+@pytest.mark.parametrize("kind", ["query-query", "query-key", "key-query"])
 def test_relations(kind: str, causal: bool, relation_heads: int) -> None:
     student, teacher = make(0), make(1, groups=2, width=12)
 
@@ -171,19 +158,16 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
     assert teacher.query.grad is None
 
 
-def test_a_second_derivative_is_refused() -> None:
-    student, teacher = make(0), make(1)
-    loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, student.query, create_graph=True)
-
-
 def test_gradient_scales_with_what_comes_in_and_may_be_asked_for_twice() -> None:
     student, teacher = make(0), make(1)
     loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum
     (one,) = torch.autograd.grad(loss, student.query, retain_graph=True)
     (two,) = torch.autograd.grad(3 * loss, student.query)
     torch.testing.assert_close(two, 3 * one)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(
+            attention_kl(student, teacher, MASKS["full"], causal=True).sum, student.query, create_graph=True
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

@@ -199,18 +199,6 @@ def test_labels_alone_need_no_bias_and_do_not_run_the_teachers_head() -> None:
     assert_near(outcome(token_losses, student, broken, [LABEL]), outcome(token_losses_plain, student, None, [LABEL]))
 
 
-def test_a_weight_that_is_the_embedding_too() -> None:
-    ids = labels()
-    gradients = []
-    for function in (token_losses, token_losses_plain):
-        student, teacher = learned(head(0)), head(1, width=K_TEACHER)
-        rows_NK = student.rows + student.weight[ids] * 2
-        inputs = HeadInputs(rows_NK, student.weight, student.bias)
-        function(inputs, teacher, ids, [LABEL, KL], torch.ones(2)).total.backward()
-        gradients.append([each.grad for each in student])
-    assert_near(*gradients)
-
-
 def test_what_is_frozen_gets_no_gradient_and_costs_no_product() -> None:
     for frozen in (("weight", "bias"), ("rows",), ("weight",)):
         student, teacher = learned(head(0), *frozen), head(1, width=K_TEACHER)

@@ -19,7 +19,7 @@ SHAPES = {
     "flat": (3, 7, 36),
     "one feature": (3, 7, 1),
     "wider than a block": (3, 7, 1100),
-    **{f"heads of {width}": (3, 4, 7, width) for width in (80, 128)},
+    "heads": (3, 4, 7, 128),
     "one head": (3, 1, 7, 80),
     "no power of two": (3, 5, 7, 12),
 }
