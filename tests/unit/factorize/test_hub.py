@@ -134,18 +134,25 @@ def test_any_head_loads_a_student_of_another(tmp_path: Path, method: str) -> Non
         assert torch.equal(classifier.bert(input_ids=input_ids)[0], expected)
 
 
+CPU = dict.fromkeys(["model.embed_tokens", "lm_head", "model.norm", "model.rotary_emb", "model.layers.0"], "cpu")
+DISK = {"device_map": {**CPU, "model.layers.1": "disk"}, "offload_folder": "offload"}
+
+
 @pytest.mark.parametrize(("kind", "method", "kwargs"), [
-    ("llama", "svd", {"device_map": {"": "cpu"}}),
     ("llama", "svd", {"device_map": "auto"}),
-    ("llama", "svd", {"low_cpu_mem_usage": True}),
+    *(("llama", method, DISK) for method in SETTINGS),
     *((kind, method, {"dtype": torch.bfloat16})
       for kind, method in (("llama", "svd"), ("gpt2", "kronecker"), ("llama", "pivoted"))),
 ])  # fmt: skip
-def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any], method: str) -> None:
+def test_loading_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kwargs: dict[str, Any], method: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     student = make_student(AutoModelForCausalLM, config_of(kind), method, embedding=True)
     student.save_pretrained(tmp_path)
-    dtype = kwargs.get("dtype", torch.float32)
+    dtype, state = kwargs.get("dtype", torch.float32), torch.get_rng_state()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **kwargs)
+    assert torch.equal(torch.get_rng_state(), state), "loading draws no random numbers"
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     for parameter in student.parameters():  # not student.to(): that would also round the rotary frequencies
         parameter.data = parameter.data.to(dtype)
@@ -153,51 +160,13 @@ def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any], meth
 
 
 @METHODS
-def test_modules_on_disk_are_fetched(tmp_path: Path, method: str) -> None:
-    student = make_student(AutoModelForCausalLM, config_of("llama"), method, embedding=True)
-    student.save_pretrained(tmp_path)
-    places = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    layers = {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map={**places, **layers}, offload_folder=tmp_path / "offload"
-    )
-    assert torch.equal(outputs(loaded), outputs(student))
-
-
-@pytest.mark.parametrize(("kind", "method"), [("llama", "svd"), ("gpt2", "kronecker"), ("llama", "pivoted")])
-def test_generate_with_cache_equals_without(tmp_path: Path, kind: str, method: str) -> None:
-    make_student(AutoModelForCausalLM, config_of(kind), method, embedding=True).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 12, "pad_token_id": 1}
-    with_cache = model.generate(prompt, use_cache=True, **options)
-    assert with_cache.shape[1] > 3
-    assert torch.equal(with_cache, model.generate(prompt, use_cache=False, **options))
-
-
-@METHODS
 def test_loaded_student_trains_and_casts(tmp_path: Path, method: str) -> None:
     make_student(AutoModelForCausalLM, config_of("llama"), method, embedding=True).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     input_ids = torch.randint(0, WORDS, (2, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=input_ids, labels=input_ids).loss
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[2] < losses[0]
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     assert model.half().float().dtype == torch.float32  # transformers refuses both for what it deems quantized
-
-
-def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
-    make_student(AutoModelForCausalLM, config_of("gpt2"), "kronecker").save_pretrained(tmp_path)
-    before = torch.get_rng_state()
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 ALONE = """
@@ -220,17 +189,19 @@ for folder, load in itertools.product(sys.argv[1:], loaders):
         raise AssertionError("loaded")
 assert not any(name.startswith("llmdistill") for name in sys.modules)
 print(len(sys.argv[1:]) * len(loaders))
+import llmdistill
+AutoModel.from_pretrained(folder)
 """
 
 
-def test_without_llmdistill_a_student_is_refused_and_not_random(tmp_path: Path) -> None:
+def test_without_llmdistill_a_student_is_refused_and_after_its_import_loaded(tmp_path: Path) -> None:
     student = make_student(AutoModelForMaskedLM, config_of("bert"), embedding=True)
     student.save_pretrained(tmp_path / "once")
     AutoModelForMaskedLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "again")
     # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
     command = [sys.executable, "-c", ALONE, *(str(tmp_path / name) for name in ("once", "again"))]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["8"], done.stderr[-2000:]
+    assert (done.stdout.split(), done.returncode) == (["8"], 0), done.stderr[-2000:]
 
 
 def test_a_config_read_before_the_hook_is_there_loads_the_student(tmp_path: Path) -> None:
@@ -243,66 +214,42 @@ def test_a_config_read_before_the_hook_is_there_loads_the_student(tmp_path: Path
     assert not hasattr(AutoModel.from_pretrained(tmp_path).config, "transformers_weights")
 
 
-LOAD = """
-print([name for name in ("torch", "transformers") if name in sys.modules])
+FIRST_LOAD = """
+import sys
+import llmdistill
 from transformers import AutoModel
 model = AutoModel.from_pretrained(sys.argv[1])
-print(sorted({type(module).__name__ for module in model.modules() if "llmdistill" in type(module).__module__}))
 print(float(sum(parameter.double().sum() for parameter in model.parameters())))
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "loaded"),
-    [
-        ("llmdistill", []),
-        ("transformers", ["transformers"]),
-    ],
-)
-def test_bare_import_loads_students_whichever_of_the_two_comes_first(
-    tmp_path: Path, first: str, loaded: list[str]
-) -> None:
+def test_a_bare_import_before_that_of_transformers_loads_students(tmp_path: Path) -> None:
     student = make_student(AutoModel, config_of("bert"), embedding=True)
     student.save_pretrained(tmp_path)
-    code = f"import sys\nimport {first}\nimport llmdistill\n{LOAD}"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True)
-    before, modules, total = done.stdout.splitlines()
-    assert before == str(loaded)
-    assert modules == "['LowRankEmbedding', 'LowRankLinear', 'Widen']"
-    assert float(total) == float(sum(parameter.detach().double().sum() for parameter in student.parameters()))
+    done = subprocess.run([sys.executable, "-c", FIRST_LOAD, tmp_path], check=True, capture_output=True, text=True)
+    assert float(done.stdout) == float(sum(parameter.detach().double().sum() for parameter in student.parameters()))
+
+
+GPT2_LINEARS = [f"h.{layer}.{part}" for layer in (0, 1)
+                for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "size", "embedding"), [
     ("svd", 5, {"embedding_rank": 8}), ("pivoted", 5, {"embedding_rank": 8}),
     ("kronecker", [8, 4, 2], {"embedding_columns": 4}),
 ])  # fmt: skip
-def test_config_json_says_what_was_done(tmp_path: Path, method: str, size: Any, embedding: dict[str, int]) -> None:
-    make_student(AutoModelForCausalLM, config_of("gpt2"), method, embedding=True).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    names = [
-        f"h.{layer}.{part}" for layer in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    ]
-    assert saved == {
-        "quant_method": "llmdistill",
-        "method": method,
-        "modules": dict.fromkeys(names, size),
-        **embedding,
-    }
-
-
-def test_a_student_of_the_first_version_loads(tmp_path: Path) -> None:
-    """Its config.json was written when there was no method and embedding but svd's, and nothing to stop others."""
-    student = make_student(AutoModelForCausalLM, config_of("gpt2"), embedding=True)
+def test_config_json_is_that_of_students_made_long_ago(
+    tmp_path: Path, method: str, size: Any, embedding: dict[str, int]
+) -> None:
+    """Those of the first version had nothing to stop other libraries."""
+    student = make_student(AutoModelForCausalLM, config_of("gpt2"), method, embedding=True)
     student.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["transformers_weights"]
-    config["quantization_config"] = {
-        "embedding_rank": 8,
-        "method": "svd",
-        "modules": {f"h.{layer}.{part}": 5 for layer in (0, 1)
-                    for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-        "quant_method": "llmdistill",
+    modules = dict.fromkeys(GPT2_LINEARS, size)
+    assert config["quantization_config"] == {
+        "quant_method": "llmdistill", "method": method, "modules": modules, **embedding
     }  # fmt: skip
+    del config["transformers_weights"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(student))
 

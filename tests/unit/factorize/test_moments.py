@@ -94,7 +94,8 @@ def chances(batch: Batch, row: int, width: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
-def test_moments_are_those_of_a_loop_over_tokens(make):
+def test_moments_are_those_of_a_loop_over_tokens(make, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 20)  # three rows of logits
     model, batch = make().eval(), make_batch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -116,14 +117,6 @@ def test_moments_are_those_of_a_loop_over_tokens(make):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_linears_that_read_one_tensor_share_its_moments():
-    found = measure_moments(llama(), list(layer_linears(llama())), [make_batch()])
-    layer = "model.layers.1."
-    assert found[f"{layer}self_attn.q_proj"].inputs is found[f"{layer}self_attn.v_proj"].inputs
-    assert found[f"{layer}mlp.gate_proj"].inputs is found[f"{layer}mlp.up_proj"].inputs
-    assert found[f"{layer}self_attn.o_proj"].inputs is not found[f"{layer}self_attn.q_proj"].inputs
-
-
 def test_what_is_shared_is_seen_in_one_forward_pass():
     """So that passes can be planned; GPT-2's queries, keys and values are one matrix, and BERT has no gate."""
     counts = {}
@@ -134,21 +127,21 @@ def test_what_is_shared_is_seen_in_one_forward_pass():
         assert not any(each._forward_hooks for each in model.modules())
         assert model.training
         counts[make] = [len(group) for group in groups]
+        found = measure_moments(model, list(layer_linears(model)), [make_batch()])
+        assert all(found[name].inputs is found[group[0]].inputs for group in groups for name in group)
     assert counts == {llama: [3, 1, 2, 1] * 2, bert: [3, 1, 1, 1] * 2, gpt2: [1, 1, 1, 1] * 2}
 
 
-def test_moments_of_a_bf16_model_are_near_those_of_fp32():
-    """Forward and backward are bf16, the sums fp32. Rounding changes some of the sampled labels, hence 30 %."""
+def test_moments_of_a_bf16_model_are_summed_in_fp32():
+    """Of the gradients only the type is compared: rounding changes some of the sampled labels."""
     model, batches = llama().eval(), [make_batch((40,) * 10, first_id=10 * number) for number in range(10)]
     names = list(layer_linears(model))
-    whole = measure_moments(model, names, batches)
+    whole = measure_moments(model, names, batches, gradients=False)
     rounded = measure_moments(model.bfloat16(), names, batches)
-    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     for name in names:
-        for key, most in (("inputs", 0.02), ("gradients", 0.3)):
-            one, other = (getattr(found[name], key) for found in (whole, rounded))
-            assert other.dtype == torch.float32
-            assert float((one - other).norm() / one.norm()) < most, (name, key)
+        assert rounded[name].inputs.dtype == rounded[name].gradients.dtype == torch.float32
+        one, other = whole[name].inputs, rounded[name].inputs
+        assert float((one - other).norm() / one.norm()) < 0.02, name
 
 
 def test_the_backward_pass_ends_at_the_first_linear_that_is_measured():
@@ -198,16 +191,6 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
         assert not any("forward" in vars(layer) for layer in model.modules())
 
 
-def test_logits_in_chunks_give_the_same(monkeypatch):
-    names = list(layer_linears(llama()))
-    whole = measure_moments(llama(), names, [make_batch()])
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 20)
-    found = measure_moments(llama(), names, [make_batch()])
-    for name in names:
-        scale = float(whole[name].gradients.abs().max())
-        torch.testing.assert_close(found[name].gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
-
-
 def of_class(batch, row, outputs):
     log = outputs.logits[0].log_softmax(-1)
     return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
@@ -246,15 +229,11 @@ def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
 def test_samples_split_over_batches_and_ranks_give_the_same():
     names = list(layer_linears(llama()))
     whole = measure_moments(llama(), names, [make_batch((5, 3, 6, 2))])
-    batch = make_batch((5, 3, 6, 2))
 
     def part(rows: slice) -> Batch:
-        return Batch(
-            input_ids=batch.input_ids[rows],
-            attention_mask=batch.attention_mask[rows],
-            labels=batch.labels[rows],
-            sample_ids=batch.sample_ids[rows],
-        )
+        batch = make_batch((5, 3, 6, 2))
+        return Batch(*(each[rows] for each in (batch.input_ids, batch.attention_mask, batch.labels)),
+                     sample_ids=batch.sample_ids[rows])  # fmt: skip
 
     split = measure_moments(llama(), names, [part(slice(0, 1)), part(slice(1, 4))])
     # Each rank sees two rows, and the sum over ranks adds what the other one saw, in the order of the tensors.
@@ -269,14 +248,6 @@ def test_samples_split_over_batches_and_ranks_give_the_same():
             scale = float(whole[name].gradients.abs().max())
             torch.testing.assert_close(found.gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
             assert found.tokens == 16
-
-
-def test_inputs_alone_need_no_gradients():
-    names = list(layer_linears(llama()))
-    alone = measure_moments(llama(), names, [make_batch()], gradients=False)
-    both = measure_moments(llama(), names, [make_batch()])
-    assert all(alone[name].gradients is None for name in names)
-    assert all(torch.equal(alone[name].inputs, both[name].inputs) for name in names)
 
 
 def test_the_seed_draws_other_labels():

@@ -21,7 +21,6 @@ from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
-from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.sizes import plan, summarize
 
 LLAMA = LlamaConfig(
@@ -99,15 +98,6 @@ def test_forward_flops_are_two_a_parameter_and_equation_7s_of_the_products() -> 
     assert low_rank["forward_flops"] == 2 * low_rank["student_params"]
 
 
-def test_patterns_first_match_counts_and_dense_stays() -> None:
-    shapes = {"*.layers.0.*.q_proj": "dense", "*.q_proj": "4x2", "*.mlp.*": "2x2"}
-    sizes = plan(meta(LLAMA), FactorizeConfig(shapes=shapes, sums=2), "kronecker").sizes
-    assert "model.layers.0.self_attn.q_proj" not in sizes
-    assert sizes["model.layers.1.self_attn.q_proj"] == KroneckerShape(4, 2, 2)
-    assert sizes["model.layers.1.mlp.down_proj"] == KroneckerShape(2, 2, 2)
-    assert len(sizes) == 1 + 6
-
-
 @pytest.mark.parametrize(("settings", "words"), [
     ({}, ["no size", "one of shapes, target_params"]),
     ({"shapes": {"*": "4x2"}, "target_params": "50%"}, ["exactly one", "shapes and target_params"]),
@@ -143,17 +133,6 @@ def test_a_tied_head_of_an_encoder_cannot_stay_dense() -> None:
     for auto in (AutoModel, AutoModelForMaskedLM):
         with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
             plan(meta(BERT, auto), settings, "kronecker")
-
-
-@pytest.mark.parametrize(("settings", "word"), [
-    ({"rank": 4, "shapes": {"*": "2x2"}}, "shapes is a setting of the method kronecker"),
-    ({"rank": 4, "sums": 2}, "sums is a setting of the method kronecker"),
-    ({"rank": 4, "embedding_columns": 2}, "embedding_columns is a setting of the method kronecker"),
-    ({"rank": 4, "max_flops": "10%"}, "max_flops is a setting of the method kronecker"),
-])  # fmt: skip
-def test_svd_refuses_the_settings_of_kronecker(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        plan(meta(LLAMA), FactorizeConfig(**settings))
 
 
 def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:

@@ -82,39 +82,6 @@ def test_no_gradient_descent_finds_better_factors(gradients: bool, tied: bool) -
     assert own < 0.8 * naive_cost(table - (u[:, :3] * s[:3]) @ vh[:3], given)
 
 
-def test_both_uses_of_a_tied_table_count() -> None:
-    """The factors of either use alone cost more, on the sum, than those of both."""
-    table, given = torch.randn(V, D), moments()
-    both = weighted_table(table, given, 3).cost
-    lookups = weighted_table(table, replace(given, head_inputs=None, head_outputs=None), 3)
-    of_head = replace(
-        given, counts=given.head_outputs, gradients=given.head_inputs, head_inputs=None, head_outputs=None
-    )
-    head = weighted_table(table, of_head, 3)
-    for each in (lookups, head):
-        assert both < 0.9 * naive_cost(table - each.left @ each.right, given)
-
-
-def test_two_equal_uses_give_the_closed_form() -> None:
-    table, given = torch.randn(V, D), moments()
-    same = replace(given, head_inputs=given.gradients, head_outputs=given.counts)
-    one = weighted_table(table, replace(given, head_inputs=None, head_outputs=None), 3)
-    two = weighted_table(table, same, 3)
-    torch.testing.assert_close(two.left @ two.right, one.left @ one.right, rtol=1e-4, atol=1e-5)
-    assert two.cost == pytest.approx(2 * one.cost, rel=1e-6)
-
-
-def test_frequent_tokens_are_kept_and_unseen_ones_keep_a_weight() -> None:
-    table = torch.randn(V, D)
-    counts = torch.zeros(V)
-    counts[:3] = 100.0
-    given = TableMoments(counts=counts, gradients=None, head_inputs=None, head_outputs=None, tokens=300)
-    found = weighted_table(table, given, 4)
-    error = (table - found.left @ found.right).square().sum(1)
-    assert error[:3].mean() < 0.15 * error[3:].mean()
-    assert error[3:].mean() < 0.9 * table[3:].square().sum(1).mean()
-
-
 def test_activations_weigh_each_use_by_its_share() -> None:
     """The units of embeddings and logits differ, so the scale of the head's inputs must not matter."""
     table, given = torch.randn(V, D), moments(gradients=False)

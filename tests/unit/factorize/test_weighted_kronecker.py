@@ -83,18 +83,6 @@ def test_it_is_as_good_as_exact_alternating_least_squares(size, shape, gradients
     assert own < 0.95 * unweighted
 
 
-def test_no_round_makes_it_worse_and_the_start_is_the_bound(monkeypatch) -> None:
-    weight, moments, shape = torch.randn(12, 8), made(12, 8), KroneckerShape(3, 4, 2)
-    monkeypatch.setattr(module, "LEAST_GAIN", 0.0)
-    costs = []
-    for rounds in (0, 1, 2, 4, 8):
-        monkeypatch.setattr(module, "ROUNDS", rounds)
-        costs.append(weighted_kronecker(weight, moments, shape).cost)
-    assert costs == sorted(costs, reverse=True)
-    assert costs[0] <= naive_cost(weight, product(*nearest_kronecker(weight, shape)), moments) * (1 + 1e-9)
-    assert costs[-1] < 0.9 * costs[0]
-
-
 def test_moments_that_are_products_need_no_round(monkeypatch) -> None:
     """Then whitening gives the optimum, which no exact alternation improves."""
     weight, shape = torch.randn(12, 8), KroneckerShape(3, 4, 2)
