@@ -66,7 +66,7 @@ def naive_divergence(student, teacher) -> float:
 
 def student_of(model, method: str = "svd", **given):
     chosen = FactorizeConfig(**given)
-    weighted = None if chosen.weighting == "none" else weigh(in_memory(model, batches(16, 1)), chosen, method)
+    weighted = None if chosen.weighting == "none" else weigh(in_memory(model, batches(8, 1)), chosen, method)
     return compress_model(model, chosen, method, weighted=weighted)
 
 
@@ -91,7 +91,7 @@ def test_layers_and_embedding_are_weighted_together() -> None:
     chosen = FactorizeConfig(
         **size, weighting="gradients", allocation="loss", calibration=CalibrationConfig(held_out=1)
     )
-    found = weigh(in_memory(model, batches(16, 1), batches(2, 4)), chosen)
+    found = weigh(in_memory(model, batches(8, 1), batches(2, 4)), chosen)
     assert set(found.others) == {"embed_tokens"}
     (table,) = found.others.values()
     of_linears = sum(each.costs()[found.ranks[name]] for name, each in found.factors.items() if name in found.ranks)
