@@ -16,8 +16,6 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -157,9 +155,7 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     ({"target_params": "50%", "max_flops": "1%"}, ["max_flops 1%", "less than"]),
     ({"target_params": "50%", "max_flops": "half"}, ["max_flops 'half'", "30%"]),
     ({"target_params": "50%", "embedding_columns": 3}, ["3 columns", "1, 2, 4, 8"]),
-    ({"target_params": "110%"}, ["not below"]),
     ({"shapes": {"*": "2x2"}, "target_params": "50%"}, ["exactly one"]),
-    ({"target_params": "50%", "rank": 3}, ["rank is a setting of the method svd"]),
 ])  # fmt: skip
 def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
@@ -180,17 +176,9 @@ def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops: str | None) 
         search(model, FactorizeConfig(target_params=str(int(nearest) - 1), max_flops=max_flops))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_compress_to_a_target(tmp_path: Path, kind: str) -> None:
+def test_compress_to_a_target(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model: PreTrainedModel
-    if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=40))
-    else:
-        model = LlamaForCausalLM(
-            LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                        intermediate_size=24, vocab_size=40, tie_word_embeddings=True)
-        )  # fmt: skip
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=40))
     model.save_pretrained(tmp_path / "teacher")
     settings = FactorizeConfig(target_params="55%", max_flops="60%", sums=2)
     summary = compress(tmp_path / "teacher", tmp_path / "student", settings, "kronecker")

@@ -98,30 +98,25 @@ def test_forward_flops_are_two_a_parameter_and_equation_7s_of_the_products() -> 
     assert low_rank["forward_flops"] == 2 * low_rank["student_params"]
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({}, ["no size", "one of shapes, target_params"]),
-    ({"shapes": {"*": "4x2"}, "target_params": "50%"}, ["exactly one", "shapes and target_params"]),
-    ({"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",
-                                      "5 rows does not divide the 32 rows", "1, 2, 4, 8, 16, 32"]),
-    ({"shapes": {"*.down_proj": "2x5"}}, ["5 columns does not divide the 48 columns", "1, 2, 3, 4, 6, 8, 12"]),
-    ({"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "1 to 4"]),
-    ({"shapes": {"*.q_proj": "2x2"}, "sums": 0}, ["sums is 0"]),
-    ({"shapes": {"*.q_proj": "2,2"}}, ["shapes['*.q_proj'] '2,2'", "384x48"]),
-    ({"shapes": {"*.q_porj": "2x2"}}, ["'*.q_porj' in shapes", "q_proj"]),
-    ({"shapes": {"lm_head": "2x2"}}, ["'lm_head'", "transformer layers"]),
-    ({"shapes": {"*": "2x2"}, "embedding_columns": 5}, ["embedding_columns: 5 columns", "width 32",
-                                                        "1, 2, 4, 8, 16, 32"]),
-    ({"shapes": {"*": "2x2", "lm_head": "dense"}, "embedding_columns": 4},
+@pytest.mark.parametrize(("method", "settings", "words"), [
+    ("kronecker", {}, ["no size", "one of shapes, target_params"]),
+    ("kronecker", {"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",
+                                                   "5 rows does not divide the 32 rows", "1, 2, 4, 8, 16, 32"]),
+    ("kronecker", {"shapes": {"*.down_proj": "2x5"}}, ["5 columns does not divide the 48 columns"]),
+    ("kronecker", {"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "1 to 4"]),
+    ("kronecker", {"shapes": {"*.q_proj": "2x2"}, "sums": 0}, ["sums is 0"]),
+    ("kronecker", {"shapes": {"*.q_proj": "2,2"}}, ["shapes['*.q_proj'] '2,2'", "384x48"]),
+    ("kronecker", {"shapes": {"*": "2x2"}, "embedding_columns": 5}, ["embedding_columns: 5 columns", "width 32"]),
+    ("kronecker", {"shapes": {"*": "2x2", "lm_head": "dense"}, "embedding_columns": 4},
      ["shapes['lm_head']", "tied", "embedding_columns 4"]),
-    ({"shapes": {"*": "2x2"}, "max_flops": "30%"}, ["max_flops", "target_params"]),
-    ({"target_params": "50%"}, ["needs the weights", "llmdistill compress --method kronecker", "student.model",
-                                "student.factorize.shapes"]),
-    ({"shapes": {"*": "2x2"}, "rank": 4}, ["rank is a setting of the method svd", "kronecker", "null"]),
-    ({"shapes": {"*": "2x2"}, "embedding_rank": 4}, ["embedding_rank is a setting of the method svd"]),
+    ("kronecker", {"shapes": {"*": "2x2"}, "max_flops": "30%"}, ["max_flops", "target_params"]),
+    ("kronecker", {"target_params": "50%"}, ["needs the weights", "llmdistill compress --method kronecker"]),
+    ("kronecker", {"shapes": {"*": "2x2"}, "rank": 4}, ["rank is a setting of the method svd", "kronecker", "null"]),
+    ("svd", {"rank": 4, "sums": 2}, ["sums is a setting of the method kronecker"]),
 ])  # fmt: skip
-def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
+def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        plan(meta(LLAMA), FactorizeConfig(**settings), "kronecker")
+        plan(meta(LLAMA), FactorizeConfig(**settings), method)
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
