@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import qr
+from tiny import tiny_config
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
@@ -19,10 +20,7 @@ from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.modules import PivotedLinear
 from llmdistill.factorize.sizes import plan, rank_budget
 
-LLAMA = LlamaConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    vocab_size=96, tie_word_embeddings=True,
-)  # fmt: skip
+LLAMA = tiny_config("llama", hidden_size=32, intermediate_size=48, vocab_size=96, tie_word_embeddings=True)
 
 
 def drawn(m: int, n: int) -> torch.Tensor:

@@ -46,13 +46,12 @@ def most(m: int, n: int, m1: int, n1: int) -> int:
 
 @pytest.mark.parametrize("sums", [1, 3])
 @pytest.mark.parametrize(("m", "n", "m1", "n1"), SHAPES)
-@pytest.mark.parametrize("b_first", [True, False, None])
+@pytest.mark.parametrize("b_first", [True, False])
 def test_forward_and_backward_are_those_of_the_dense_product(
-    m: int, n: int, m1: int, n1: int, sums: int, b_first: bool | None
+    m: int, n: int, m1: int, n1: int, sums: int, b_first: bool
 ) -> None:
     module = make(m, n, m1, n1, min(sums, most(m, n, m1, n1)))
-    if b_first is not None:
-        module.b_first = b_first
+    module.b_first = b_first
     factors = [parameter.detach().clone().requires_grad_() for parameter in (module.A, module.B, module.bias)]
     x, upstream = torch.randn(2, 3, n, dtype=torch.float64), torch.randn(2, 3, m, dtype=torch.float64)
     ours, dense = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -107,9 +106,6 @@ def test_embedding_rows_are_products(columns: int) -> None:
         expected = np.kron(embedding.A.weight[ids[place]].detach(), embedding.B.weight.detach())  # eq. 8
         np.testing.assert_allclose(rows[place].detach(), expected)
     torch.testing.assert_close(embedding.dense()[ids], rows)
-    rows.square().sum().backward()
-    assert embedding.A.weight.grad is not None
-    assert embedding.B.weight.grad is not None
 
 
 def test_tied_head_gives_the_logits_of_the_dense_table() -> None:

@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
+from tiny import tiny_config
+from transformers import AutoModelForCausalLM, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from llmdistill.cli import main
 from llmdistill.config import FactorizeConfig
@@ -36,16 +30,8 @@ WIDTH, FFN, TOKENS = 8, 12, 20
 
 def bert(layers: int = 2) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = BertForMaskedLM(
-        BertConfig(
-            hidden_size=WIDTH,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=FFN,
-            vocab_size=TOKENS,
-            max_position_embeddings=8,
-        )
-    )
+    sizes = {"hidden_size": WIDTH, "intermediate_size": FFN, "vocab_size": TOKENS, "num_hidden_layers": layers}
+    model = BertForMaskedLM(tiny_config("bert", **sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.5 * torch.randn_like(parameter))

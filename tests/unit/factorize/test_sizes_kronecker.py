@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -23,18 +23,9 @@ from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import plan, summarize
 
-LLAMA = LlamaConfig(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    vocab_size=96,
-    tie_word_embeddings=True,
-)
-BERT = BertConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=96,
-)  # fmt: skip
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
+LLAMA = tiny_config("llama", **SIZES, tie_word_embeddings=True)
+BERT = tiny_config("bert", **SIZES)
 
 
 def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:

@@ -93,14 +93,6 @@ def test_moments_that_are_products_need_no_round(monkeypatch) -> None:
     assert own == pytest.approx(naive_factors(weight, moments, shape, rounds=20), rel=0.02)
 
 
-@pytest.mark.parametrize(("size", "shape"), SHAPES)
-def test_a_sum_of_products_is_found_exactly(size, shape) -> None:
-    (m, n), (m1, n1, sums) = size, shape
-    weight = product(torch.randn(sums, m1, n1), torch.randn(sums, m // m1, n // n1)).float()
-    found = weighted_kronecker(weight, made(m, n), shape)
-    torch.testing.assert_close(product(found.a, found.b).float(), weight, rtol=1e-4, atol=1e-4)
-
-
 def test_the_two_factors_of_a_product_have_the_same_norm() -> None:
     a, b = torch.randn(2, 3, 4), 7 * torch.randn(2, 4, 2)
     values = WeightedKronecker(a=a, b=b, cost=0.0, tokens=1).parameters(KroneckerShape(3, 4, 2), "left")

@@ -60,7 +60,7 @@ def test_equals_the_naive_loop(name: str, dtype: torch.dtype, tolerance: float) 
 
 
 @every_loss
-@pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("garbage", [0.0, math.nan])
 def test_padding_does_not_matter(name: str, garbage: float) -> None:
     loss_of, shape = LOSSES[name]
     results = []

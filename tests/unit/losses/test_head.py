@@ -124,7 +124,7 @@ def test_label_and_kl_equal_the_naive_loop() -> None:
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [LABEL, OTHERS[0]]], ids=["short way", "any way"])
-@pytest.mark.parametrize("chunk", [1, 2, 3, N, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = learned(head(0)), head(1, width=K_TEACHER)
     expected = outcome(token_losses_plain, student, teacher, terms)
