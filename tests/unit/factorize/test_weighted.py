@@ -45,7 +45,7 @@ def test_no_gradient_descent_finds_a_better_product(gradients, m, n):
     a = torch.randn(m, rank, dtype=torch.float64, requires_grad=True)
     b = torch.randn(rank, n, dtype=torch.float64, requires_grad=True)
     outer = torch.eye(m, dtype=torch.float64) if moments.gradients is None else moments.gradients
-    optimizer = torch.optim.LBFGS([a, b], max_iter=2000, line_search_fn="strong_wolfe", tolerance_change=0)
+    optimizer = torch.optim.LBFGS([a, b], max_iter=400, line_search_fn="strong_wolfe", tolerance_change=0)
 
     def loss():
         optimizer.zero_grad()

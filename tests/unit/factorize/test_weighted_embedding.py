@@ -77,7 +77,7 @@ def test_no_gradient_descent_finds_better_factors(gradients: bool, tied: bool) -
     found = weighted_table(table, given, 3)
     own = float(naive_cost(table - found.left @ found.right, given))
     assert own == pytest.approx(found.cost, rel=1e-4)
-    assert own <= min(by_descent(table, given, 3) for _ in range(2)) * 1.01
+    assert own <= by_descent(table, given, 3) * 1.01
     u, s, vh = torch.linalg.svd(table)
     assert own < 0.8 * naive_cost(table - (u[:, :3] * s[:3]) @ vh[:3], given)
 
