@@ -108,7 +108,7 @@ def draw(
             path, examples, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
         )
         points = embed(features)
-        apart = _silhouette(features, targets) if classes else None
+        apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
         found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
         clouds.append(Cloud(title, f"layer {number}{note}", points))
@@ -170,11 +170,6 @@ def embed(features: np.ndarray) -> np.ndarray:
     perplexity = min(_PERPLEXITY, max(1.0, (len(features) - 1) / 3))
     points: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
     return points
-
-
-def _silhouette(features: np.ndarray, targets: np.ndarray) -> float | None:
-    """Return the mean silhouette of the classes, or None if all examples have the same class."""
-    return float(silhouette_score(features, targets)) if len(np.unique(targets)) > 1 else None
 
 
 @rc_context(STYLE)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planted import plant
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModel,
@@ -238,13 +237,10 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     mistakes = [
         (command(data, "embedded:teacher"), "is a decoder, and the first word of a span must see the words after it"),
         (command(data, tmp_path), "t5 has an encoder beside its decoder"),
-        (command(data, tmp_path / "nowhere"), "no such folder"),
-        (command(data, f"a={teacher}", f"a={tmp_path}"), "would both be called a; write NAME=FOLDER"),
         (command(tmp_path / "none.txt", teacher), "none.txt: no such file"),
         (command(same, teacher), "its spans are of 1 labels"),
         (command(data, teacher, held_out=47), "--held_out 47: "),
         (command(data, teacher, chunks=0), "--chunks is 0: give 1 or more"),
-        (command(data, teacher, seeds="1,1"), "--seeds [1, 1]: give one or more, each once"),
         (command(data, teacher, seeds="-1"), "--seeds [-1]: give one or more, each once, none below 0"),
         ([*command(data, teacher), "--num_gpus", "2"], "--num_gpus: --suite conll2000 runs in one process"),
     ]
@@ -253,16 +249,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-def test_code_in_the_folder_of_a_model_does_not_run(
-    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    shutil.copytree(teacher, tmp_path / "model")
-    plant(tmp_path / "model", tmp_path / "code ran")
-    assert main([*command(data, tmp_path / "model"), "--output_dir", str(tmp_path / "out")]) == 0
-    assert not (tmp_path / "code ran").exists()
 
 
 def test_a_table_shows_them_beside_the_paper_s(

@@ -47,40 +47,17 @@ def test_it_says_how_many_runs_it_starts_and_which_only_score(capsys) -> None:
     )
 
 
-def test_dry_run_lists_the_runs_of_each_start(capsys) -> None:
-    plan = dry_run(capsys, "--recipe", "quickstart", "--methods", "none,sft", "--starts", "plain,loss", "--seeds", "2")
-    titles = [run["title"] for run in plan["runs"]]
-    assert titles[:2] == ["teacher and untrained student from plain seed=0", "untrained student from loss seed=0"]
-    assert titles[2:] == [
-        f"SFT from {start} learning_rate={rate} seed=0"
-        for start in ("plain", "loss")
-        for rate in ("0.00075", "0.0015", "0.003")
-    ]
-    assert len({run["folder"] for run in plan["runs"]}) == len(titles)
-    assert plan["final_runs"] == 4
-
-
-@pytest.mark.parametrize(
-    ("suite", "runs"),
-    [
-        ("makd-table3-decoder", 1 + 6 * 3),
-        ("makd-table4-decoder", 1 + 8 * 3),
-        ("makd-table5", 1 + 3 + 6 + 3 + 3 + 6 + 3),
-    ],
-)
-def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
+def test_a_suite_runs_on_any_teacher(capsys, tmp_path) -> None:
     GPT2Config().save_pretrained(tmp_path)
-    plan = dry_run(capsys, "--recipe", "gpt2_dolly", "--suite", suite, "--teacher.model", str(tmp_path))
-    assert len(plan["runs"]) == runs
-    assert all(run["folder"].startswith(f"runs/compare-gpt2_dolly-{suite}/trials/") for run in plan["runs"])
+    plan = dry_run(capsys, "--recipe", "gpt2_dolly", "--suite", "makd-table5", "--teacher.model", str(tmp_path))
+    assert len(plan["runs"]) == 1 + 3 + 6 + 3 + 3 + 6 + 3
+    assert all(run["folder"].startswith("runs/compare-gpt2_dolly-makd-table5/trials/") for run in plan["runs"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "sft,magic"], "there is no method 'magic' (there are makd, makd_minilm, kd"),
         (["--methods", "sft,makdd"], "there is no method 'makdd'; did you mean makd? (there are"),
-        (["--suite", "table9"], "there is no such suite; did you mean "),
         (
             ["--suite", "makd-tabel5"],
             "there is no such suite; did you mean makd-table5? (there are makd-table3-decoder",
@@ -90,22 +67,17 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--starts", "plain,loss", "--sizes", "9%"], "9%"),
         (["--seeds", "0"], "--seeds is 0: give 1 or more"),
         (["--learning_rates", "1e-3,-1"], "all over 0"),
-        (["--train.stepz", "3"], "did you mean --train.steps?"),
         (["--data.tests", "{}"], "data.tests is empty"),
         (["--data.valid", "null"], "data.valid is missing"),
         (["--sizes", "9999"], "9999"),
-        (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
-        ([*TEXT, "--data.tests", "{}"], "data.tests is empty"),
         (
             [*TEXT, "--methods", "kd,seqkd"],
             "seqkd learns from answers that a model writes to instructions, but data.kind",
         ),
-        ([*TEXT, "--methods", "gkd"], "gkd learns from answers that a model writes to instructions, but data.kind"),
         ([*TEXT, "--suite", "makd-table5"], "give --methods without it"),
         ([*TEXT, "--data.tests.valid", "a.txt"], "data.tests.valid: that name is the validation text's"),
         ([*TEXT, "--data.tests.a", "a.jsonl"], "data.tests.a a.jsonl is no text"),
         ([*TEXT, "--data.valid", "v.jsonl"], "data.valid v.jsonl is no plain text (.txt), whose perplexity chooses"),
-        ([*TEXT, "--data.valid", "null"], "data.valid is missing"),
         (["--recipe", "finetune"], "--recipe finetune has data.kind task, and a comparison scores answers"),
     ],
 )

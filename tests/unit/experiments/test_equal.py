@@ -27,10 +27,8 @@ TARGET = ("--student.factorize.rank", "null", "--student.factorize.target_params
     [
         (RANK, None, {"rank": 30}),
         (TARGET, None, {"target_params": "40%"}),
-        (RANK, "20", {"rank": 20}),
         (TARGET, "20", {"rank": 20}),
         (RANK, "25%", {"target_params": "25%"}),
-        (TARGET, "25%", {"target_params": "25%"}),
     ],
 )
 def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):

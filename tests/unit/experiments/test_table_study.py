@@ -190,7 +190,6 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
         (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
         (["--methods", "kd"], "--suite and --methods both say what is compared"),
         (["--seeds", "2"], "--seeds is for comparisons of decoders"),
-        (["--tasks.epoch", "2"], "did you mean --tasks.epochs?"),
         (["--rows", "teacher", "--teacher.model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
         (
             ["--rows", "minilm", "--tasks.data_dir", "nowhere", "--tasks.names", "rte"],

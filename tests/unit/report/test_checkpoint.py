@@ -28,7 +28,6 @@ COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 LLAMA = LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=False)
 MODELS = {
     # Beside each model the tensors that are embeddings or belong to the head, from its own structure.
-    "llama": (LlamaForCausalLM, LLAMA, lambda model: [model.model.embed_tokens, model.lm_head]),
     "bert": (
         BertForMaskedLM,
         BertConfig(**COMMON, intermediate_size=48),

@@ -50,17 +50,7 @@ def test_table_fits_a_terminal_of_eighty_columns(tmp_path, metrics, capsys, monk
     finish_report(tmp_path / "r", metrics, rouge_table(metrics))
     text = capsys.readouterr().out.split("The table is in")[0].split("The table in")[0]
     text = "\n".join(line for line in text.splitlines() if "report.md" not in line and "table" not in line)
-    for cell in (
-        "teacher",
-        "untrained",
-        "trained",
-        "1,220,224",
-        "521,152",
-        "43%",
-        "98.4",
-        "48.6",
-        "3,585",
-    ):
+    for cell in ("teacher", "untrained", "trained", "1,220,224", "521,152", "43%", "98.4", "48.6", "3,585"):
         assert cell in text
     assert "…" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80

@@ -111,24 +111,18 @@ def test_mlqa_is_learned_in_english_and_scored_in_each_language(answer, question
     assert metrics["student"]["score"] == dev["MLQA-en dev"]["f1"]["mean"] > 80
 
 
-def test_a_student_learns_spans_from_a_teacher_by_any_method(answer, encoder, squad1, tmp_path) -> None:
+def test_a_student_learns_spans_from_a_teacher(answer, encoder, squad1, tmp_path) -> None:
     small = tmp_path / "small"
     compress(encoder, small, FactorizeConfig(rank=8))
     dense = AutoModelForQuestionAnswering.from_pretrained(squad1 / "SQuAD1/best")
     taught = ["--tasks", "squad1", "--teacher", squad1, "--epochs", "1"]
-    for method, terms in {
-        "makd": {"query", "ffn_up", "attention", "hidden", "sequence_logits"},
-        "minilmv2": {"relation_qq", "relation_kk", "relation_vv", "sequence_label"},
-        "kroneckerbert": {"embedding", "attention", "ffn", "sequence_logits", "sequence_label"},
-    }.items():
-        heads = ["--minilmv2.relation_heads", "2"] if method == "minilmv2" else []
-        results, _ = answer(*taught, "--method", method, *heads, model=small, folder=method)
-        task = results["tasks"]["SQuAD1"]
-        assert terms <= task["terms"].keys()
-        assert task["teacher"]["dev"]["SQuAD1"]["f1"] > 80
-        best = AutoModelForQuestionAnswering.from_pretrained(tmp_path / f"{method}/SQuAD1/best")
-        assert "qa_outputs.weight" in best.state_dict()
-        assert best.num_parameters() < 0.95 * dense.num_parameters()
+    results, _ = answer(*taught, "--method", "kroneckerbert", model=small)
+    task = results["tasks"]["SQuAD1"]
+    assert {"embedding", "attention", "ffn", "sequence_logits", "sequence_label"} <= task["terms"].keys()
+    assert task["teacher"]["dev"]["SQuAD1"]["f1"] > 80
+    best = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out/SQuAD1/best")
+    assert "qa_outputs.weight" in best.state_dict()
+    assert best.num_parameters() < 0.95 * dense.num_parameters()
     # The head for spans is copied from the teacher.
     _, said = answer(*taught, "--learning_rates", "1e-12", "--copy_classifier", "true", folder="copied")
     assert "the classifier starts as the teacher's" in said
@@ -181,8 +175,6 @@ def test_answers_that_are_not_in_their_context_are_skipped_and_named(answer, que
     ("arguments", "said"),
     [
         (["--tasks", "squad2", "--tsne", "runs/other"], "t-SNE draws the classes of examples, and SQuAD2 has none"),
-        (["--tasks", "squad3"], "there is no task 'squad3'; did you mean squad2?"),
-        (["--tasks", "squad2", "--data_dir", "/nowhere"], "--data_dir /nowhere: no such folder"),
         (["--tasks", "squad1", "--max_length", "7"], "data.max_length is 7: a question may have 4 tokens"),
         (["--tasks", "squad1", "--teacher", "{encoder}", "--method", "kd"], "BertForMaskedLM without head for spans"),
     ],

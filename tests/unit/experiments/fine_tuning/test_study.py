@@ -15,10 +15,8 @@ from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning import run as glue
-from llmdistill.factorize.convert import compress
 
 DEV = Path("predictions/student/dev.tsv")
 TASKS = ["--tasks", "rte,cola,stsb,mnli", "--seeds", "1,2", "--warmup_ratio", "0.25"]
@@ -205,16 +203,6 @@ def test_a_grid_can_grow_and_shrink(evaluate, engine, tmp_path) -> None:
     assert (tmp_path / "out/predictions/RTE.tsv").read_text() != sent
 
 
-def test_a_factorized_student_is_one_and_stays_one(evaluate, encoder, results, tmp_path) -> None:
-    compress(encoder, tmp_path / "student", FactorizeConfig(rank=6))
-    found, _ = evaluate("--tasks", "rte", model=tmp_path / "student")
-    task, sizes, dense = found["tasks"]["RTE"], found["params"]["model"], results["params"]["model"]
-    assert task["dev"]["RTE"]["accuracy"]["mean"] > task["chance"] + 10
-    assert (sizes["transformer"] < dense["transformer"], sizes["embedding"]) == (True, dense["embedding"])
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/RTE/best")
-    assert sum(p.numel() for p in model.bert.encoder.parameters()) == sizes["transformer"]
-
-
 @pytest.fixture(scope="module")
 def teacher(fine_tune, make_encoder, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
@@ -222,17 +210,11 @@ def teacher(fine_tune, make_encoder, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "falling"),
-    [
-        ("minilmv2", ["--minilmv2.relation_heads", "4"], ["relation_qq", "relation_vv", "sequence_label"]),
-        ("tinybert", ["--also", "kd"], ["hidden", "sequence_forward_kl"]),
-    ],
-)
-def test_a_student_learns_from_fine_tuned_teachers(evaluate, teacher, tmp_path, method, arguments, falling):
-    results, said = evaluate("--tasks", "rte", "--epochs", "8", "--teacher", teacher, "--method", method, *arguments)
+def test_a_student_learns_from_fine_tuned_teachers(evaluate, teacher, tmp_path):
+    methods = ["--method", "tinybert", "--also", "kd"]
+    results, said = evaluate("--tasks", "rte", "--epochs", "8", "--teacher", teacher, *methods)
     rows = terms(tmp_path / "out/RTE/lr-0.01-epochs-8-seed-1")
-    for name in falling:
+    for name in ("hidden", "sequence_forward_kl"):
         assert rows[-1][name] < 0.9 * rows[0][name], name
     task = results["tasks"]["RTE"]
     first = json.loads((teacher / "results.json").read_text())["tasks"]["RTE"]
@@ -252,20 +234,6 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     assert "Warning: the teacher" in (tmp_path / "out/report.md").read_text()
     monkeypatch.setattr("llmdistill.run.assemble.load_teacher", None)
     assert evaluate(*taught)[0]["tasks"] == results["tasks"]
-
-
-def test_micro_batches_do_not_change_what_is_learned(evaluate, tmp_path, make_encoder) -> None:
-    model = make_encoder()
-    config = json.loads((model / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (model / "config.json").write_text(json.dumps(config))
-    quick = ["--tasks", "stsb", "--epochs", "10"]
-    evaluate(*quick, model=model, folder="whole")
-    evaluate(*quick, "--micro_batch_size", "4", model=model, folder="parts")
-    name = "STS-B/lr-0.01-epochs-10-seed-1/predictions/student/dev.tsv"
-    whole, parts = (answers(tmp_path / folder / name)[0] for folder in ("whole", "parts"))
-    np.testing.assert_allclose(whole, parts, atol=1e-3)
-    assert np.ptp(whole) > 1
 
 
 def test_speed_and_sizes_stand_beside_the_baseline_s(evaluate, make_encoder, tmp_path) -> None:
