@@ -23,8 +23,6 @@ from llmdistill.run.artifacts import claim_folder
 from llmdistill.runtime.distributed import World
 
 COMPARED = ["none", "sft", "kd", "seqkd", "makd"]
-
-
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -92,12 +90,8 @@ class StandIn:
         metrics["run"] = {"training": training, "hardware": "none", "versions": {}, "decoding": "greedy"}
         (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
         if config.student.factorize.weighting != "none":
-            weighting = {
-                "weighting": config.student.factorize.weighting,
-                "tokens": 70,
-                "seconds": 4.5,
-                "predicted_loss": 0.5,
-            }
+            weighting = {"weighting": config.student.factorize.weighting, "tokens": 70, "seconds": 4.5}
+            weighting["predicted_loss"] = 0.5
             (folder / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
 
@@ -262,11 +256,8 @@ def test_the_report_of_starts_counts_their_calibration(started):
     results, _ = reported(study, findings)
     assert list(results["methods"]) == ["teacher", "none-plain", "sft-plain", "none-loss", "sft-loss"]
     costs = json.loads((study.root / "costs.json").read_text(encoding="utf-8"))
-    calibration = {
-        key: (cost.get("calibration_tokens"), cost.get("calibration_seconds")) for key, cost in costs.items()
-    }
-    assert calibration["sft-loss"] == calibration["none-loss"] == (70, 4.5)
-    assert calibration["sft-plain"] == (0, 0)
+    for row, tokens, seconds in (("sft-loss", 70, 4.5), ("none-loss", 70, 4.5), ("sft-plain", 0, 0)):
+        assert (costs[row]["calibration_tokens"], costs[row]["calibration_seconds"]) == (tokens, seconds)
     sizes = ("as in the table", "rank 18", "25%")
     expected = [(start, size, tokens) for size in sizes for start, tokens in (("plain", None), ("loss", 70))]
     assert [(each["start"], each["size"], each["tokens"]) for each in results["starts"]] == expected

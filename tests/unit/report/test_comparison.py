@@ -225,8 +225,7 @@ def test_page_stands_alone(report):
     assert {"cells/makd-seed0", "cells/makd-seed2", "cells/low", "cells/300"} <= set(page.addresses)
     for address in page.addresses:
         assert address.startswith(("#", "cells/")), address
-    for command in ("train makd --seed 2", "train sft --seed 1"):
-        assert f"<code>{command}</code>" in text
+    assert "<code>train makd --seed 2</code>" in text
     for said in ("the teacher knows nothing", "a laptop", "25.1", "chosen on validation, never on test"):
         assert said in text
     assert 'title="train sft --seed 0\ntrain sft --seed 1\ntrain sft --seed 2"' in text

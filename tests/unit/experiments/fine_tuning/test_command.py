@@ -24,6 +24,7 @@ def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
     said = capsys.readouterr()
     results = json.loads(said.out)
     assert results == json.loads(report.with_name("results.json").read_text())
+    assert results["tasks"]["CoLA"]["examples"]["train"] == 32  # of 64
     assert results["run"]["command"].startswith("eval/glue.py --model")
     assert "[1/1] CoLA learning_rate=0.01 epochs=1 seed=1: matthews" in said.err
 
