@@ -236,6 +236,20 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     assert evaluate(*taught)[0]["tasks"] == results["tasks"]
 
 
+def test_micro_batches_do_not_change_what_is_learned(evaluate, tmp_path, make_encoder) -> None:
+    model = make_encoder()
+    config = json.loads((model / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (model / "config.json").write_text(json.dumps(config))
+    quick = ["--tasks", "stsb", "--epochs", "10"]
+    evaluate(*quick, model=model, folder="whole")
+    evaluate(*quick, "--micro_batch_size", "4", model=model, folder="parts")
+    name = "STS-B/lr-0.01-epochs-10-seed-1/predictions/student/dev.tsv"
+    whole, parts = (answers(tmp_path / folder / name)[0] for folder in ("whole", "parts"))
+    np.testing.assert_allclose(whole, parts, atol=1e-3)
+    assert np.ptp(whole) > 1
+
+
 def test_speed_and_sizes_stand_beside_the_baseline_s(evaluate, make_encoder, tmp_path) -> None:
     big = make_encoder(layers=8)
     arguments = ["--tasks", "rte", "--baseline", big, "--speed", "true", "--max_length", "16", "--batch_size", "8"]
