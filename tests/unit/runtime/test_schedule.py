@@ -30,6 +30,5 @@ def test_constant_and_minimum():
     assert {learning_rate(constant, step) for step in range(10)} == {0.2}
     floor = TrainConfig(steps=10, learning_rate=0.2, min_learning_rate=0.1)
     rates = [learning_rate(floor, step) for step in range(10)]
-    assert rates[0] == 0.2
     assert rates == sorted(rates, reverse=True)
-    assert rates[-1] > 0.1
+    assert (rates[0], rates[-1] > 0.1) == (0.2, True)

@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from support import ROOT, environment
-
 BEGIN = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, subprocess, sys, threading, time
 from llmdistill.errors import Stopped
 from llmdistill.runtime import signals
 from llmdistill.runtime.terminal import exit_code
 signals._BLOCKED_SECONDS = 0.3
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup ignore it, and so would a command
+sys.modules.pop("llmdistill.runtime.distributed", None)  # whose process group an earlier test has joined
 
 def send(number, times=1):
     for _ in range(times):
         os.kill(os.getpid(), number)
         time.sleep(signals._AGAIN_SECONDS * 1.2)
+
+def send_soon():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
 """
 AT_ONCE = "error: stopped by SIGTERM; the same command goes on from what is finished\n"
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BEGIN + program]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+def run(program: str, log: Path | None = None, **environment: str) -> SimpleNamespace:
+    """Run a program in a fork of this process; its output goes to pipes, or to a file."""
+    (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        if log is not None:
+            its_out = os.open(log, os.O_WRONLY | os.O_CREAT)
+        for number, file in ((1, its_out), (2, its_err)):
+            os.dup2(file, number)
+        for file in (out, its_out, err, its_err):
+            os.close(file)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not those of pytest
+        os.environ |= environment
+        code: Any = 0
+        try:
+            exec(BEGIN + program, {})
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    os.close(its_out)
+    os.close(its_err)
+    said = []
+    for number in (out, err):
+        with os.fdopen(number) as file:
+            said.append(file.read())
+    return SimpleNamespace(
+        returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stdout=said[0], stderr=said[1]
+    )
 
 
-def test_a_command_ends_with_one_line_and_the_code_of_a_shell():
-    done = run("sys.exit(exit_code(lambda: send(signal.SIGTERM)))")
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
-
-
-@pytest.mark.parametrize(("rank", "said"), [(0, AT_ONCE), (1, "")])
-def test_before_the_ranks_have_joined_rank_0_alone_says_it(rank, said):
-    place = f"os.environ |= {{'RANK': '{rank}', 'LOCAL_RANK': '{rank}', 'WORLD_SIZE': '2'}}\n"
-    done = run(f"{place}sys.exit(exit_code(lambda: send(signal.SIGTERM)))")
-    assert (done.returncode, done.stderr) == (143, said)
+@pytest.mark.parametrize(("rank", "said"), [(None, AT_ONCE), ("0", AT_ONCE), ("1", "")])
+def test_a_command_ends_with_one_line_of_rank_0_and_the_code_of_a_shell(rank, said):
+    place = {} if rank is None else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    done = run("sys.exit(exit_code(lambda: send(signal.SIGTERM)))", **place)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
 
 
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
-    program = """
+    done = run("""
 def job():
     with signals.waiting():
         send(signal.SIGINT)
         print(signals.caught(), flush=True)
         raise Stopped(signals.caught(), "after step 7")
 sys.exit(exit_code(job))
-"""
-    done = run(program)
+""")
     assert (done.returncode, done.stdout) == (130, "2\n")
     said = "error: stopped by SIGINT after step 7, which is saved; the same command goes on from there"
     assert done.stderr.splitlines() == [said]
@@ -69,10 +98,8 @@ sys.exit(exit_code(job))
 """
     done = run(program)  # its output goes to pipes, which end with the terminal as `tee` does
     assert (done.returncode, done.stdout, done.stderr) == (129, "", "")
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        subprocess.run([sys.executable, "-c", BEGIN + program], cwd=ROOT, env=environment(), stdout=file, timeout=300)
-    assert log.read_text() == "to the terminal\n"
+    run(program, log=tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "to the terminal\n"
 
 
 def test_nohup_keeps_a_command_from_the_end_of_its_terminal():
@@ -110,23 +137,20 @@ with signals.handling():
 
 
 def test_a_process_that_waits_inside_a_library_ends_all_the_same():
-    # system() waits for its child in C and goes on waiting after a signal.
     done = run("""
-import subprocess, threading
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-sys.exit(exit_code(lambda: print(ctypes.CDLL(None).system(b"sleep 3"))))
+# system() waits for its child in C and goes on waiting after a signal.
+send_soon()
+sys.exit(exit_code(lambda: print(ctypes.CDLL(None).system(b"sleep 1"))))
 """)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
 
 
 def test_a_long_call_that_a_waiting_block_makes_is_not_cut_short():
-    """Such as the writing of a large checkpoint, or the wait of one rank for that of another."""
     done = run("""
-import threading
 def job():
     with signals.waiting():
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        ctypes.CDLL(None).system(b"sleep 2")
+        send_soon()
+        ctypes.CDLL(None).system(b"sleep 1")
         os.write(1, b"saved")
 sys.exit(exit_code(job))
 """)
@@ -144,7 +168,6 @@ sys.exit(exit_code(lambda: time.sleep(1)))
 
 def test_without_the_main_thread_nothing_changes():
     done = run("""
-import threading
 before = signal.getsignal(signal.SIGTERM)
 seen = []
 thread = threading.Thread(target=lambda: seen.append((exit_code(lambda: None), signal.getsignal(signal.SIGTERM))))

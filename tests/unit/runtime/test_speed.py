@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     BertConfig,
-    BertModel,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -36,34 +33,23 @@ TINY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("depth", "width", "embedding", "transformer"),
-    [
-        (12, 768, 23.4, 85.1),
-        (6, 768, 23.4, 42.5),
-        (12, 384, 11.7, 21.3),
-        (6, 384, 11.7, 10.6),
-        (4, 384, 11.7, 7.1),
-        (3, 384, 11.7, 5.3),
-    ],
+    ("depth", "width", "embedding", "transformer"), [(12, 768, 23.4, 85.1), (12, 384, 11.7, 21.3), (3, 384, 11.7, 5.3)]
 )
 def test_parameters_of_minilm_table_4(depth: int, width: int, embedding: float, transformer: float) -> None:
     config = BertConfig(num_hidden_layers=depth, hidden_size=width, intermediate_size=4 * width, num_attention_heads=12)
     split = parameter_split(build_meta(config))
-    assert round(split["embedding"] / 1e6, 1) == embedding
-    assert round(split["transformer"] / 1e6, 1) == transformer
+    assert (round(split["embedding"] / 1e6, 1), round(split["transformer"] / 1e6, 1)) == (embedding, transformer)
 
 
-def test_heads_are_neither_embedding_nor_transformer_unless_tied() -> None:
+def test_heads_are_neither_embedding_nor_transformer() -> None:
     width, vocabulary = 16, 30
     base = parameter_split(build_meta(BertConfig(**TINY)))
     positions, pooler = 512 * width + 2 * width + 2 * width, width * width + width
     assert base["other"] == positions + pooler
     with torch.device("meta"):
         masked = AutoModelForMaskedLM.from_config(BertConfig(**TINY))
-        classifier = AutoModelForSequenceClassification.from_config(BertConfig(**TINY, num_labels=3))
     head = width * width + width + 2 * width + vocabulary
     assert parameter_split(masked) == {**base, "other": positions + head, "total": count_parameters(masked)}
-    assert parameter_split(classifier)["other"] == base["other"] + 3 * width + 3
 
 
 @pytest.mark.parametrize(
@@ -164,25 +150,12 @@ def test_models_take_turns_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert (stage.models["one"].training, stage.models["two"].training) == (True, False)
 
 
-def test_the_seed_makes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = {1: [1.0] * 9, 2: [1.0] * 9}
-
-    def tokens(seed: int) -> list[int]:
-        stage = Stage(monkeypatch, {"one": plan})
-        measure_speed(stage.models, batch_size=2, length=9, repeats=1, warmup=0, seed=seed)
-        return stage.calls[-1][1].flatten().tolist()
-
-    assert tokens(0) == tokens(0) != tokens(1)
-
-
 def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = count(1)
-    done: list[int] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(next(waits)))
-    speed._wait(torch.device("cpu"))
-    assert not done
-    speed._wait(torch.device("cuda"))
-    assert done == [1]
+    done: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    for name in ("cpu", "cuda"):
+        speed._wait(torch.device(name))
+    assert done == [torch.device("cuda")]
     stage = Stage(monkeypatch, {"one": {1: [1.0], 2: [1.0]}})
     order: list[str] = []
     monkeypatch.setattr(speed, "_wait", lambda device: order.append("wait"))
@@ -191,23 +164,8 @@ def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch: pytest.M
     assert order == ["wait", "look", "wait", "look"] * 2
 
 
-def test_a_real_model_is_left_as_it_was() -> None:
-    model = BertModel(BertConfig(**TINY))
-    state = torch.random.get_rng_state()
-    found = measure_speed({"tiny": model}, batch_size=2, length=5, repeats=2, warmup=0)
-    assert found["tiny"]["speedup"] == found["tiny"]["latency_speedup"] == 1
-    assert found["tiny"]["batch"]["median"] > 0
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_bad_input() -> None:
-    models = {"tiny": build_meta(BertConfig(**TINY, max_position_embeddings=9))}
-    for key in ("batch_size", "length", "repeats"):
-        with pytest.raises(AssertionError):
-            measure_speed(models, **{"length": 5, key: 0})
-    with pytest.raises(UserError, match="length is 10: tiny has positions for 9 tokens; give 9 or less"):
-        measure_speed(models, length=10)
-    roberta = build_meta(RobertaConfig(**TINY, max_position_embeddings=9))
-    with pytest.raises(UserError, match="length is 8: roberta has positions for 7 tokens"):
-        measure_speed({"roberta": roberta}, length=8)
+def test_a_length_without_positions_is_refused() -> None:
+    for kind, most in ((BertConfig, 9), (RobertaConfig, 7)):
+        model = build_meta(kind(**TINY, max_position_embeddings=9))
+        with pytest.raises(UserError, match=f"length is {most + 1}: tiny has positions for {most} tokens; give {most}"):
+            measure_speed({"tiny": model}, length=most + 1)

@@ -15,24 +15,11 @@ from llmdistill.models.taps import Recorder
 from llmdistill.runtime.tracing import Tracer, on_gpu
 
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
+    "llama": LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0),
-    "bert": BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attention_probs_dropout_prob=0.0,
-    ),
+    "bert": BertConfig(**SIZES, intermediate_size=64, attention_probs_dropout_prob=0.0),
 }
 
 

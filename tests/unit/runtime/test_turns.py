@@ -56,58 +56,40 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run: Callable) -
     assert ran == [0]
 
 
-def test_alone_the_job_just_runs() -> None:
-    assert in_turns(lambda: 7, World.alone()) == 7
-    with pytest.raises(UserError, match="fix it") as error:
-        in_turns(lambda: (_ for _ in ()).throw(UserError("fix it")), World.alone())
-    assert not error.value.everywhere
+def test_on_a_shared_disk_one_rank_makes_it(run: Callable, tmp_path: Path) -> None:
+    makers: list[int] = []
+
+    def make(world: World) -> Path:
+        makers.append(world.rank)
+        (tmp_path / "set").mkdir()
+        return tmp_path / "set"
+
+    assert run(lambda world: made_once(lambda: make(world), world)) == [tmp_path / "set"] * len(NODES)
+    assert makers == [0]
 
 
-class TestMadeOnce:
-    def made(self, run: Callable, own: Callable[[World], Path]) -> tuple[list[Path], list[int]]:
-        """The folders that the ranks are given, and the ranks that made one."""
-        makers: list[int] = []
+def test_a_node_with_a_disk_of_its_own_makes_its_own(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists, makers = Path.exists, list[int]()
+    for node in set(NODES):
+        (tmp_path / node).mkdir()
 
-        def make(world: World) -> Path:
-            makers.append(world.rank)
-            own(world).mkdir(exist_ok=True)
-            return own(world)
+    def make(world: World) -> Path:
+        makers.append(world.rank)
+        (tmp_path / NODES[world.rank] / "set").mkdir(exist_ok=True)
+        return Path("/cache/set")
 
-        return run(lambda world: made_once(lambda: make(world), world)), makers
+    monkeypatch.setattr(Path, "exists", lambda path: exists(tmp_path / NODES[ThreadRanks.own.rank] / path.name))
+    assert run(lambda world: made_once(lambda: make(world), world)) == [Path("/cache/set")] * len(NODES)
+    assert makers[0] == 0
+    assert sorted(makers) == [0, 2, 4], "the first rank of each node"
 
-    def test_on_a_shared_disk_one_rank_makes_it(self, run: Callable, tmp_path: Path) -> None:
-        folders, makers = self.made(run, lambda world: tmp_path / "set")
-        assert folders == [tmp_path / "set"] * len(NODES)
-        assert makers == [0]
 
-    def test_a_node_with_a_disk_of_its_own_makes_its_own(
-        self, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        exists = Path.exists
-        for node in set(NODES):
-            (tmp_path / node).mkdir()
+def test_other_data_on_another_node_are_refused(run: Callable, tmp_path: Path) -> None:
+    def fail(world: World) -> None:
+        folder = tmp_path / ("here" if NODES[world.rank] == "a" else "there")
+        with pytest.raises(UserError, match=r"rank 2 on \S+ reads other data than rank 0 \(there and here in"):
+            made_once(lambda: folder, world)
 
-        def own_disk(path: Path) -> bool:
-            return exists(tmp_path / NODES[ThreadRanks.own.rank] / path.name)
-
-        makers: list[int] = []
-
-        def make(world: World) -> Path:
-            makers.append(world.rank)
-            (tmp_path / NODES[world.rank] / "set").mkdir(exist_ok=True)
-            return Path("/cache/set")
-
-        monkeypatch.setattr(Path, "exists", own_disk)
-        assert run(lambda world: made_once(lambda: make(world), world)) == [Path("/cache/set")] * len(NODES)
-        assert makers[0] == 0
-        assert sorted(makers) == [0, 2, 4], "the first rank of each node"
-
-    def test_other_data_on_another_node_are_refused(self, run: Callable, tmp_path: Path) -> None:
-        def make(world: World) -> Path:
-            return tmp_path / ("here" if NODES[world.rank] == "a" else "there")
-
-        def fail(world: World) -> None:
-            with pytest.raises(UserError, match=r"rank 2 on \S+ reads other data than rank 0 \(there and here in"):
-                made_once(lambda: make(world), world)
-
-        run(fail)
+    run(fail)
