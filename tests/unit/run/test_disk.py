@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -9,13 +12,18 @@ from typing import Any
 
 import pytest
 
+import llmdistill
+from llmdistill.cli import main as llmdistill_command
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
+from llmdistill.files import new_folder, refused_by_system, write_json
 from llmdistill.methods import METHODS
 from llmdistill.run.disk import DiskNeed, check_disk
 from llmdistill.run.job import execute
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.distributed import World
+from llmdistill.tasks import answers
+from llmdistill.train import main
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -29,16 +37,15 @@ def test_the_need_is_that_of_the_files_of_a_run(tmp_path: Path) -> None:
     """A student has 4 bytes for each parameter in fp32, a checkpoint 12: three are there while the third is written."""
     plan = make_plan(tmp_path)
     params = plan.models.sizes["student_params"]
-    assert DiskNeed.of(plan) == DiskNeed(12 * params, 3, 4 * params, 2)
-    assert DiskNeed.of(plan).total == 3 * 12 * params + 2 * 4 * params
+    need = DiskNeed.of(plan)
+    assert (need, need.total) == (DiskNeed(12 * params, 3, 4 * params, 2), 3 * 12 * params + 2 * 4 * params)
 
 
 @pytest.mark.parametrize(
     ("arguments", "checkpoints", "students"),
     [
-        (("--train.save_every", "null"), 0, 2),
+        (("--train.save_every", "null", "--train.keep_best", "loss", "--data.valid", "embedded:valid"), 0, 4),
         (("--train.keep_checkpoints", "5"), 6, 2),
-        (("--train.keep_best", "loss", "--data.valid", "embedded:valid"), 3, 4),
         (("--method", "none"), 0, 1),
     ],
 )
@@ -69,3 +76,63 @@ def test_the_main_job_looks_before_it_scores_and_not_again_after_the_training(tm
         execute(plan, data, World.alone())
     (tmp_path / "student").mkdir()
     check_disk(plan)
+
+
+def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_, **__: pytest.fail("the ranks join"))
+    monkeypatch.setattr(answers, "evaluate_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = ["--model", "embedded:teacher"]
+    weighting = ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.folder"]
+    commands = {
+        "--output_dir": ["train.py", "--ds_config", "zero2", "--output_dir"],
+        weighting[-1]: ["train.py", "--ds_config", "zero2", "--output_dir", str(tmp_path / "run"), *weighting],
+        "--output": ["evaluate", *model, "--data", "embedded:valid", "--output"],
+        "--output_dir of a suite": ["evaluate", "--suite", "speed", *model, "--output_dir"],
+        "--output_dir of tasks": ["evaluate", "--suite", "glue", *model, "--output_dir"],
+    }
+    for key, (name, *arguments) in commands.items():
+        words = [*arguments, "/proc/x/y"]
+        assert (main(words) if name == "train.py" else llmdistill_command([name, *words])) == 2, key
+        said = capsys.readouterr().err  # of whose reasons one is there by user
+        setting = key.partition(" ")[0]
+        assert re.search(rf"error: {setting} /proc/x/y: no folder can be made in /proc \([a-z ]+\)", said), (key, said)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for folder, sentence in (
+        (file / "a" / "b", f"{file} is a file; give another folder"),
+        (tmp_path / ("n" * 400), "--output_dir has the name 'nnn"),
+    ):
+        assert main(["--ds_config", "zero2", "--output_dir", str(folder)]) == 2
+        assert sentence in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"data has the name '../x'"):
+        llmdistill.evaluate("embedded:teacher", {"../x": [{"instruction": "a", "output": "b"}]}, output=tmp_path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "mine")]
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it, without a name
+
+
+def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def student() -> None:
+        with new_folder(tmp_path / "student") as partial:
+            (partial / "model").write_text("half")
+            raise full()
+
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full()))
+    for call, name in ((student, "student"), (lambda: write_json(tmp_path / "run.json", {}), "run.json")):
+        with pytest.raises(UserError, match=r"B of .* are free on the disk at /") as caught:
+            call()
+        assert str(caught.value).startswith(f"{tmp_path / name}: no space left on device, ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_what_a_library_says_of_the_disk_is_understood(tmp_path: Path, number: int) -> None:
+    words = os.strerror(number)
+    with pytest.raises(UserError, match=rf"/student: .*{words.lower()}"), new_folder(tmp_path / "student"):
+        raise RuntimeError(f"Error while serializing: I/O error: {words} (os error {number})")
+    assert refused_by_system(ValueError("other")) is None
