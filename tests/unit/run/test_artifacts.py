@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -46,28 +45,17 @@ def finish(config):
     return json.loads(json.dumps(metrics))
 
 
-def test_the_same_run_goes_on_until_it_is_finished(parse, tmp_path):
-    claim(parse())
-    claim(parse("--train.log_every", "3"))
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["train"]["log_every"] == 3
-    assert finished_metrics(parse()) is None
-    metrics = finish(parse())
-    claim(parse())
-    assert finished_metrics(parse()) == metrics
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--train.learning_rate", "1.0"), r"train\.learning_rate was 0\.0015 and is now 1\.0; choose another"),
-        (("--seed", "1", "--train.steps", "2"), r"seed was 0 and is now 1 \(and 1 more\)"),
-    ],
-)
-def test_another_configuration_is_refused_and_nothing_lost(parse, tmp_path, arguments, said):
+def test_another_configuration_a_second_start_and_other_folders_are_refused_and_nothing_lost(parse, tmp_path):
     claim(parse())
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(UserError, match=said):
-        claim(parse(*arguments))
+    with pytest.raises(UserError, match=r"train\.learning_rate was 0\.0015 and is now 1\.0; choose another"):
+        claim(parse("--train.learning_rate", "1.0"))
+    with pytest.raises(UserError, match="holds a run already"):
+        claim(parse("--resume", "never"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        claim(parse(folder="other"))
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
@@ -86,8 +74,7 @@ def test_contents_of_files_count_beside_their_names(parse, tmp_path):
 
 def test_what_a_run_makes_itself_is_no_input(parse, tmp_path):
     values = to_dict(parse("--teacher.model", str(tmp_path / "run" / "assistant-1" / "student")))
-    keys = {"teacher.model", "data.train"}
-    assert set(input_fingerprints(values, made_below=None)) == keys
+    assert set(input_fingerprints(values, made_below=None)) == {"teacher.model", "data.train"}
     assert set(input_fingerprints(values, made_below=tmp_path / "run")) == {"data.train"}
 
 
@@ -100,22 +87,6 @@ def test_what_does_not_shape_the_student_may_change(parse, tmp_path):
     claim(parse("--train.micro_batch_size", "1"), size=2)
     with pytest.raises(UserError, match="seed was 0 and is now 1"):
         claim(parse("--seed", "1"), size=2)
-
-
-def test_never_resuming_refuses_a_run(parse):
-    claim(parse("--resume", "never"))
-    with pytest.raises(UserError, match="holds a run already"):
-        claim(parse("--resume", "never"))
-
-
-def test_folder_of_something_else_is_refused(parse, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="not empty and holds no run"):
-        claim(parse())
-    (tmp_path / "run" / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run\.json: not valid JSON; choose another output_dir"):
-        claim(parse())
 
 
 def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
@@ -144,6 +115,10 @@ def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(par
     assert finished_metrics(trial) is None
     claim(trial)
     assert finished_metrics(trial) is None
+    record = Path(trial.output_dir) / "metrics.json"
+    record.write_text("[]")
+    with pytest.raises(UserError, match=r"metrics\.json: .*; remove the file, and the run is finished again$"):
+        finished_metrics(trial)
     metrics = finish(trial)
     assert finished_metrics(trial) == metrics
     assert finished_metrics(final) is None, "its test set was not scored"
@@ -162,13 +137,10 @@ def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(par
         ("loss", ("--train.validate_every", "7"), r"train\.validate_every was 20 and is now 7"),
         ("loss", ("--scoring.decoding", "sample"), None),
         ("score", ("--scoring.decoding", "sample"), r"scoring\.decoding was greedy and is now sample"),
-        ("score", ("--scoring.models", "student"), None),
-        ("loss", ("--data.valid", "OTHER"), r"data\.valid was \S+ and is now"),
+        ("loss", ("--data.valid", "embedded:seen"), r"data\.valid was \S+ and is now"),
     ],
 )
-def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_path, by, free, said):
-    (tmp_path / "other.jsonl").write_text("{}")
-    free = [str(tmp_path / "other.jsonl") if each == "OTHER" else each for each in free]
+def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, by, free, said):
     keep = () if by is None else ("--train.keep_best", by)
     claim(parse("--recipe", "quickstart", *keep))
     if said is None:
@@ -181,12 +153,8 @@ def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[1]", "not a JSON object"),
-        (b"\xff\xfe\x00", "not valid JSON"),
-        (b'"text"', "not a JSON object"),
-        (b"{}", "it has no config, or one of another type"),
+        (b"{", "not valid JSON"),
         (b'{"config": 5, "inputs": {}, "ds_config": {}}', "it has no config, or one of another type"),
-        (b'{"config": {"train": 5}, "inputs": [], "ds_config": {}}', "it has no inputs, or one of another type"),
     ],
 )
 def test_a_record_that_is_none_is_one_sentence(parse, tmp_path, content, said):
@@ -196,32 +164,11 @@ def test_a_record_that_is_none_is_one_sentence(parse, tmp_path, content, said):
         claim(parse())
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"asked": 3}', '{"asked": {"tests": 3}}'])
-def test_metrics_of_another_kind_do_not_count(parse, tmp_path, content):
-    claim(parse())
-    (tmp_path / "run" / "metrics.json").write_text(content)
-    if content.endswith("}}"):
-        assert finished_metrics(parse()) is None
-        return
-    with pytest.raises(UserError, match=r"metrics\.json: .*; remove the file, and the run is finished again$"):
-        finished_metrics(parse())
-
-
-def test_what_a_kill_left_half_blocks_no_folder(parse, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json.part").write_text('{"con')
-    (tmp_path / "run" / ".lock").write_text("")
-    claim(parse())
-
-
 def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
     run = tmp_path / "run"
     claim(parse())
-    for left in (
-        run / ".student.abcdefgh.part",
-        run / ".untrained.a_1b2c3d.part",
-        run / "inputs/.teacher.01234567.part",
-    ):
+    (run / "run.json.part").write_text('{"con')
+    for left in (run / ".student.abcdefgh.part", run / "inputs/.teacher.01234567.part"):
         left.mkdir(parents=True)
         (left / "model.safetensors").write_bytes(b"half")
     with temporary_folder(run / "inputs" / "student") as living:  # of a call from Python that prepares the same run
@@ -233,21 +180,6 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(parse, tmp_path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(UserError, match=r"^output_dir \S+/run: it is a file; choose another output_dir or remove"):
         claim(parse())
-    with pytest.raises(
-        UserError, match=r"run/below/run\.json: the system refuses it \(not a directory\): choose another"
-    ):
+    with pytest.raises(UserError, match=r"below/run\.json: the system refuses it \(not a directory\): choose another"):
         claim(parse(folder="run/below"))
     assert (tmp_path / "run").read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(parse, tmp_path, monkeypatch):
-    real = Path.open
-
-    def refuse(self, mode="r", *more, **others):
-        if "w" in mode and self.is_relative_to(tmp_path):
-            raise OSError(errno.EROFS, "Read-only file system", str(self))
-        return real(self, mode, *more, **others)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"the system refuses it \(read-only file system\): choose another path"):
-        claim(parse())
