@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,21 +76,16 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path)
     assert (ended["step"], ended["learning_rate"]) == (2, 0.5)
 
 
-@pytest.mark.parametrize("norm", [math.nan, torch.tensor(math.inf)])
-def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Path, norm: float) -> None:
+def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Path) -> None:
     steps = make_steps(tmp_path)
-    steps.engine.norm = norm
-    steps.applied(1, batches(), FINE)
-    with pytest.raises(UserError, match=r"the norm of the gradient is (nan|inf) at step 1: every term is finite"):
-        steps.check_last()
-
-
-def test_a_norm_that_deepspeed_does_not_compute_is_no_error(tmp_path: Path) -> None:
-    steps = make_steps(tmp_path)
-    steps.engine.norm = None
+    steps.engine.norm = None  # which DeepSpeed does not compute
     steps.applied(1, batches(), FINE)
     assert steps.check_last() is not None
     assert steps.check_last() is None, "a step is read once"
+    steps.engine.norm = torch.tensor(math.inf)
+    steps.applied(2, batches(), FINE)
+    with pytest.raises(UserError, match=r"the norm of the gradient is inf at step 2: every term is finite"):
+        steps.check_last()
 
 
 def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path: Path, capsys) -> None:
@@ -131,17 +127,12 @@ class TestOrigin:
                 model.get_submodule(name).weight.data.fill_(1e38)
         return first_not_finite({"teacher": teacher, "student": student}, run)
 
-    def test_both_are_finite(self) -> None:
+    def test_the_first_model_and_its_first_module_are_named(self) -> None:
         assert self.say() == "the outputs of teacher and student are finite"
-
-    def test_the_teacher_is_named_although_the_student_breaks_too(self) -> None:
         said = self.say("model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj")
         assert said.endswith("is the teacher, in model.layers.1.mlp.up_proj")
-
-    def test_the_student_is_named_with_its_layer(self) -> None:
-        assert self.say("", "model.layers.0.self_attn.v_proj").endswith(
-            "is the student, in model.layers.0.self_attn.v_proj"
-        )
+        said = self.say("", "model.layers.0.self_attn.v_proj")
+        assert said.endswith("is the student, in model.layers.0.self_attn.v_proj")
 
     def test_a_parameter_is_named_before_any_output(self) -> None:
         student = tiny_llama(0)
@@ -165,24 +156,18 @@ class TestLossWatch:
 
     def test_a_first_loss_is_no_jump_and_neither_is_one_that_was_there_before(self) -> None:
         assert self.warnings([1.0] * 10 + [9.0] + [1.0] * 30 + [8.0], weight=0.0) == []
-
-    def test_many_jumps_have_one_cause(self) -> None:
-        assert len(self.warnings([1.0] * 50 + [2.2 * 1.1**n for n in range(20)], weight=0.0)) == 5
+        assert len(self.warnings([1.0] * 50 + [2.2 * 1.1**n for n in range(20)], weight=0.0)) == 5, "one cause"
 
     def test_a_loss_that_diverges_is_named_at_once_and_at_the_end(self) -> None:
         (said,) = self.warnings([5.0, 4.0, 90.0, 2e21, 1e21, 3e22], weight=0.0)
-        assert said.startswith(
-            "the loss is 2e+21 at step 4, 5e+20 times the lowest one before it: the student diverges"
-        )
+        assert said.startswith("the loss is 2e+21 at step 4, 5e+20 times the lowest one before it: the student diver")
         assert self.warnings([1e-4, 9.0], weight=0.0) == [], "a student that starts as its teacher has hardly a loss"
         watch = LossWatch({"rest": 1.0}, WORLD)
         for step, loss in enumerate((5.0, 2e21), 1):
             watch.add(step, {"rest": loss})
         rows = [{"step": 0, "valid_loss": 1.0}, {"step": 2, "loss": 1e21, "lowest_loss": watch.lowest}]
         (ended,) = diverged(rows)
-        assert ended.startswith(
-            "the training diverged: the loss is 1e+21 at its last step, 2e+20 times the lowest one (5)"
-        )
+        assert ended.startswith("the training diverged: the loss is 1e+21 at its last step, 2e+20 times the lowest")
         # A resumed run knows the lowest loss from its log.
         assert LossWatch({"rest": 1.0}, WORLD, rows).lowest == 5.0
         assert is_diverged(600.0, 5.0)
@@ -192,9 +177,6 @@ class TestLossWatch:
     def test_a_term_that_is_always_zero_is_named_once(self) -> None:
         (said,) = self.warnings([1.0] * 60)
         assert said.startswith("term label was 0 in each of the first 20 steps")
-
-    def test_a_term_without_a_weight_is_not_missed(self) -> None:
-        assert self.warnings([1.0] * 60, weight=0.0) == []
 
     def test_terms_with_hardly_any_of_the_gradient_or_nearly_all(self) -> None:
         found = uneven_terms({"a": 1.0, "b": 0.002, "c": 0.0005})
@@ -235,7 +217,7 @@ def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
     """The norm of the gradient with respect to embeddings that are given to the model in place of its own."""
     rows = student.model.embed_tokens(batch.input_ids).detach().requires_grad_()
     weights = {each: weight if name in (None, each) else 0.0 for each, weight in method.weights.items()}
-    running = type(method)(**{**vars_of(method), "weights": weights}).running(taught, batch, batch.divisors())
+    running = replace(method, weights=weights).running(taught, batch, batch.divisors())
     embed, student.model.embed_tokens.forward = student.model.embed_tokens.forward, lambda _ids: rows
     try:
         learner.learn(batch, running).total.backward()
@@ -243,8 +225,3 @@ def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
         student.model.embed_tokens.forward = embed
     assert rows.grad is not None
     return rows.grad.norm()
-
-
-def vars_of(method) -> dict[str, object]:
-    names = ("layer_terms", "token_terms", "sequence_terms", "shift", "projections")
-    return {name: getattr(method, name) for name in names}
