@@ -35,7 +35,7 @@ BREAKS = [
         f"{RUNTIME}/launch.py",
         r'r"\[(\w+)[^]]*\]"',
         r'r"\[[^]]*?(\w+)\]"',
-        f"{RUNTIME_TESTS}/test_launch.py::test_first_node_of_a_list",
+        f"{RUNTIME_TESTS}/test_launch.py::test_lists_of_nodes_and_tasks",
     ),
     Break(
         "loopback-between-nodes",

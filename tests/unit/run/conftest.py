@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,18 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.embedded import locate
+from llmdistill.report import table
 from llmdistill.train import main
 
 TOKENIZER = locate("embedded:teacher")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_plots() -> Iterator[None]:
+    """Drawing them takes longer than the rest of a tiny run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "save_drawings", lambda *_: [])
+        yield
 
 
 @pytest.fixture(scope="package")

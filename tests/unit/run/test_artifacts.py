@@ -150,20 +150,6 @@ def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, by, 
             claim(parse("--recipe", "quickstart", *keep, *free))
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"{", "not valid JSON"),
-        (b'{"config": 5, "inputs": {}, "ds_config": {}}', "it has no config, or one of another type"),
-    ],
-)
-def test_a_record_that_is_none_is_one_sentence(parse, tmp_path, content, said):
-    claim(parse())
-    (tmp_path / "run" / "run.json").write_bytes(content)
-    with pytest.raises(UserError, match=rf"run\.json: {said}; choose another output_dir or remove this one$"):
-        claim(parse())
-
-
 def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
     run = tmp_path / "run"
     claim(parse())

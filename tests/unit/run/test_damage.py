@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,19 +51,6 @@ def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
     run = interrupted_copy(finished, base / "unfinished")
     assert len(kinds(run)["checkpoints/step-N/manifest.json"]) == 2
     assert unseen(run, lambda: trains(run), but=("run.json",)) == []
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(finished, base, trains):
-    run = interrupted_copy(finished, base / "goes_on")
-    with damage(run / "checkpoints" / "step-2" / MANIFEST):
-        code, said = trains(run)
-    assert code == 0
-    assert "thecheckpointofstep2isdamagedandisnotused" in "".join(said.replace("│", "").split())
-    weights, log = "student/model.safetensors", "metrics.jsonl"
-    assert (run / weights).read_bytes() == (finished / weights).read_bytes()
-    losses = [[json.loads(row)["loss"] for row in (each / log).read_text().splitlines()] for each in (run, finished)]
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
 
 
 def test_the_remedies_work(finished, base, trains):

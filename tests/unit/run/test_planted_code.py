@@ -8,7 +8,6 @@ import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,8 @@ from transformers import LlamaForCausalLM
 
 from llmdistill.artifacts import MANIFEST
 from llmdistill.cli import main as command
-from llmdistill.config import RunConfig
-from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.run.job import run_config
-from llmdistill.runtime.distributed import World, process_group
 
 from support import interrupted_copy
 
@@ -144,28 +139,6 @@ def test_checks_and_suites_run_no_code_of_the_models_they_read(finished, base, s
         for _ in range(2):  # the second time over its own planted folder
             runs("evaluate", "--suite", name, "--model", f"{run},again={teacher}", "--output_dir", str(output), *words)
             plant(output, marker)
-
-
-def test_a_comparison_runs_no_code(base, settings, runs, tmp_path, marker, monkeypatch):
-    def train(config: RunConfig) -> None:
-        with process_group("a trial") as world:
-            run_config(config, world)
-
-    def in_process(self: Launcher, trials: Any, progress: Any = None) -> Any:
-        return InProcess(World.alone(), train).run(trials, progress)
-
-    monkeypatch.setattr(Launcher, "run", in_process)
-    study, rows = tmp_path / "study", str(base / "rows.jsonl")
-    words = [*settings, "--scoring.models", "[]", "--data.tests.rows", rows, "--methods", "none,sft", "--seeds", "1"]
-    # The second time each run goes on over planted files, and may see that its student is another.
-    for codes, named in (((0,), True), ((0, 1), True)):
-        runs("compare", *words, "--learning_rates", "1e-3", "--output_dir", str(study), codes=codes)
-        assert not [log for log in study.rglob("*.log") if "Traceback" in log.read_text()]
-        records = list(study.glob("trials/*/metrics.json"))
-        assert len(records) == 2 or codes != (0,)
-        for record in records:
-            record.unlink()
-        plant(study, marker, named=named)
 
 
 def test_what_a_run_reads_beside_its_teacher_runs_no_code(base, settings, trains, runs, tmp_path, marker):

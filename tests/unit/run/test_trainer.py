@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from llmdistill.batch import Batch, LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import scoring_batches
-from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.run.callbacks.checkpoints import Checkpoints
@@ -257,27 +255,6 @@ def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
     assert totals[1] == 0
 
 
-def test_a_skipped_step_is_reported_and_three_in_a_row_end_the_run(tmp_path, capsys):
-    class Broken(Squares):
-        """The second term is not finite in the steps that are skipped."""
-
-        def terms(self, values, batch):
-            all_squares, labeled = super().terms(values, batch).values()
-            broken = trainer.engine.count // 2 + 1 in trainer.engine.skips
-            return {"all": all_squares, "labeled": labeled._replace(sum=labeled.sum * (math.nan if broken else 1))}
-
-    _, trainer = make_trainer(4, method=Broken(), steps=8)
-    trainer.engine.skips = (2, 4, 5, 6)
-    trainer.engine.backward = lambda loss: None
-    trainer.settings = replace(trainer.settings, log_every=2)
-    batches = trainer.loader.micro_batches(1)
-    with pytest.raises(UserError, match=r"step 6 was skipped.*labeled on rank 0.*it is the 3rd in a row"):
-        train(trainer, tmp_path)
-    said = " ".join(capsys.readouterr().err.replace("│", "").split())
-    assert said.count("was skipped") == 3
-    assert f"labeled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
-
-
 def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
     _, trainer = make_trainer(4, steps=6)
     trainer.engine.backward = lambda loss: None
@@ -299,12 +276,6 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
         assert row["loss"] == row["all"] + 3 * row["labeled"]
     # The counts of each step, the terms of each applied one, and the positions of each row.
     assert len(sums) == 6 + 4 + len(rows)
-
-
-def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    RunLog(tmp_path, start=2, steps=4, world=WORLD)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, [3, 4]), (9, [4])])

@@ -76,7 +76,7 @@ def test_shipped_ones_are_found_outside_of_a_checkout(tmp_path, monkeypatch, nam
     assert read_ds_config("ds_configs/zero3.json") == {"gradient_clipping": 7}, "a file that is there wins"
 
 
-@pytest.mark.parametrize("name", ["elsewhere/zero2.json", "zero2.yaml", "zero4", ""])
+@pytest.mark.parametrize("name", ["elsewhere/zero2.json", ""])
 def test_missing_file_says_which_ship(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     names = "zero1, zero2, zero2_offload, zero3, zero3_offload"

@@ -93,16 +93,17 @@ def test_another_launcher_within_a_task_wins(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("a1,b[2-3]", "a1"), ("gpu[01-04,07],login1", "gpu01"), ("rack[2,5]n[10-12]-ib", "rack2n10-ib")],
+    ("variable", "value", "name", "expected"),
+    [
+        ("NODELIST", "a1,b[2-3]", "MASTER_ADDR", "a1"),
+        ("NODELIST", "gpu[01-04,07],login1", "MASTER_ADDR", "gpu01"),
+        ("NODELIST", "rack[2,5]n[10-12]-ib", "MASTER_ADDR", "rack2n10-ib"),
+        ("TASKS_PER_NODE", "8,3(x2),1", "LOCAL_WORLD_SIZE", "3"),
+        ("TASKS_PER_NODE", "2,1(x9)", "LOCAL_WORLD_SIZE", "1"),
+    ],
 )
-def test_first_node_of_a_list(nodes, first):
-    assert rank_of_task({**TASK, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
-
-
-@pytest.mark.parametrize(("counts", "here"), [("8,3(x2),1", "3"), ("2,1(x9)", "1")])
-def test_tasks_of_this_node(counts, here):
-    assert rank_of_task({**TASK, "SLURM_STEP_TASKS_PER_NODE": counts})["LOCAL_WORLD_SIZE"] == here
+def test_lists_of_nodes_and_tasks(variable, value, name, expected):
+    assert rank_of_task({**TASK, f"SLURM_STEP_{variable}": value})[name] == expected
 
 
 def test_a_rank_without_a_gpu_or_without_the_address_of_rank_0_is_refused(monkeypatch):
@@ -218,15 +219,6 @@ def test_a_signal_reaches_ranks_that_are_not_ready_for_it(number):
     job.send_signal(number)
     _, said = job.communicate(timeout=PATIENCE)
     assert (job.returncode, said) == (128 + number, f"error: {Stopped(number)}\n")
-
-
-def test_a_stop_that_rank_0_has_said_is_not_said_again():
-    says = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit('stopped')))"
-    job = start_ranks(f"if rank == 0:\n    {says}\nprint('ready\\n', end='', flush=True)\n{FOREVER}")
-    assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
-    job.send_signal(signal.SIGTERM)
-    _, said = job.communicate(timeout=PATIENCE)
-    assert (job.returncode, said) == (143, "stopped\n")
 
 
 @pytest.mark.parametrize(

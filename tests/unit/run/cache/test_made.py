@@ -203,7 +203,7 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"), WORLD)
     loader = data.loader(Share(seed=3, global_batch_size=20, micro_batch_size=20))
     assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
-    found = [each for step in range(4) for each in loader.micro_batches(step)]
+    found = [each for step in (0, 3) for each in loader.micro_batches(step)]
     found += data.validation(Share(seed=3, global_batch_size=4, micro_batch_size=4))
     found = [batch.with_label_rows(shift=True) for batch in found]
     assert_as_live(plan, cached(plan, folder), found)
