@@ -111,7 +111,7 @@ BREAKS = [
         "llmdistill/runtime/engine.py",
         "settings.learning_rate * (step + 1) /",
         "settings.learning_rate * step /",
-        "tests/unit/runtime/test_schedule.py::test_decay_is_that_of_transformers",
+        "tests/unit/runtime/test_engine.py::test_decay_is_that_of_transformers",
     ),
     Break(
         "biases-decay",

@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny import save_decoder
 
-from llmdistill.embedded import locate
 from llmdistill.report import table
 from llmdistill.train import main
-
-TOKENIZER = locate("embedded:teacher")
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -29,11 +25,7 @@ def _no_plots() -> Iterator[None]:
 def base(tmp_path_factory) -> Path:
     """A tiny teacher and its data."""
     folder = tmp_path_factory.mktemp("damage")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vocabulary = LlamaConfig.from_pretrained(TOKENIZER).vocab_size
-    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(folder / "teacher")
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "teacher")
+    save_decoder(folder / "teacher", num_hidden_layers=2, tie_word_embeddings=False)
     rows = [{"instruction": f"Where is {n}?", "input": "", "output": f"In town {n % 3}."} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

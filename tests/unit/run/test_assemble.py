@@ -87,21 +87,14 @@ def test_epochs_are_steps_rounded_up(parse, epochs: int, steps: int) -> None:
     assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
 
 
-def test_epochs_are_those_of_the_fraction(parse) -> None:
-    config = parse("--train.epochs", "2", "--data.text.fraction", "0.2")
-    plan = make_plan(config)
-    data = prepared(plan)
-    assert data.report == "20 % of it: 6 documents, 6 segments, 150 tokens"
+def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(parse, tmp_path: Path) -> None:
+    valid = ("--data.valid", str(tmp_path / "text.txt"))
+    config = parse("--train.epochs", "2", "--data.text.fraction", "0.2", *valid)
+    data = prepared(make_plan(config))
+    assert data.report.startswith("20 % of it: 6 documents, 6 segments, 150 tokens")
+    assert (len(data.train[""].documents) - 1, len(data.valid.documents) - 1) == (6, 30)
     # 155 tokens with the separators are 16 sequences, the last of five left out.
     assert counted(config).config.train.steps == -(-2 * 15 // 8)
-
-
-def test_the_validation_text_stays_whole(parse, tmp_path: Path) -> None:
-    config = parse("--data.text.fraction", "0.2", "--data.valid", str(tmp_path / "text.txt"))
-    plan = make_plan(config)
-    data = prepared(plan)
-    assert len(data.train[""].documents) - 1 == 6
-    assert len(data.valid.documents) - 1 == 30
 
 
 def test_without_epochs_the_plan_stays(parse) -> None:

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import save_decoder
+from transformers import LlamaForCausalLM
 
 import llmdistill
 from llmdistill.config.command_line import parse_run
-from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize import measure
 from llmdistill.factorize.counting import layer_linears
 from llmdistill.methods import METHODS
 from llmdistill.models.passes import HookSums
-from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import calibration
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.run.plan import make_plan
@@ -60,14 +59,7 @@ ROWS = [
 @pytest.fixture
 def teacher(tmp_path) -> LlamaForCausalLM:
     """A model in memory with the embedded tokenizer."""
-    source = locate("embedded:teacher")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
-    model = LlamaForCausalLM(LlamaConfig(**config | {"initializer_range": 0.2})).eval()
-    model.save_pretrained(tmp_path / "teacher")
-    load_tokenizer(source).save_pretrained(tmp_path / "teacher")
-    return LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
+    return LlamaForCausalLM.from_pretrained(save_decoder(tmp_path / "teacher", num_hidden_layers=2))
 
 
 ONE_BY_ONE = {"micro_batch_size": 1}

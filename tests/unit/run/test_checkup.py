@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import save_decoder
 
 from llmdistill import cli, losses
 from llmdistill.batch import LossSum
 from llmdistill.config.command_line import parse_run
-from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
 from llmdistill.methods import layers as method_layers
 from llmdistill.run.checkup import TermSize, check_run, dry_step
@@ -29,21 +27,7 @@ def findings(*arguments: str) -> dict[str, tuple[str, str]]:
 @pytest.fixture(scope="module")
 def ignorant(tmp_path_factory) -> Path:
     """A teacher of random weights, certain of wrong answers, with the embedded tokenizer."""
-    folder, source = tmp_path_factory.mktemp("ignorant"), locate("embedded:teacher")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=LlamaConfig.from_pretrained(source).vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-        initializer_range=1.0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in source.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+    return save_decoder(tmp_path_factory.mktemp("ignorant"), num_hidden_layers=2, initializer_range=1.0)
 
 
 def test_embedded_run_is_sound():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
 
 from llmdistill.batch import Batch, Outputs
 from llmdistill.errors import UserError
@@ -106,17 +106,11 @@ def test_the_policy_stop_ends_the_run_at_the_first_skipped_step(tmp_path: Path) 
         make_steps(tmp_path, "stop").skipped(1, batches(), FINE * math.nan)
 
 
-def tiny_llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
-
-
 class TestOrigin:
     """The first of teacher and student, and its module, whose output is not finite."""
 
     def say(self, break_teacher: str = "", break_student: str = "") -> str:
-        teacher, student = tiny_llama(0), tiny_llama(1)
+        teacher, student = tiny_model("llama"), tiny_model("llama", seed=1)
         ids = torch.arange(5)[None]
 
         def run() -> None:
@@ -135,7 +129,7 @@ class TestOrigin:
         assert said.endswith("is the student, in model.layers.0.self_attn.v_proj")
 
     def test_a_parameter_is_named_before_any_output(self) -> None:
-        student = tiny_llama(0)
+        student = tiny_model("llama")
         student.model.layers[1].mlp.up_proj.weight.data[3, 4] = math.nan
         said = first_not_finite({"student": student}, lambda: None)
         assert said == "the student's parameter model.layers.1.mlp.up_proj.weight is not finite"
@@ -192,7 +186,7 @@ class TestLossWatch:
 
 def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
     """Reference: autograd through the whole model, with each term's weight set to 0 in turn but one."""
-    teacher, student = tiny_llama(0), tiny_llama(1)
+    teacher, student = tiny_model("llama"), tiny_model("llama", seed=1)
     settings = {"makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5)}
     method = build_method(["makd"], settings, teacher.config, student.config, Objective(tokens=True, sequences=None))
     ids = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from tiny import save_decoder
+from transformers import LlamaForCausalLM, TrainingArguments
 
 import llmdistill
-from llmdistill import DistillationLoss, DistillationTrainer
-from llmdistill.embedded import locate
+from llmdistill import DistillationTrainer
 from llmdistill.run import assemble
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import World
@@ -25,18 +25,14 @@ ROWS = [
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     """A run of the main job, the models it began with, and its batches by step, as a collator would give them."""
-    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.2, **sizes)
-    teacher = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("main_job")
+    teacher = LlamaForCausalLM.from_pretrained(save_decoder(folder / "teacher", num_hidden_layers=2))
     student = llmdistill.compress(teacher, rank=8)
     result = llmdistill.distill(
         teacher,
         student,
         ROWS,
-        tokenizer=tokenizer,
-        output_dir=tmp_path_factory.mktemp("run") / "run",
+        output_dir=folder / "run",
         steps=STEPS,
         global_batch_size=MICRO * ACCUMULATION,
         micro_batch_size=MICRO,
@@ -80,66 +76,40 @@ def first(batches):
     return batches[0]
 
 
-class TestTrainers:
-    def check(self, trainer, student, result):
-        rows = [row for row in trainer.state.log_history if "loss" in row]
-        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in result.history], rel=1e-4)
-        assert [row["grad_norm"] for row in rows] == pytest.approx(
-            [row["grad_norm"] for row in result.history], rel=1e-3
-        )
-        trained = result.student.state_dict()
-        for name, tensor in student.state_dict().items():
-            assert torch.allclose(tensor, trained[name], atol=2e-5), name
-        return rows
+def test_a_trainer_does_what_the_main_job_does(main_job, tmp_path):
+    teacher, student, batches, result = main_job
+    student = copy.deepcopy(student)
+    trainer = DistillationTrainer(
+        student, copy.deepcopy(teacher), arguments(tmp_path), train_dataset=batches, data_collator=first
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    for name in ("loss", *trainer.distillation.method.weights):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in result.history], rel=1e-4)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in result.history], rel=1e-3)
+    trained = result.student.state_dict()
+    for name, tensor in student.state_dict().items():
+        assert torch.allclose(tensor, trained[name], atol=2e-5), name
 
-    def test_a_ready_trainer_does_what_the_main_job_does(self, main_job, tmp_path):
-        teacher, student, batches, result = main_job
-        student = copy.deepcopy(student)
-        trainer = DistillationTrainer(
-            student, copy.deepcopy(teacher), arguments(tmp_path), train_dataset=batches, data_collator=first
-        )
-        trainer.train()
-        rows = self.check(trainer, student, result)
-        for name in trainer.distillation.method.weights:
-            assert [row[name] for row in rows] == pytest.approx([row[name] for row in result.history], rel=1e-4)
 
-    def test_a_trainer_of_ones_own_that_calls_the_loss(self, main_job, tmp_path):
-        teacher, student, batches, result = main_job
-        student = copy.deepcopy(student)
-        loss = DistillationLoss(copy.deepcopy(teacher), student)
-
-        class OwnTrainer(Trainer):
-            loss_is_scaled_for_ga = True
-
-            def get_batch_samples(self, *arguments):
-                batches, _ = super().get_batch_samples(*arguments)
-                return batches, loss.counts(batches)
-
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                return loss(inputs, num_items_in_batch=num_items_in_batch, model=model).loss
-
-        trainer = OwnTrainer(student, arguments(tmp_path), train_dataset=batches, data_collator=first)
-        trainer.train()
-        self.check(trainer, student, result)
-
-    def test_evaluation_and_a_checkpoint(self, main_job, tmp_path):
-        teacher, student, batches, _ = main_job
-        student = copy.deepcopy(student)
-        trainer = DistillationTrainer(
-            student,
-            copy.deepcopy(teacher),
-            arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1),
-            method="kd",
-            method_settings={"temperature": 2.0},
-            train_dataset=batches,
-            eval_dataset=batches[:1],
-            data_collator=first,
-        )
-        trainer.train()
-        figures = trainer.evaluate()
-        student.eval()
-        expected = trainer.distillation(batches[0])
-        assert figures["eval_loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-4)
-        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
-        assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
-        assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
+def test_evaluation_and_a_checkpoint(main_job, tmp_path):
+    teacher, student, batches, _ = main_job
+    student = copy.deepcopy(student)
+    trainer = DistillationTrainer(
+        student,
+        copy.deepcopy(teacher),
+        arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1),
+        method="kd",
+        method_settings={"temperature": 2.0},
+        train_dataset=batches,
+        eval_dataset=batches[:1],
+        data_collator=first,
+    )
+    trainer.train()
+    figures = trainer.evaluate()
+    student.eval()
+    expected = trainer.distillation(batches[0])
+    assert figures["eval_loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-4)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
+    assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
-    LlamaConfig,
+    BertModel,
     LlamaForCausalLM,
+    PreTrainedModel,
 )
 
 import llmdistill
@@ -23,20 +27,9 @@ from llmdistill import DistillationLoss, UserError
 VOCABULARY = 50
 
 
-def make_llama(seed: int, **changes) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "attention_dropout": 0.0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+def make_llama(seed: int, **changes) -> PreTrainedModel:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    return tiny_model("llama", seed=seed, **{**sizes, **changes})
 
 
 def make_bert(kind: Any, seed: int, **changes) -> Any:
@@ -278,3 +271,40 @@ class TestDistillationLoss:
             DistillationLoss(*models, "kd")({"input_ids": make_batch()["input_ids"]})
         with pytest.raises(UserError, match="vocabulary"):
             DistillationLoss(make_llama(0), make_llama(0, vocab_size=60), "kd")
+
+
+def test_embeddings_of_sentences_are_those_of_a_loop(tmp_path):
+    make_bert(BertModel, 0).save_pretrained(tmp_path)
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")])
+    )
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    teacher = BertModel.from_pretrained(tmp_path).eval()
+    student = copy.deepcopy(teacher).eval()
+    with torch.no_grad():
+        student.encoder.layer[1].output.dense.weight *= 0.5
+    batch = {key: make_batch(rows=6)[key] for key in ("input_ids", "attention_mask")}
+    mask = batch["attention_mask"]
+    places = {"labels": torch.tensor([0, 1, 2, 0, 1, 2])}
+    for given, take in (
+        ({}, lambda hidden, mask: (hidden * mask).sum(1) / mask.sum(1)),
+        ({"pooling": "cls"}, lambda hidden, _mask: hidden[:, 0]),
+    ):
+        loss = DistillationLoss(teacher, student, method="embedding", mse=0.5, margin=2.0, **given)
+        result = loss({**batch, **places})
+        theirs, ours = (
+            take(model(**batch).last_hidden_state, mask[:, :, None].float()) for model in (teacher, student)
+        )
+        cosine = (1 - functional.cosine_similarity(ours, theirs)).mean()
+        mse = (ours - theirs).square().mean()
+        margins = [each[0::3] * (each[1::3] - each[2::3]) for each in (ours, theirs)]
+        margin = (margins[0].sum(1) - margins[1].sum(1)).square().mean()
+        torch.testing.assert_close(result.loss, cosine + 0.5 * mse + 2 * margin)
+        gradients = torch.autograd.grad(result.loss, student.encoder.layer[1].output.dense.weight)
+        expected = torch.autograd.grad(cosine + 0.5 * mse + 2 * margin, student.encoder.layer[1].output.dense.weight)
+        torch.testing.assert_close(gradients, expected)
+        assert loss(batch).terms["margin"] == 0  # without triples
+        loss.remove()
+    with pytest.raises(UserError, match="pooling: 'middle' does not fit"):
+        DistillationLoss(teacher, student, method="embedding", pooling="middle")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.errors import UserError
@@ -30,16 +31,8 @@ CPU = torch.device("cpu")
 
 
 def make(family: str, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    kinds: dict[str, Any] = {
-        "llama": (LlamaForCausalLM, LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)),
-        "bert": (BertForMaskedLM, BertConfig(num_attention_heads=4, hidden_dropout_prob=0.0, **sizes)),
-    }
-    kind, config = kinds[family]
-    if family == "bert":
-        config.attention_probs_dropout_prob = 0.0
-    model = kind._from_config(config, attn_implementation="sdpa")
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if family == "bert" else {}
+    model = tiny_model(family, seed=seed, num_hidden_layers=1, **dropout)
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at birth, so that every term has weight
             parameter.add_(0.2 * torch.randn_like(parameter))
