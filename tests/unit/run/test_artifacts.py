@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -26,6 +27,7 @@ def parse(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     (tmp_path / "rows.jsonl").write_text("{}")
 
+    @functools.cache
     def parse(*arguments, folder="run"):
         given = ["--ds_config", str(tmp_path / "zero.json"), "--output_dir", str(tmp_path / folder)]
         given = ["--recipe", "quickstart", *given, "--data.train", str(tmp_path / "rows.jsonl")]

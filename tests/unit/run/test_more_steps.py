@@ -14,28 +14,24 @@ from llmdistill.files import write_json
 from llmdistill.run import artifacts
 from llmdistill.run.callbacks.best import read_best
 from llmdistill.runtime.engine import learning_rate
-from llmdistill.train import main
 
-from support import interrupted_copy
+from support import interrupted_copy, log_rows
 
 
 @pytest.fixture
-def train(settings, capsys, monkeypatch):
-    """Run the main job in a folder; returns the exit code and what was printed."""
+def train(trains):
+    """Run the main job in a folder, with an exit code; returns what was said."""
 
     def run(folder, *more, code=0):
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
-        capsys.readouterr()
-        assert main([*settings, "--output_dir", str(folder), *more]) == code
-        captured = capsys.readouterr()
-        return captured.out + captured.err
+        found, said = trains(folder, *more)
+        assert found == code, said
+        return said
 
     return run
 
 
 def rates(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["learning_rate"] for row in rows if row["step"] > 0}
+    return {row["step"]: row["learning_rate"] for row in log_rows(folder) if row["step"] > 0}
 
 
 def test_a_finished_run_goes_on_with_more_steps(finished, train, tmp_path):

@@ -6,7 +6,6 @@ A stand-in has those functions of the library's public interface that are called
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections import defaultdict
@@ -24,6 +23,8 @@ from llmdistill.run.log import RunLog
 from llmdistill.run.trackers import check_access, check_libraries, monitors
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
+
+from support import log_rows
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 SPLIT = BatchSplit(64, 1)
@@ -77,7 +78,9 @@ def sent(monkeypatch):
     for module in (wandb, mlflow):
         module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return found
+    yield found
+    while KILLED:
+        KILLED.pop().close()
 
 
 def offline() -> bool:
@@ -89,7 +92,7 @@ def config_of(folder, **train) -> RunConfig:
     return RunConfig(output_dir=str(folder), train=TrainConfig(report_to=report_to, **{"steps": 6, **train}))
 
 
-KILLED: list[object] = []
+KILLED: list[ExitStack] = []
 
 
 def steps(config, start, until, *, rank=0, end=None) -> None:
@@ -113,7 +116,7 @@ def steps(config, start, until, *, rank=0, end=None) -> None:
 
 def log_of(folder) -> list[tuple[int, dict[str, float]]]:
     """The rows of metrics.jsonl as a tracker must have them."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = log_rows(folder)
     return [(row["step"], {f"train/{key}": value for key, value in row.items() if key != "step"}) for row in rows]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +25,7 @@ from llmdistill.run.log import RunLog
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
 
-from support import train_loader
+from support import log_rows, train_loader
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -236,7 +235,7 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path, monkeypatch):
     validation = Validation(trainer, [object()], trainer.method, tmp_path)
     monkeypatch.setattr(Validation, "loss", lambda self: 0.5)
     train(trainer, tmp_path, validation)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = log_rows(tmp_path)
     assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
     assert sum(row["tokens"] for row in rows) == sum(
         int(batch.attention_mask.sum()) for step in range(5) for batch in trainer.loader.micro_batches(step)
@@ -268,7 +267,7 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
     for module in ("trainer", "callbacks.finite", "callbacks.log_rows"):
         monkeypatch.setattr(f"llmdistill.run.{module}.all_reduce_sum", lambda each: sums.append(each) or each)
     train(trainer, tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = log_rows(tmp_path)
     assert [row["step"] for row in rows] == [4, 6]
     for row, steps in zip(rows, ((1, 3, 4), (6,)), strict=True):
         for number, name in enumerate(("all", "labeled")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -28,8 +29,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="package")
 def planned(files):
-    """A plan with these settings, and its data."""
+    """A plan with these settings, and its data; equal settings have one."""
 
+    @functools.cache
     def make(*arguments: str) -> tuple[Plan, Any]:
         words = ["--recipe", "quickstart", "--ds_config", "zero2", "--data.train", str(files["data"])]
         words += ["--data.valid", "null", "--data.tests", "{}", "--train.dtype", "fp32", "--method", "kd"]
