@@ -5,12 +5,13 @@
 
 --student is repeated for several students. --graphs keeps the ONNX of every model, which the first run writes.
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
---int8` in ONNX Runtime.
+--int8` in ONNX Runtime. vllm runs in an interpreter of its own, --vllm-python, where vLLM and llmdistill are
+installed; without it vLLM is left out.
 
 prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
 prompt, whose keys and values are there already. Models of one runtime take turns. Multiply-adds are those of the matrix
 products that a runtime carries out, counted by torch on the meta device: the graph of ONNX makes the logits of every
-token of a prompt, transformers those of the last one. The share of the saved multiply-adds that arrives as
+token of a prompt, transformers and vLLM those of the last one. The share of the saved multiply-adds that arrives as
 speed is
 
     ((t_teacher - t_student) / t_teacher) / ((m_teacher - m_student) / m_teacher)
@@ -25,6 +26,7 @@ The last line is JSON: {"onnx": {"prefill": {NAME: {"tokens_per_second": ..., "m
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +37,7 @@ from benching import Settings, Work, bench_parser, measure, parse, positive, run
 from benching_table import Line, Table
 
 SHARE = 0.8
-RUNTIMES = ("transformers", "onnx", "onnx_int8")
+RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")
 WORKS = ("prefill", "generate")
 TEACHER = "teacher"
 
@@ -47,6 +49,8 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: a model in a runtime, and one call of its work."""
     ids = torch.randint(row["vocabulary"], (1, row["tokens"]), generator=torch.Generator().manual_seed(1))
+    if row["runtime"] == "vllm":
+        return Work(_vllm(row, ids))
     step, empty = (_transformers if row["runtime"] == "transformers" else _onnx)(row["model"])
     with torch.inference_mode():
         first, cache = step(ids, empty)
@@ -101,6 +105,37 @@ def _onnx(file: str) -> tuple[Step, Any]:
     return step, empty
 
 
+def _vllm(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], None]:
+    # This process runs the model, on as many threads as the other rows have.
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    from vllm import LLM, SamplingParams
+
+    generates = row["work"] == "generate"
+    new = row["new"] if generates else 1
+    # The cache of prefixes keeps the prompt for generate, all but its last 16 tokens, which the first step reads.
+    model = LLM(
+        row["model"],
+        dtype="float32",
+        max_model_len=row["tokens"] + row["new"],
+        max_num_seqs=1,
+        enable_prefix_caching=generates,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=0, ignore_eos=True, detokenize=False)
+    prompt: Any = {"prompt_token_ids": ids[0].tolist()}
+
+    def work() -> None:
+        (answer,) = model.generate(prompt, sampling, use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == new, "an answer ended early"
+
+    return work
+
+
 def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> dict[str, float]:
     """Multiply-adds of a call of each work, counted on the meta device; those of a step grow by as many each time."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -137,15 +172,16 @@ def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
 
 
 def compare(
-    settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], graphs: Path
+    settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], arguments: Any
 ) -> dict[str, Any]:
-    opened = {name: files(runtime, model, name, graphs) for name, model in models.items()}
+    opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
     figures: dict[str, Any] = {}
     for work in WORKS:
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
-        found = measure(__file__, rows, settings, weighed=())
+        pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
+        found = measure(__file__, rows, settings, weighed=(), pythons=pythons)
         tokens = row["tokens"] if work == "prefill" else row["new"]
         figures[work] = {}
         for name, measured in found.items():
@@ -189,6 +225,7 @@ def main() -> None:
     parser.add_argument("--student", type=named, action="append", default=[], help="NAME=DIR; may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
     parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
     parser.add_argument("--tokens", type=positive, default=256, help="of the prompt")
     parser.add_argument("--new", type=positive, default=64, help="tokens that are generated")
     settings, arguments = parse(parser, build)
@@ -208,8 +245,8 @@ def main() -> None:
         vocabulary = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
         row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}
-        runtimes = arguments.only or RUNTIMES
-        figures = {runtime: compare(settings, table, runtime, models, row, arguments.graphs) for runtime in runtimes}
+        runtimes = arguments.only or RUNTIMES[: 3 if arguments.vllm_python is None else 4]
+        figures = {runtime: compare(settings, table, runtime, models, row, arguments) for runtime in runtimes}
     table.finish(figures)
 
 

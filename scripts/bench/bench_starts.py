@@ -1,11 +1,11 @@
-"""Where a student starts: perplexity of untrained students, at shares of the linears' parameters.
+"""Where a student starts: perplexity and ROUGE-L of untrained students, at shares of the linears' parameters.
 
     python scripts/bench/bench_starts.py --model MODEL --calibration valid.txt --test test.txt --output starts
 
-The rows are SVD weighted by activations and by gradients with one share of the parameters of each matrix (as SVD-LLM
-and KFAC-SVD have it) or with one rank for all, ranks by the predicted loss, and a rival from its paper: Zero Sum SVD
-(arXiv 2602.02848, one shot). All read the same calibration examples. A size is the share of the parameters of the
-layers' linears; embedding and norms stay whole.
+The rows are plain SVD, SVD weighted by activations and by gradients with one share of the parameters of each matrix (as
+SVD-LLM and KFAC-SVD have it) or with one rank for all, ranks by the predicted loss, the same in the pivoted form, and a
+rival from its paper: Zero Sum SVD (arXiv 2602.02848, one shot). All read the same calibration examples. A size is the
+share of the parameters of the layers' linears; embedding and norms stay whole.
 
 Students that are trained already (--student "KD from loss=runs/kd/student") are scored on the same windows, and
 --figure draws perplexity against size.
@@ -34,16 +34,18 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
-from llmdistill.data.sources import kind_of
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig
+from llmdistill.data.instruct import Limits
+from llmdistill.data.sources import kind_of, read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import count_parameters, layer_linears
-from llmdistill.factorize.forms import largest_rank
+from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import matrix
+from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
-from llmdistill.factorize.weighted import Weighted, WeightedSVD
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
@@ -52,20 +54,22 @@ from llmdistill.report.plots import INK, STYLE, WIDTH, legend_columns, method_st
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
+from llmdistill.tasks.answers import score_sets
 from llmdistill.tasks.base import Models
 from llmdistill.tasks.windows import cut_windows, score_windows
 from llmdistill.teacher.live import LiveTeacher
 
 STARTS = {
+    "plain, one rank": ("none", "uniform"),
     "activations, one share (SVD-LLM)": ("inputs", "share"),
     "gradients, one rank": ("gradients", "uniform"),
     "gradients, one share (KFAC-SVD)": ("gradients", "share"),
     "ranks by loss, costs not corrected": ("gradients", "predicted"),
     "ranks by loss": ("gradients", "loss"),
+    "ranks by loss, pivoted": ("gradients", "pivoted"),
     "Zero Sum SVD": ("inputs", "zero sum"),
 }
 """What weighs the factors, and how the ranks are chosen."""
-
 Factors = Mapping[str, WeightedSVD]
 Shapes = Mapping[str, tuple[int, int]]
 
@@ -151,9 +155,21 @@ class Bench:
         )
         return calibration_batches(config, models, self.world)
 
-    def _source(self, weighting: str, batches: Sequence[Batch]) -> Source:
+    def factors(self, weighting: str) -> KeptFactors:
+        """Return the factors of all matrices by a weighting; they are measured once and kept in the output's folder."""
         calibration = {key: getattr(self.options, key) for key in ("calibration", "examples", "length")}
         kept = KeptFactors(self.folder / weighting, {"weighting": weighting, **calibration})
+        if weighting != "none":
+            # Pivoted factors have the largest ranks, which serve both forms.
+            settings = FactorizeConfig(weighting=cast(Any, weighting), form="pivoted", rank=1)
+            measured(self._source(kept, self.batches), settings)
+        for name in self.shapes.keys() - kept.keys():
+            weight = matrix(self.modules[name]).detach()
+            plain = Moments(inputs=torch.eye(weight.shape[1]), gradients=None, tokens=1)
+            kept[name] = weighted_svd(weight, plain, min(weight.shape))
+        return kept
+
+    def _source(self, kept: KeptFactors, batches: Sequence[Batch]) -> Source:
         return Source(
             config=self.model.config,
             teacher=lambda: LiveTeacher(self.model, self.model),
@@ -184,40 +200,41 @@ class Bench:
             weight.grad = None
         return found
 
-    def student(self, start: str, share: float) -> Weighted:
-        """Return the ranks and factors of a start at a share of the linears' parameters."""
+    def student(self, start: str, share: float) -> tuple[FactorizeConfig, Weighted]:
+        """Return the settings, ranks and factors of a start at a share of the linears' parameters."""
         weighting, allocation = STARTS[start]
         budget = int(share * self.linears)
         settings = FactorizeConfig(
             target_params=str(self.whole - self.linears + budget),
             weighting=cast(Any, weighting),
-            allocation="loss" if allocation in ("loss", "predicted") else "uniform",
+            allocation="loss" if allocation in ("loss", "predicted", "pivoted") else "uniform",
+            form="pivoted" if allocation == "pivoted" else "plain",
             calibration=CalibrationConfig(data=self.options.calibration, held_out=self.options.held_out),
         )
-        if allocation == "loss":
+        factors = self.factors(weighting)
+        if allocation in ("loss", "pivoted"):
             costs = self.batches[: -(-self.options.cost_examples // 2)]
-            return weigh(self._source(weighting, costs), settings)
-        factors = measured(self._source(weighting, self.batches), settings)
+            return settings, weigh(self._source(factors, costs), settings)
         if allocation in ("uniform", "predicted"):
-            return choose_ranks(self.model.config, settings, factors)
+            return settings, choose_ranks(self.model.config, settings, factors)
         ranks = {name: int(share * m * n / (m + n)) for name, (m, n) in self.shapes.items()}
         if allocation == "zero sum":
             ranks = zero_sum_ranks(factors, self.slopes(factors), self.shapes, budget)
-        return Weighted(ranks={}, factors=factors, predicted_loss=0.0).with_ranks(ranks)
+        return settings, Weighted(ranks={}, factors=factors, predicted_loss=0.0).with_ranks(ranks)
 
     def score(self, start: str, share: float) -> dict[str, Any]:
         """Make a student in the place of the model's weights, score it, and put the weights back."""
         began = time.perf_counter()
-        found = Weighted(ranks={}, factors={}, predicted_loss=0.0)
+        settings, found = FactorizeConfig(), Weighted(ranks={}, factors={}, predicted_loss=0.0)
         if start != "teacher":
-            found = self.student(start, share)
+            settings, found = self.student(start, share)
         params, weights = self.linears, {}
         for name, rank in found.ranks.items():
             weight, cut = matrix(self.modules[name]).data, found.factors[name].leading(rank)
             weights[name] = weight.clone()
             weight.copy_((cut.left * cut.values) @ cut.right)
-            params += rank * sum(weight.shape) - weight.numel()
-        row = score_windows(self.model, self.windows, batch_size=4, world=self.world)
+            params += factor_params(*weight.shape, rank, settings.form) - weight.numel()
+        row = {**score_windows(self.model, self.windows, batch_size=4, world=self.world), **self._rouge()}
         for name, weight in weights.items():
             matrix(self.modules[name]).data.copy_(weight)
         return {
@@ -229,6 +246,15 @@ class Bench:
             "ranks": dict(found.ranks),
             "seconds": round(time.perf_counter() - began, 1),
         }
+
+    def _rouge(self) -> dict[str, Any]:
+        if self.options.prompts is None:
+            return {}
+        sets = {"prompts": read_examples(self.options.prompts)}
+        settings = GenerationConfig(decoding="greedy", limit=self.options.num_prompts, batch_size=16)
+        limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop")
+        score = score_sets(self.model, self.tokenizer, sets, settings, limits)["prompts"]
+        return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
 
     def score_student(self, given: str) -> dict[str, Any]:
         """The row of a trained student, LABEL=DIR."""
@@ -252,11 +278,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=STARTS, help="one of the starts alone; may be repeated")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=24, help="the first so many windows of the test text")
+    parser.add_argument("--prompts", help="a file of instructions, for ROUGE-L")
+    parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--student", action="append", default=[], metavar="LABEL=DIR", help="a trained student")
     parser.add_argument("--figure", type=Path, help="PNG of perplexity against size")
     options = parser.parse_args()
     bench = Bench(options)
-    file, asked = bench.folder / "starts.jsonl", {"window": options.window, "windows": bench.windows.count}
+    asked = {key: getattr(options, key) for key in ("window", "prompts", "num_prompts")}
+    file, asked["windows"] = bench.folder / "starts.jsonl", bench.windows.count
     lines = file.read_text().splitlines() if file.is_file() else []
     rows = [row for row in map(json.loads, lines) if row["asked"] == asked]
     sizes = [float(percent) / 100 for percent in options.sizes.split(",")]
@@ -277,9 +306,13 @@ def main() -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the perplexity by start and size, as Markdown."""
+    """Return perplexity, and ROUGE-L where it was asked for, by start and size, as Markdown."""
     shares = sorted({row["share"] for row in rows if row["start"] != "teacher"}, reverse=True)
-    found = {(row["start"], row["share"]): f"{row['perplexity']:,.4g}" for row in rows}
+    found = {
+        (row["start"], row["share"]): f"{row['perplexity']:,.4g}"
+        + (f" / {row['rougeL']:.1f}" if "rougeL" in row else "")
+        for row in rows
+    }
     lines = ["| start | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |"]
     lines.append("|---" * (len(shares) + 1) + "|")
     for start in STARTS:
