@@ -29,15 +29,17 @@ TOKENIZER = locate("embedded:teacher")
 ROWS = [{"instruction": f"Where does number {i} live?", "input": "", "output": f"In town {i % 7}."} for i in range(32)]
 
 
-def make_llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+def make_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=LlamaConfig.from_pretrained(TOKENIZER).vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
-        **{**sizes, **changes},
     )
     return LlamaForCausalLM(config).eval()
 
@@ -79,14 +81,13 @@ class TestCompress:
         before = copied(model)
         student = llmdistill.compress(model, rank=8)
         assert type(student) is LlamaForCausalLM
-        student.save_pretrained(tmp_path / "student")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-        assert torch.equal(loaded(IDS).logits, student(IDS).logits)
+        saved = student
+        for name in ("student", "again"):
+            saved.save_pretrained(tmp_path / name)
+            saved = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            assert torch.equal(saved(IDS).logits, student(IDS).logits)
         assert unchanged(model, before)
         assert getattr(model.config, "quantization_config", None) is None
-        loaded.save_pretrained(tmp_path / "again")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-        assert torch.equal(again(IDS).logits, student(IDS).logits)
         with pytest.raises(UserError, match="already"):
             llmdistill.compress(student, rank=4)
 
@@ -106,18 +107,16 @@ class TestCompress:
         assert AutoTokenizer.from_pretrained(tmp_path / "student").get_vocab()
 
     @pytest.mark.parametrize(
-        ("settings", "words"),
+        ("settings", "said"),
         [
-            ({"rnak": 8}, ["rnak", "did you mean rank"]),
-            ({}, ["rank"]),
-            ({"rank": 8, "target_params": "50%"}, ["rank", "target_params"]),
-            ({"rank": 8, "shapes": {"*": "2x2"}}, ["shapes", "kronecker"]),
+            ({"rnak": 8}, "rnak.*did you mean rank"),
+            ({}, "rank"),
+            ({"rank": 8, "shapes": {"*": "2x2"}}, "shapes.*kronecker"),
         ],
     )
-    def test_settings_that_do_not_fit(self, model, settings, words):
-        with pytest.raises(UserError) as error:
+    def test_settings_that_do_not_fit(self, model, settings, said):
+        with pytest.raises(UserError, match=said):
             llmdistill.compress(model, **settings)
-        assert all(word in str(error.value) for word in words)
 
 
 def test_sizes_are_those_of_the_student(model, folder):
@@ -149,19 +148,16 @@ def test_export_in_memory_and_by_name_gives_the_students_logits(model, folder, t
 
 
 class TestEvaluate:
-    def test_in_memory_and_by_name_alike(self, model, folder, tokenizer):
+    def test_in_memory_and_by_name_alike(self, model, folder, tokenizer, tmp_path):
         scores = llmdistill.evaluate(model, ROWS, tokenizer=tokenizer, **ANSWERS)
         assert 0 <= scores["rougeL"] <= 100
         assert scores["examples"] == 4
-        named = llmdistill.evaluate(folder, datasets.Dataset.from_list(ROWS), **ANSWERS)
-        assert named["per_seed"] == scores["per_seed"]
-
-    def test_several_sets_and_their_answers(self, folder, tmp_path):
-        sets = {"one": ROWS[:2], "two": [{"prompt": "Say:", "completion": "so"}]}
-        scores = llmdistill.evaluate(folder, sets, output=tmp_path, **ANSWERS)
-        assert [scores["one"]["examples"], scores["two"]["examples"]] == [2, 1]
+        sets = {"one": datasets.Dataset.from_list(ROWS), "two": [{"prompt": "Say:", "completion": "so"}]}
+        named = llmdistill.evaluate(folder, sets, output=tmp_path, **ANSWERS)
+        assert named["one"]["per_seed"] == scores["per_seed"]
+        assert named["two"]["examples"] == 1
         answers = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
-        assert [row["references"] for row in answers] == [["In town 0."], ["In town 1."]]
+        assert [row["references"] for row in answers] == [[row["output"]] for row in ROWS[:4]]
 
     def test_a_text_by_the_loss_that_transformers_gives(self, model, tokenizer):
         text = "The town lies by a lake."
@@ -178,7 +174,6 @@ class TestEvaluate:
         for split in ("train", "dev"):
             text = "index\tsentence1\tsentence2\tlabel\n" + "".join(rows)
             (tmp_path / "RTE" / f"{split}.tsv").write_text(text, encoding="utf-8")
-        torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         classifier = BertForSequenceClassification(BertConfig(vocab_size=model.config.vocab_size, **sizes)).train()
         torch.nn.init.constant_(classifier.classifier.weight, 0)
@@ -187,11 +182,8 @@ class TestEvaluate:
         scores = llmdistill.evaluate(classifier, "rte", output=tmp_path / "answers", **given)
         assert scores["dev"] == {"RTE": {"accuracy": pytest.approx(200 / 3)}}
         assert scores["score"] == scores["chance"] == pytest.approx(200 / 3)
-        assert (tmp_path / "answers" / "data" / "dev.tsv").read_text().splitlines()[1:] == [
-            "0\t0\t0",
-            "1\t0\t1",
-            "2\t0\t0",
-        ]
+        written = (tmp_path / "answers" / "data" / "dev.tsv").read_text().splitlines()
+        assert written[1:] == ["0\t0\t0", "1\t0\t1", "2\t0\t0"]
         assert classifier.training
         classifier.save_pretrained(tmp_path / "model")
         tokenizer.save_pretrained(tmp_path / "model")
@@ -204,15 +196,15 @@ class TestEvaluate:
             with pytest.raises(UserError, match=said):
                 llmdistill.evaluate(scored, data, **given)
 
-    def test_what_does_not_fit(self, model, folder, tokenizer):
-        with pytest.raises(UserError, match="tokenizer is missing"):
-            llmdistill.evaluate(model, ROWS)
-        with pytest.raises(UserError, match='data: row 2: the key "output" is missing'):
-            llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}])
-        with pytest.raises(UserError, match="did you mean decoding"):
-            llmdistill.evaluate(folder, ROWS, decodin="greedy")
-        with pytest.raises(UserError, match="no example"):
-            llmdistill.evaluate(folder, [])
+    def test_what_does_not_fit(self, model, folder):
+        for scored, data, settings, said in (
+            (model, ROWS, {}, "tokenizer is missing"),
+            (folder, [ROWS[0], {"instruction": "What?"}], {}, 'data: row 2: the key "output" is missing'),
+            (folder, ROWS, {"decodin": "greedy"}, "did you mean decoding"),
+            (folder, [], {}, "no example"),
+        ):
+            with pytest.raises(UserError, match=said):
+                llmdistill.evaluate(scored, data, **settings)
 
 
 class TestDistill:
@@ -270,21 +262,19 @@ class TestDistill:
         assert not (result.folder / "checkpoints").exists()
 
     @pytest.mark.parametrize(
-        ("change", "words"),
+        ("change", "said"),
         [
-            ({"stesp": 3}, ["stesp", "did you mean train.steps"]),
-            ({"settings": {"train.micro_batch_sise": 1}}, ["train.micro_batch_sise", "train.micro_batch_size"]),
-            ({"data": [{"instruction": "What?"}]}, ["data: row 1", "output"]),
-            ({"teacher": torch.nn.Linear(2, 2)}, ["teacher is a Linear"]),
-            ({"tokenizer": None}, ["tokenizer"]),
-            ({"output_dir": "/proc/x"}, ["output_dir /proc/x: no folder can be made in /proc"]),
+            ({"stesp": 3}, "stesp.*did you mean train.steps"),
+            ({"settings": {"train.micro_batch_sise": 1}}, "train.micro_batch_sise.*train.micro_batch_size"),
+            ({"data": [{"instruction": "What?"}]}, "data: row 1.*output"),
+            ({"teacher": torch.nn.Linear(2, 2)}, "teacher is a Linear"),
+            ({"tokenizer": None}, "tokenizer"),
         ],
     )
-    def test_what_does_not_fit(self, model, tokenizer, change, words, tmp_path):
+    def test_what_does_not_fit(self, model, tokenizer, change, said, tmp_path):
         given = {"teacher": model, "student": model, "data": ROWS, "tokenizer": tokenizer, "output_dir": tmp_path}
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=said):
             llmdistill.distill(**{**given, **change})
-        assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize(("prompt", "said"), [(None, "chat"), ("Q: {instruction}{input}\nA:", "Q: {instruction}")])

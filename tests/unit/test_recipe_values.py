@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ def entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-@cache
 def table(recipe: str) -> dict[str, tuple[Any, str]]:
     """Key -> value and source."""
     found: dict[str, tuple[Any, str]] = {}
@@ -53,38 +51,25 @@ def table(recipe: str) -> dict[str, tuple[Any, str]]:
     return found
 
 
-@cache
-def settings(recipe: str) -> dict[str, Any]:
-    config, _ = parse_run(["--ds_config", "zero2", "--recipe", recipe], METHODS)
-    return dict(entries(to_dict(config)))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_what_its_paper_says(recipe: str) -> None:
-    found = settings(recipe)
+    """A number cannot be added to a recipe, nor a recipe to the package, without its source."""
+    config, _ = parse_run(["--ds_config", "zero2", "--recipe", recipe], METHODS)
+    found, stated = dict(entries(to_dict(config))), table(recipe)
     wrong = [
         f"{key} is {found.get(key)}, but {value} in {source}"
-        for key, (value, source) in table(recipe).items()
+        for key, (value, source) in stated.items()
         if key not in found or found[key] != value
     ]
     assert not wrong
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_table_has_all_that_a_recipe_sets(recipe: str) -> None:
-    """So a number cannot be added to a recipe, or a recipe to the package, without its source."""
-    known = (*table(recipe), *OF_THE_MACHINE)
+    known = (*stated, *OF_THE_MACHINE)
     for values in extended(run_parser(METHODS), recipe_path(recipe)).values():
         unknown = [key for key in flattened(values) if not any(f"{key}.".startswith(f"{each}.") for each in known)]
         assert not unknown
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_table_has_the_numbers_of_every_training(recipe: str) -> None:
     names = ("global_batch_size", "learning_rate", "warmup_steps", "schedule", "weight_decay", "betas")
     keys = {"method", "teacher.model", "data.kind", "data.max_length", *(f"train.{name}" for name in names)}
-    assert keys <= table(recipe).keys()
-    assert {"train.steps", "train.epochs"} & table(recipe).keys()
+    assert keys <= stated.keys()
+    assert {"train.steps", "train.epochs"} & stated.keys()
 
 
 @pytest.mark.parametrize("row", FINE_TUNING, ids=lambda row: f"{row['protocols'][0]}-{row['tasks'][0]}-{row['source']}")

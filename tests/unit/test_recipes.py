@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import yaml
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from llmdistill.config.command_line import recipe_names, recipe_path
 from llmdistill.train import main
 
-ROOT = Path(__file__).resolve().parents[2]
 TEACHERS = {
     "gpt2": GPT2Config(),
     "sentences": BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
@@ -52,10 +49,7 @@ def dry_run(tmp_path, capsys, monkeypatch):
         if recipe == "smollm2":  # the one that ships no data and names none on the hub
             (tmp_path / "text.txt").write_text("A text that no test reads.\n")
             arguments = ("--data.train", str(tmp_path / "text.txt"), *arguments)
-        code = main(
-            ["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--recipe", recipe, "--dry_run", "--json", *arguments]
-        )
-        assert code == 0
+        assert main(["--ds_config", "zero2", "--recipe", recipe, "--dry_run", "--json", *arguments]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -69,7 +63,7 @@ def test_every_shipped_recipe_resolves(dry_run, recipe):
     assert counted_later or plan["estimate"]["tokens"] > 0
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name.startswith("minilm/finetune-")])
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if "/finetune-" in name])
 def test_recipes_by_which_students_learn_to_write_resolve(dry_run, tmp_path, recipe):
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12}
     BertConfig(**sizes, architectures=["BertModel"]).save_pretrained(tmp_path)
@@ -79,40 +73,15 @@ def test_recipes_by_which_students_learn_to_write_resolve(dry_run, tmp_path, rec
 
 
 @pytest.mark.parametrize(
-    ("recipe", "teacher", "student", "batch"),
-    [
-        ("gpt2_dolly", 124_439_808, 77_253_888, 64),
-        ("llama3_dolly", 1_235_814_400, 689_768_448, 64),
-    ],
+    ("recipe", "teacher", "student", "hours"),
+    [("gpt2_dolly", 124_439_808, 77_253_888, 0.25), ("llama3_dolly", 1_235_814_400, 689_768_448, 1.15)],
 )
-def test_published_recipes_have_the_papers_sizes_on_eight_ranks(dry_run, recipe, teacher, student, batch):
+def test_published_recipes_have_the_papers_sizes_and_the_stated_cost(dry_run, recipe, teacher, student, hours):
     plan = dry_run(recipe, ranks=8)
     assert (plan["teacher_params"], plan["student_params"]) == (teacher, student)
-    assert plan["batch"] == {
-        "global_batch_size": batch,
-        "ranks": 8,
-        "micro_batch_size": 8,
-        "accumulation_steps": 1,
-    }
-    assert plan["ds_config"]["bf16"]["enabled"]
-    assert plan["ds_config"]["zero_optimization"]["stage"] == 2
-    assert plan["config"]["method"] == "makd"
-    assert plan["config"]["scoring"]["seeds"] == [10, 20, 30, 40, 50]
-    assert list(plan["config"]["data"]["tests"]) == ["dolly", "self_inst", "vicuna"]
-
-
-@pytest.mark.parametrize(("recipe", "stated"), [("gpt2_dolly", 0.25), ("llama3_dolly", 1.15)])
-def test_stated_cost_is_the_estimate(dry_run, recipe, stated):
-    plan = dry_run(recipe)
+    assert (plan["batch"]["micro_batch_size"], plan["batch"]["accumulation_steps"]) == (8, 1)
     tokens = plan["config"]["train"]["steps"] * 64 * 512
-    flops = tokens * (6 * plan["student_params"] + 2 * plan["teacher_params"])
+    flops = tokens * (6 * student + 2 * teacher)
     assert plan["estimate"]["a100_hours"] == pytest.approx(flops / 312e12 / 0.3 / 3600)
-    assert plan["estimate"]["a100_hours"] == pytest.approx(stated, rel=0.1)
-    assert f"at most {stated:g} A100 hours" in recipe_path(recipe).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("name", "epochs"), [("gpt2_dolly", 20), ("llama3_dolly", 10)])
-def test_an_epoch_is_what_the_steps_say(name, epochs):
-    for recipe in (name, f"{name}_teacher"):
-        train = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))["train"]
-        assert train["steps"] * train["global_batch_size"] / 11_435 == pytest.approx(epochs, rel=0.01)
+    assert plan["estimate"]["a100_hours"] == pytest.approx(hours, rel=0.1)
+    assert f"at most {hours:g} A100 hours" in recipe_path(recipe).read_text(encoding="utf-8")
