@@ -25,12 +25,9 @@ def compare(old, new):
     compare_records(old, new, subject="here", remedy="do that")
 
 
-def test_no_record_and_the_same_one_are_not_refused() -> None:
+def test_the_first_difference_and_the_number_of_others_are_named() -> None:
     compare(None, ASKED)
     compare({**ASKED, "betas": [0.9, 0.999]}, ASKED)
-
-
-def test_the_first_difference_and_the_number_of_others_are_named() -> None:
     old, new = {"ranks": 1, "train": {"micro": 8, "steps": 5}}, {"ranks": 2, "train": {"micro": 4, "steps": 5}}
     with pytest.raises(UserError, match=r"^here: ranks was 1 and is now 2 \(and 1 more\); do that$"):
         compare(old, new)

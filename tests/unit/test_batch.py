@@ -39,7 +39,6 @@ def test_more_padding_changes_no_position():
     assert longer.horizon[:, 7].tolist() == [8, 8]
     assert longer.counts() == batch.counts()
     assert longer.targets is batch.targets
-    assert longer.token_type_ids is None
     assert batch.lengthened(64, longest=12).input_ids.shape == (2, 12)
     assert batch.lengthened(7, longest=16) is batch
     assert batch.lengthened(64, longest=7) is batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,22 +95,16 @@ class Engine:
         self.optimizer.zero_grad()
 
 
-class Batches:
-    def micro_batches(self, step: int) -> list[Batch]:
-        raise NotImplementedError
-
-
 def make_model(family: str) -> PreTrainedModel:
     kind, config = MODELS[family]
     with torch.device("meta"):
         return kind._from_config(config, attn_implementation="sdpa").train()
 
 
-def make_batch(family: str, *, padded: bool = True) -> Batch:
+def make_batch(family: str) -> Batch:
     ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
-    if padded:
-        mask[0, 6:] = mask[1, 7:] = 0
+    mask[0, 6:] = mask[1, 7:] = 0
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels[:, :4] = IGNORE_INDEX
     targets = torch.tensor([1, IGNORE_INDEX, 0]) if family == "bert" else None
@@ -131,7 +126,7 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
         student=TappedModel(student, Recorder(student, method.student_taps, projectors)),
         teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
         method=method,
-        loader=Batches(),
+        loader=None,
         settings=TrainConfig(**settings),
         seed=0,
         world=WORLD,
@@ -153,44 +148,25 @@ def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
         trainer.train_step([replace(make_batch("llama"), own_answers=True)])
 
 
-@pytest.mark.parametrize("in_one_call", [False, True])
+@pytest.mark.parametrize("path", ["_in_one_call", "_by_sequence"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_nor_does_one_on_packed_rows(family: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernel for all sequences at once knows the meta device, too."""
-    monkeypatch.setattr(packed, "has_kernel", lambda _: in_one_call)
-    calls: list[str] = []
-    for name in ("_in_one_call", "_by_sequence"):
-        monkeypatch.setattr(packed, name, noted(calls, getattr(packed, name)))
+    monkeypatch.setattr(packed, "has_kernel", lambda _: path == "_in_one_call")
     batch = make_batch(family)
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(3, 9)
     rows = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
     trainer = make_trainer("makd", family)
-    with SlowCopies():
+    with SlowCopies(), mock.patch.object(packed, path, wraps=getattr(packed, path)) as called:
         trainer.train_step([rows])
-    assert set(calls) == {"_in_one_call" if in_one_call else "_by_sequence"}
-
-
-def noted(calls: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which adds its name to the calls."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(function.__name__)
-        return function(*args, **kwargs)
-
-    return call
+    assert called.called
 
 
 @pytest.mark.parametrize(
     "look",
     [
         lambda x: x.sum().item(),
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: bool(x.all()),
-        lambda x: float(x[0]),
         lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.masked_select(x > 0),
         lambda x: torch.tensor([1.0, 2.0], device=x.device),
         lambda x: torch.ones(3).to(x.device),
     ],

@@ -21,7 +21,7 @@ KEPT = {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}
 def factorize_of(tmp_path, text, *words):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(text, encoding="utf-8")
-    return parse_run([*DS, "--recipe", str(recipe), *words], METHODS)[0].student
+    return parse_run([*DS, "--recipe", str(recipe), *words], METHODS)[0].student.factorize
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,20 @@ def factorize_of(tmp_path, text, *words):
 )
 def test_the_command_line_replaces_the_rivals_of_its_settings(tmp_path, words, expected):
     usual = {"weighting": "none", "allocation": "uniform"}
-    factorize = factorize_of(tmp_path, BASE, *words).factorize
+    factorize = factorize_of(tmp_path, BASE, *words)
     for key in ("rank", "ranks", "target_params", "shapes", "weighting", "allocation"):
         assert getattr(factorize, key) == expected.get(key, usual.get(key)), key
 
 
 def test_a_recipe_replaces_the_rivals_in_the_recipe_that_it_extends(tmp_path):
     (tmp_path / "base.yaml").write_text(BASE, encoding="utf-8")
-    text = "extends: base.yaml\nstudent: {factorize: {ranks: {'*k*': 4}}}\n"
-    factorize = factorize_of(tmp_path, text).factorize
+    factorize = factorize_of(tmp_path, "extends: base.yaml\nstudent: {factorize: {ranks: {'*k*': 4}}}\n")
     assert (factorize.ranks, factorize.target_params, factorize.allocation) == ({"*k*": 4}, None, "uniform")
 
 
 def test_settings_of_one_layer_do_not_replace_each_other(tmp_path):
     words = ["--student.factorize.rank", "30", "--student.factorize.target_params", "50%"]
-    factorize = factorize_of(tmp_path, "seed: 1\n", *words).factorize
+    factorize = factorize_of(tmp_path, "seed: 1\n", *words)
     assert (factorize.rank, factorize.target_params) == (30, "50%")  # the plan refuses both together
 
 
