@@ -269,6 +269,7 @@ class TestDistill:
             ({"data": [{"instruction": "What?"}]}, "data: row 1.*output"),
             ({"teacher": torch.nn.Linear(2, 2)}, "teacher is a Linear"),
             ({"tokenizer": None}, "tokenizer"),
+            ({"output_dir": "/proc/x"}, "output_dir /proc/x: no folder can be made in /proc"),
         ],
     )
     def test_what_does_not_fit(self, model, tokenizer, change, said, tmp_path):

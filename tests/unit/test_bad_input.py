@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, RobertaConfig
+from transformers import BertConfig, GPT2Config, RobertaConfig
 
 from llmdistill.embedded import locate
 from llmdistill.train import main
@@ -113,61 +113,48 @@ def test_ds_config_that_disagrees(fails, tmp_path):
     assert "z.json: train_batch_size is 7, but the run says" in fails(ds_config=path)
 
 
-def test_unknown_architecture(fails, tmp_path):
-    rows(tmp_path / "config.json", json.dumps({"model_type": "blom", "architectures": ["BloomForCausalLM"]}))
-    said = fails("--teacher.model", str(tmp_path))
-    assert "does not know the model_type 'blom'" in said
+def test_architectures_that_a_method_does_not_know(fails, tmp_path):
+    teacher = ("--teacher.model", str(tmp_path))
     rows(tmp_path / "config.json", json.dumps({"model_type": "t5"}))
-    assert "t5 has an encoder beside its decoder" in fails("--teacher.model", str(tmp_path))
+    assert "t5 has an encoder beside its decoder" in fails(*teacher)
     rows(tmp_path / "config.json", json.dumps({"model_type": "bloom", "vocab_size": 300}))
-    said = fails("--teacher.model", str(tmp_path), "--method", "makd")
-    assert "bloom has no entry in FAMILIES" in said
-    assert "take method sft, kd or seqkd" in said
+    assert "bloom has no entry in FAMILIES" in fails(*teacher, "--method", "makd")
     BertConfig().save_pretrained(tmp_path)
-    assert "is an encoder (bert)" in fails("--teacher.model", str(tmp_path))
+    assert "is an encoder (bert)" in fails(*teacher)
 
 
-def test_student_with_another_vocabulary(fails, tmp_path):
-    config = AutoConfig.from_pretrained(locate("embedded:teacher"))
-    student = tmp_path / "student"
-    other = LlamaConfig(**{**config.to_dict(), "vocab_size": config.vocab_size + 3})
-    LlamaForCausalLM(other).save_pretrained(student)
-    said = fails("--student.model", str(student))
-    assert f"a vocabulary of {config.vocab_size} tokens" in said
-    assert f"one of {config.vocab_size + 3}" in said
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the embedded teacher, of which a JSON file is changed."""
+    folder = tmp_path / "student"
+    shutil.copytree(locate("embedded:teacher"), folder)
+
+    def change(name, edit):
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        edit(content)
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        return ("--student.model", str(folder), "--method", "kd")
+
+    return change
 
 
-def test_student_with_other_tokens(fails, tmp_path):
-    source, student = locate("embedded:teacher"), tmp_path / "student"
-    shutil.copytree(source, student)
-    tokenizer = json.loads((student / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[300:302]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (student / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    said = fails("--student.model", str(student))
+def test_student_with_other_tokens(fails, copied):
+    def swap(content):
+        vocabulary = content["model"]["vocab"]
+        first, second = list(vocabulary)[300:302]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    said = fails(*copied("tokenizer.json", swap))
     assert "different tokenizers, first at id" in said
     assert "llmdistill generate, then --method seqkd" in said
-    assert "different tokenizers" in fails("--student.model", str(student), "--method", "kd")
 
 
-def test_padded_vocabulary_is_trimmed_and_said(tmp_path, capsys, monkeypatch):
+def test_padded_vocabulary_is_trimmed_and_said(copied, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    student = tmp_path / "student"
-    shutil.copytree(locate("embedded:teacher"), student)
-    config = json.loads((student / "config.json").read_text(encoding="utf-8"))
-    padded = {**config, "vocab_size": config["vocab_size"] + 64}
-    (student / "config.json").write_text(json.dumps(padded), encoding="utf-8")
-    assert main(["--ds_config", DS, "--student.model", str(student), "--method", "kd", "--dry_run", "--json"]) == 0
+    student = copied("config.json", lambda content: content.update(vocab_size=content["vocab_size"] + 64))
+    assert main(["--ds_config", DS, *student, "--dry_run", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
-    assert "64 rows" in note
-    assert "padding" in note
-
-
-def test_adapter_without_its_base(fails, tmp_path):
-    rows(tmp_path / "adapter_config.json", json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
-    said = fails("--teacher.model", str(tmp_path))
-    assert "gone" in said
+    assert "the 64 rows beyond those both have are padding" in note
 
 
 def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
@@ -176,8 +163,7 @@ def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
         *best, "--data.train", "embedded:train", "--data.valid", "null"
     )
     text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--data.valid", "b.txt")
-    text += ("--data.tests", "{}")
-    assert "have only a validation loss: take loss" in fails(*best, *text)
+    assert "have only a validation loss: take loss" in fails(*best, *text, "--data.tests", "{}")
 
 
 # Text and encoders.
@@ -199,7 +185,6 @@ def encoder(tmp_path, kind=BertConfig, architecture="BertForPreTraining"):
     return ("--teacher.model", str(tmp_path / "teacher"))
 
 
-MINILM = ("--method", "minilm", "--student.shape")
 MINILMV2 = ("--method", "minilmv2", "--student.shape", "2x32x4")
 FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
 
@@ -207,12 +192,7 @@ FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            MINILMV2,
-            "minilmv2.relation_heads is 48: it must divide the width of what is related, 48 in the teacher and 32 in "
-            "the student; give one of 1, 2, 4, 8, 16",
-        ),
-        ((*MINILM, "2x32x2"), "minilmv2"),
+        (MINILMV2, "minilmv2.relation_heads is 48: it must divide the width of what is related, 48 in the teacher and"),
         (("--student.shape", "2x32x4"), "factorize the teacher"),
         (
             ("--data.text.next_sentence", "true", "--data.text.pairs", "false"),

@@ -89,9 +89,9 @@ def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, mo
     assert config.train.global_batch_size == 16
 
 
-def by_teacher(found: dict, name: str) -> dict:
+def by_teacher(choices: list[dict], name: str) -> dict:
     """The first choice with this teacher; the others come in the same order."""
-    return next(each for each in found["choices"] if each["teacher"] == name)
+    return next(each for each in choices if each["teacher"] == name)
 
 
 KD = ("--method", "kd", "--ds_config", "zero1")
@@ -100,16 +100,9 @@ KD = ("--method", "kd", "--ds_config", "zero1")
 def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
     models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
     found = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--train.micro_batch_size", "8")
-    whole, cached = (
-        next(
-            each
-            for each in found["choices"]
-            if each["teacher"] == teacher
-            and each["overrides"]["train.micro_batch_size"] == 8
-            and not each["overrides"]["train.activation_checkpointing"]
-        )
-        for teacher in ("replicated", "cached")
-    )
+    batch = {"train.micro_batch_size": 8, "train.activation_checkpointing": False}
+    alike = [each for each in found["choices"] if each["overrides"].items() >= batch.items()]
+    whole, cached = (by_teacher(alike, teacher) for teacher in ("replicated", "cached"))
     assert cached["memory_bytes"]["teacher"] == 2 * 1000 * 8192  # the head in bf16
     assert cached["memory_bytes"]["optimizer"] == whole["memory_bytes"]["optimizer"]
     # Of 2 FLOP a weight and token, those of the head remain; an embedding has none.
@@ -128,7 +121,7 @@ def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
     assert found["cache"]["seconds_per_step"] > 2 * tokens * body / 187.2e12 + reading
 
     top = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
-    assert by_teacher(top, "cached")["memory_bytes"]["teacher"] == 0
+    assert by_teacher(top["choices"], "cached")["memory_bytes"]["teacher"] == 0
     assert top["cache"]["bytes_per_token"] == pytest.approx((111 * (8 * 8 + 4) + 32) / 112)
 
 
@@ -156,6 +149,8 @@ def test_cache_is_no_choice_where_the_run_can_have_none(capsys, run, folders):
     found = planned(capsys, *encoder, "--teacher.model", str(folders["encoder"]), *MACHINE, "--ds_config", "zero1")
     assert {each["teacher"] for each in found["choices"]} == {"replicated", "zero3"}
     assert found["cache"] is None
+    assert max(choice["memory_bytes"]["activations"] for choice in found["choices"]) > 0
+    assert found["proposal"]["fits"]
     named = planned(capsys, *run, *MACHINE, *KD, "--teacher.cache", "somewhere")
     assert {each["teacher"] for each in named["choices"]} == {"cached"}
     assert "--output somewhere" in named["first_command"]
@@ -179,9 +174,9 @@ def test_a_cache_out_of_proportion_to_the_teacher_is_not_proposed(capsys):
     # A slow GPU, so that the cache's reading is faster than the teacher.
     found = planned(capsys, *run, "--tflops", "0.1")
     assert found["cache"]["bytes"] > 100 * 2 * found["teacher_params"]
-    cached = by_teacher(found, "cached")
+    cached = by_teacher(found["choices"], "cached")
     assert cached["fits"]
-    assert cached["step_seconds"] < 0.9 * by_teacher(found, "replicated")["step_seconds"]
+    assert cached["step_seconds"] < 0.9 * by_teacher(found["choices"], "replicated")["step_seconds"]
     assert found["proposal"]["teacher"] == "replicated"
 
 
@@ -199,21 +194,18 @@ def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
     assert "--num_gpus" not in found["command"]
     # Without a machine on the command line it is the one here.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    here = planned(capsys, *run)["machine"]
+    here = planned(capsys, *run, "--ds_config", "zero1")["machine"]
     assert here["gpus"] == 0
     assert here["tflops"] < 50, "measured"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert planned(capsys, *run, "--ds_config", "zero1")["machine"]["gpus"] == 8
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--recipe", "minilm/6x384", "--student.shape", "1x32x8", "--minilmv2.relation_heads", "8"),
         ("--recipe", "makd/bert-256", "--student.factorize.rank", "8", "--makd.logits", "1"),
         ("--recipe", "finetune", "--data.task.name", "rte", "--method", "kd", "--student.model", "encoder"),
     ],
-    ids=["minilm", "makd", "task"],
+    ids=["makd", "task"],
 )
 def test_encoders(folders, settings, capsys):
     encoder = str(folders["encoder"])

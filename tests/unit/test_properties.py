@@ -69,12 +69,8 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def test_recipes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     key = data.draw(st.sampled_from([*keys(), "data.tests.mine", "train.stepz", "a.b"]))
     text = yaml.safe_dump({"extends": "quickstart", **nested(key, data.draw(VALUES))}, allow_unicode=True)
-    parsed_recipe(tmp_path_factory, text.encode("utf-8", "surrogatepass"))
-
-
-def parsed_recipe(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "recipe.yaml"
-    file.write_bytes(content)
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
     outcome(lambda: parse_run([*DS, "--recipe", str(file)], METHODS))
 
 
