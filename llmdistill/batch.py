@@ -97,7 +97,7 @@ class Batch:
     """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
     position_ids: Tensor | None = None
     """(B, T) int64, counted from 0 in each sequence of a packed row; None if each row is one sequence."""
-    horizon: Tensor | None = None
+    visible_until: Tensor | None = None
     """(B, T) int64: the position before which the keys lie that a token sees; T at padding. None: an encoder sees all
     tokens of its sequence, a decoder those up to itself. In a source with its target (UniLM §2.3) it is the length of
     the source for each of its tokens, and the next position for a token of the target. Only encoders read it."""
@@ -169,8 +169,8 @@ class Batch:
         assert self.label_rows is None, "the places of the labels depend on the length"
         from torch.nn import functional
 
-        fills = {"labels": IGNORE_INDEX, "horizon": length + more}
-        names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "horizon")
+        fills = {"labels": IGNORE_INDEX, "visible_until": length + more}
+        names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         longer: dict[str, Any] = {
             name: functional.pad(each, (0, more), value=fills.get(name, 0)) for name, each in given.items()
@@ -227,8 +227,8 @@ class Taps:
     """(B, T, W), input of the first layer; the only key is 0."""
     scaling: dict[int, float] = field(default_factory=dict)
     """Factor on query·key before the softmax; recorded together with the query."""
-    horizon: Tensor | None = None
-    """(B, T), `Batch.horizon` of the batch: which keys the queries see."""
+    visible_until: Tensor | None = None
+    """(B, T), `Batch.visible_until` of the batch: which keys the queries see."""
     projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
     """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learned matrix: (B, T, teacher's
     width)."""

@@ -152,7 +152,7 @@ def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:
         attention_mask=padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
         token_type_ids=padded(types, 0) if marks.has_segments else None,
-        horizon=padded([_horizon(item) for item in items], input_ids.shape[1]),
+        visible_until=padded([_visible_until(item) for item in items], input_ids.shape[1]),
         sample_ids=tuple((sample_id(row),) for row in rows),
     )
 
@@ -207,6 +207,6 @@ class MaskedTargets:
         )
 
 
-def _horizon(item: EncodedTarget) -> np.ndarray:
-    """The position before which the keys lie that each token sees; see `Batch.horizon`."""
+def _visible_until(item: EncodedTarget) -> np.ndarray:
+    """The position before which the keys lie that each token sees; see `Batch.visible_until`."""
     return np.maximum(np.arange(1, len(item) + 1), len(item.source_ids))

@@ -35,7 +35,7 @@ def attention_kl(
     *,
     causal: bool,
     window: int | None = None,
-    horizon: Tensor | None = None,
+    visible_until: Tensor | None = None,
     direction: Direction = "student_teacher",
 ) -> LossSum:
     """MaKD eq. 12: KL(A^S‖A^T) of one layer, mean over heads, summed over the queries of real tokens.
@@ -51,13 +51,13 @@ def attention_kl(
             sequence. A token sees only tokens of its own sequence.
         causal: if True, a token sees only itself and the tokens before it.
         window: a token sees only the last `window` positions, including its own; None for no limit.
-        horizon: (B, T), a token sees only the positions before this one (see `Batch.horizon`); None for no limit.
+        visible_until: (B, T), a token sees only the positions before this one; None for no limit.
         direction: student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM.
 
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, horizon))
+    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, visible_until))
 
 
 def attention_score_mse(
@@ -67,14 +67,14 @@ def attention_score_mse(
     *,
     causal: bool,
     window: int | None = None,
-    horizon: Tensor | None = None,
+    visible_until: Tensor | None = None,
 ) -> LossSum:
     """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
 
     KroneckerBERT uses the same attention loss. The error of a query is the mean over heads and over the keys that the
     query can see, so that neither padding nor a mask changes the scale. The arguments are those of `attention_kl`.
     """
-    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, horizon))
+    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, visible_until))
 
 
 def relation_kl(
@@ -85,7 +85,7 @@ def relation_kl(
     relation_heads: int,
     causal: bool,
     window: int | None = None,
-    horizon: Tensor | None = None,
+    visible_until: Tensor | None = None,
 ) -> LossSum:
     """MiniLMv2 eq. 6-8: KL(R^T‖R^S) of one layer, mean over relation heads, summed over the rows of real tokens.
 
@@ -106,13 +106,13 @@ def relation_kl(
             student and teacher.
         causal: as in `attention_kl`.
         window: as in `attention_kl`.
-        horizon: as in `attention_kl`.
+        visible_until: as in `attention_kl`.
 
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.
     """
     of_student, of_teacher = _relation(student, relation_heads), _relation(teacher, relation_heads)
-    visibility = Visibility(attention_mask, causal, window, horizon)
+    visibility = Visibility(attention_mask, causal, window, visible_until)
     return _layer_loss("teacher_student", of_student, of_teacher, visibility)
 
 

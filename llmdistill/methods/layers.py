@@ -220,7 +220,7 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
             mask,
             causal=causal,
             window=pair.window,
-            horizon=teacher.horizon,
+            visible_until=teacher.visible_until,
         )
 
     return layer_term("attention", pair, of_taps, "query", "key")
@@ -262,7 +262,7 @@ def relation_term(
             relation_heads=relation_heads,
             causal=causal,
             window=pair.window,
-            horizon=teacher.horizon,
+            visible_until=teacher.visible_until,
         )
 
     return layer_term(name, pair, loss, *sides)

@@ -49,9 +49,9 @@ class Family:
     """The config's name for the feed-forward width; if its value is None, the feed-forward width is 4 x the width."""
     positions_after_padding: bool = False
     """Whether positions start at pad_token_id + 1, so that fewer positions are usable than the config says."""
-    own_mask: bool = False
-    """Whether the attention masks are left to transformers, which allows no packed rows: attention has more to know
-    than causality, padding and a window to the left."""
+    makes_mask: bool = False
+    """Whether the model makes its attention mask itself, which allows no packed rows: attention has more to know than
+    causality, padding and a window to the left."""
     projections: tuple[str, str, str] | None = None
     """Names within the attention: the projections whose outputs are tapped as queries, keys and values, before any
     rotation; None: the attention uses transformers' interface, which gives all three."""
@@ -135,7 +135,7 @@ _PHI = Family(
     attention="self_attn",
     ffn_up="mlp.fc1",
     ffn_down="mlp.fc2",
-    own_mask=True,
+    makes_mask=True,
 )
 _STARCODER2 = replace(_PHI, embedding=None, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
 _GPT_NEOX = Family(
@@ -144,7 +144,7 @@ _GPT_NEOX = Family(
     attention="attention",
     ffn_up="mlp.dense_h_to_4h",
     ffn_down="mlp.dense_4h_to_h",
-    own_mask=True,
+    makes_mask=True,
 )
 _OPT = Family(
     layers="decoder.layers",
@@ -153,7 +153,7 @@ _OPT = Family(
     ffn_up="fc1",
     ffn_down="fc2",
     ffn_size="ffn_dim",
-    own_mask=True,  # positions count the tokens of the mask
+    makes_mask=True,  # positions count the tokens of the mask
 )
 _MOE = Family(
     layers="layers",
@@ -162,10 +162,15 @@ _MOE = Family(
     ffn_up=None,
     ffn_down="mlp",
     ffn_size="moe_intermediate_size",
-    own_mask=True,
+    makes_mask=True,
 )
 _ELECTRA = replace(
-    _BERT, embedding=None, lm_head="generator_predictions", next_sentence=None, layer_axes=None, own_mask=True
+    _BERT,
+    embedding=None,
+    lm_head="generator_predictions",
+    next_sentence=None,
+    layer_axes=None,
+    makes_mask=True,
 )
 _MODERNBERT = Family(
     layers="layers",
@@ -175,13 +180,13 @@ _MODERNBERT = Family(
     ffn_down="mlp.Wo",
     lm_head="head",
     causal=False,
-    own_mask=True,  # windows to both sides
+    makes_mask=True,  # windows to both sides
 )
 _GEMMA2 = replace(
     _LLAMA,
     embedding=None,
     layer_axes=None,
-    own_mask=True,
+    makes_mask=True,
     projections=("q_proj", "k_proj", "v_proj"),
     scores_are_products=False,  # they are capped, which no stock sdpa does
 )
@@ -189,7 +194,7 @@ _MPNET = replace(
     _ROBERTA,
     attention="attention.attn",
     layer_axes=None,
-    own_mask=True,
+    makes_mask=True,
     projections=("q", "k", "v"),
     scores_are_products=False,  # a bias of the distance is added
 )
@@ -197,7 +202,7 @@ _DEBERTA = replace(
     _BERT,
     next_sentence=None,
     layer_axes=None,
-    own_mask=True,
+    makes_mask=True,
     projections=("query_proj", "key_proj", "value_proj"),
     scores_are_products=False,  # those of content and distance are added
 )
@@ -207,16 +212,16 @@ FAMILIES: dict[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma": replace(_LLAMA, embedding=None, layer_axes=None, own_mask=True),
+    "gemma": replace(_LLAMA, embedding=None, layer_axes=None, makes_mask=True),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_LLAMA, layer_axes=None),  # its norms multiply by 1 + weight
     "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer has rotary embeddings depends on the layer index
     "olmo2": _OLMO2,
     "granite": replace(_LLAMA, embedding=None),  # the embedding is multiplied
-    "cohere": replace(_LLAMA, layer_axes=None, own_mask=True),
+    "cohere": replace(_LLAMA, layer_axes=None, makes_mask=True),
     "gpt2": _GPT2,
     "phi": _PHI,
-    "phi3": replace(_LLAMA, ffn_up="mlp.gate_up_proj", ffn_gate=None, layer_axes=None, own_mask=True),
+    "phi3": replace(_LLAMA, ffn_up="mlp.gate_up_proj", ffn_gate=None, layer_axes=None, makes_mask=True),
     "starcoder2": _STARCODER2,
     "gpt_neox": _GPT_NEOX,
     "opt": _OPT,

@@ -36,8 +36,8 @@ class TappedModel:
 
     shortcut: bool
     """Whether token losses start from the inputs of the LM head's last linear, and not from the model's logits."""
-    own_mask: bool
-    """Whether the model makes its attention mask itself, as in transformers; packed rows and horizons need ours."""
+    makes_mask: bool
+    """Whether the model makes its attention mask itself, as in transformers. Packed rows need ours."""
     model: PreTrainedModel
     """The model itself, whatever wraps it in the forward pass."""
     shift: bool
@@ -72,17 +72,17 @@ class TappedModel:
         self.shift = is_causal(config)
         is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
         self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
-        self.own_mask = not has_family(config) or family_of(config).own_mask
+        self.makes_mask = not has_family(config) or family_of(config).makes_mask
 
     @contextmanager
-    def modes(self, *, shortcut: bool, own_mask: bool) -> Iterator[None]:
+    def modes(self, *, shortcut: bool, makes_mask: bool) -> Iterator[None]:
         """Run the model within the block with other values of these attributes."""
-        before = self.shortcut, self.own_mask
-        self.shortcut, self.own_mask = shortcut, own_mask
+        before = self.shortcut, self.makes_mask
+        self.shortcut, self.makes_mask = shortcut, makes_mask
         try:
             yield
         finally:
-            self.shortcut, self.own_mask = before
+            self.shortcut, self.makes_mask = before
 
     def own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
@@ -111,7 +111,7 @@ class TappedModel:
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
         batch = batch.with_label_rows(shift=self.shift)
-        with self._recorder.recording(horizon=batch.horizon):
+        with self._recorder.recording(visible_until=batch.visible_until):
             result = self._run(batch)
         logits, sequences = self._head_outputs(result, batch)
         return Outputs(
@@ -129,7 +129,7 @@ class TappedModel:
             kept.append(head)
             return head.rows
 
-        with self._recorder.recording(horizon=batch.horizon), self._rows(batch, lm_head, keep):
+        with self._recorder.recording(visible_until=batch.visible_until), self._rows(batch, lm_head, keep):
             result = self._run(batch)
         logits, sequences = self._head_outputs(result, batch)
         if lm_head and not self.shortcut and logits is not None:
@@ -150,7 +150,7 @@ class TappedModel:
 
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
-        recording = self._recorder.recording(layers.offer, horizon=batch.horizon)
+        recording = self._recorder.recording(layers.offer, visible_until=batch.visible_until)
         with recording, self._rows(batch, head.places, head):
             result = self._run(batch)
         self._recorder.take()
@@ -184,16 +184,16 @@ class TappedModel:
             "input_ids": batch.input_ids,
             "token_type_ids": batch.token_type_ids if has_segments(config) else None,
         }
-        if self.own_mask:
-            _check_own_mask(batch, config)
+        if self.makes_mask:
+            _check_masks(batch, config)
             inputs["attention_mask"] = batch.attention_mask
         else:
             inputs["attention_mask"] = _mask(batch, config)
             inputs["position_ids"] = batch.position_ids
         given: dict[str, Any] = {key: value for key, value in inputs.items() if value is not None}
-        if self.shift or not self.own_mask:  # few encoders have the word
+        if self.shift or not self.makes_mask:  # few encoders have the word
             given["use_cache"] = False
-        if self.own_mask:
+        if self.makes_mask:
             return self._forward(**given)
         sequences = _sequences(batch, config)
         with self._recorder.given_mask():
@@ -228,8 +228,8 @@ class TappedModel:
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
     """The attention mask of an encoder for `Recorder.given_mask`, or None if it sees all tokens; decoders have none."""
     attention_mask = batch.attention_mask
-    if batch.horizon is not None:
-        return horizon_mask(attention_mask, batch.horizon, config)
+    if batch.visible_until is not None:
+        return visibility_mask(attention_mask, batch.visible_until, config)
     if is_causal(config) or batch.padding == "none":
         return None
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
@@ -247,23 +247,23 @@ def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
     return None if is_enough or not is_causal(config) else batch.sequences
 
 
-def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedConfig) -> Tensor:
-    """The attention mask of tokens that see only the real tokens before their horizon; padding sees all positions.
+def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: PreTrainedConfig) -> Tensor:
+    """The attention mask of tokens that see the real tokens before a position of their own; padding sees all.
 
     Returns (B, 1, T, T), True where a query (third axis) can see a key.
     """
-    assert not is_causal(config), "only encoders read a horizon"
+    assert not is_causal(config), "a decoder's tokens see those before them"
     key_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     real_BT = attention_mask != 0
-    seen_BTT = (key_T < horizon_BT[:, :, None]) & real_BT[:, None, :]
+    seen_BTT = (key_T < visible_until_BT[:, :, None]) & real_BT[:, None, :]
     return (seen_BTT | ~real_BT[:, :, None])[:, None]
 
 
-def _check_own_mask(batch: Batch, config: PreTrainedConfig) -> None:
+def _check_masks(batch: Batch, config: PreTrainedConfig) -> None:
     """Raise a UserError if a batch needs more than the mask that a model makes itself: it knows padding alone."""
     for what, remedy, needs in (
         ("several sequences in a row", "set data.packing to false", batch.position_ids),
-        ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.horizon),
+        ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
     ):
         if needs is not None:
             raise UserError(f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}")

@@ -77,7 +77,7 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
     def loss(logits_BTV: Tensor) -> Tensor:
         return _loss(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
 
-    with tapped.modes(shortcut=False, own_mask=True):
+    with tapped.modes(shortcut=False, makes_mask=True):
         logits, outputs = tapped.own_logits(sample)
     own = loss(logits)
     ours = of_product = torch.full_like(own, torch.nan)
@@ -85,11 +85,11 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
     if len(outputs) == 1 and outputs[0].shape == logits.shape:
         of_product = loss(outputs[0])
         is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
-    with tapped.modes(shortcut=is_plain, own_mask=tapped.own_mask):
+    with tapped.modes(shortcut=is_plain, makes_mask=tapped.makes_mask):
         if is_plain:
             ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
         else:  # nothing else differs if the mask is the model's own
-            ours = own if tapped.own_mask else loss(tapped.own_logits(sample)[0])
+            ours = own if tapped.makes_mask else loss(tapped.own_logits(sample)[0])
     values = [own.new_tensor(float(len(labels_N))), own, ours, of_product, own.new_tensor(float(not is_plain))]
     return OwnLoss(torch.stack(values), tapped.model.dtype)
 

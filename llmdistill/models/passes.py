@@ -84,11 +84,11 @@ def rows_of(batch: Batch, rows: slice, longest: int | None = None) -> Batch:
     """
     real_T = (batch.attention_mask[rows] != 0).any(0).nonzero()
     length = min(int(real_T[-1]) + 1 if len(real_T) else 1, batch.input_ids.shape[1] if longest is None else longest)
-    of_tokens = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "horizon")
+    of_tokens = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
     given = {name: getattr(batch, name) for name in of_tokens if getattr(batch, name) is not None}
     cut: dict[str, Any] = {name: each[rows, :length] for name, each in given.items()}
-    if batch.horizon is not None:
-        cut["horizon"] = cut["horizon"].clamp(max=length)  # at padding it is the length
+    if batch.visible_until is not None:
+        cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
     if batch.targets is not None:
         cut["targets"] = batch.targets[rows]
     return replace(batch, **cut, sample_ids=batch.sample_ids[rows])

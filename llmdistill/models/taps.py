@@ -85,7 +85,7 @@ class Recorder:
         self._in_forward = False
         self._recomputes = False
         self._offer: Callable[[Taps, Tap], None] | None = None
-        self._horizon: Tensor | None = None
+        self._visible_until: Tensor | None = None
         self._came: set[Tap] = set()
         self._places: torch.Size | None = None
         self._taps: Taps | None = None
@@ -101,19 +101,19 @@ class Recorder:
 
     @contextmanager
     def recording(
-        self, offer: Callable[[Taps, Tap], None] | None = None, *, horizon: Tensor | None = None
+        self, offer: Callable[[Taps, Tap], None] | None = None, *, visible_until: Tensor | None = None
     ) -> Iterator[None]:
         """Record the forward passes inside this block; `take` returns the taps of the last one.
 
-        `offer` is called after each tensor is recorded; it may remove tensors from the taps. `horizon` is that of the
-        batch, which the taps keep.
+        `offer` is called after each tensor is recorded; it may remove tensors from the taps. They keep `visible_until`,
+        which is that of the batch.
         """
-        self.is_recording, self._offer, self._horizon = True, offer, horizon
+        self.is_recording, self._offer, self._visible_until = True, offer, visible_until
         try:
             yield
         finally:
             self.is_recording = self._in_forward = False
-            self._offer = self._horizon = None
+            self._offer = self._visible_until = None
 
     @contextmanager
     def given_mask(self) -> Iterator[None]:
@@ -257,7 +257,7 @@ class Recorder:
             self._restore_attention()
         if self.is_recording:
             self._recomputes = self._is_checkpointed()
-            self._taps, self._in_forward = Taps(horizon=self._horizon), True
+            self._taps, self._in_forward = Taps(visible_until=self._visible_until), True
             self._came, self._collected = set(), None
 
     def _end(self, *_: object) -> None:

@@ -65,7 +65,7 @@ def _check_without_entry(plan: Plan) -> None:
     settings = {"data.packing": packs, "train.compile": config.train.compile}
     for key, model in [*used, ("student.model", student)]:
         needing = [setting for setting, is_set in settings.items() if is_set]
-        if needing and (not has_family(model) or family_of(model).own_mask):
+        if needing and (not has_family(model) or family_of(model).makes_mask):
             raise UserError(
                 f"{needing[0]} is true, but it needs masks of ours, and those of a {model.model_type} ({key}) are "
                 "left to transformers: set it to false"

@@ -12,7 +12,7 @@ from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main
 
 LossModes = Mapping[str, Mapping[str, bool]]
-"""`TappedModel.shortcut` and `TappedModel.own_mask` of each model, by its name; a checkpoint stores them."""
+"""`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
 
 def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
@@ -33,14 +33,14 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
             continue
         loss = own_loss(tapped, batch)
         all_reduce_sum(loss.values)
-        shortcut, own_mask = loss.has_plain_head and loss.is_ours, tapped.own_mask or not loss.is_ours
+        shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
             print_main(f"Note        {name}: {_why(tapped, loss)}", world)
-        if own_mask and (batch.position_ids is not None or batch.horizon is not None):
+        if makes_mask and (batch.position_ids is not None or batch.visible_until is not None):
             raise UserError(
                 f"{name}: {_why(tapped, loss)}; its own masks do not support packed rows: set data.packing to false"
             )
-        found[name] = {"shortcut": shortcut, "own_mask": own_mask}
+        found[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
     set_loss_modes(models, found)
     return found
 
@@ -48,7 +48,7 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
 def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:
     """Set the modes in which models run."""
     for name in models.keys() & loss_modes.keys():
-        models[name].shortcut, models[name].own_mask = loss_modes[name]["shortcut"], loss_modes[name]["own_mask"]
+        models[name].shortcut, models[name].makes_mask = loss_modes[name]["shortcut"], loss_modes[name]["makes_mask"]
 
 
 def _why(tapped: TappedModel, loss: OwnLoss) -> str:

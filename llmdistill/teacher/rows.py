@@ -162,7 +162,7 @@ def to_outputs(
         head: weight and bias of the LM head, for hidden states.
         scaling: `Taps.scaling`.
     """
-    taps = Taps(horizon=batch.horizon, scaling=dict(scaling))
+    taps = Taps(visible_until=batch.visible_until, scaling=dict(scaling))
     for aspect, layers in request.taps.items():
         for layer in layers:
             getattr(taps, aspect)[layer] = _scattered(read(f"{aspect}.{layer}"), batch)

@@ -200,11 +200,11 @@ BREAKS = [
         NAIVE_ATTENTION,
     ),
     Break(
-        "horizon-included",
+        "visible_until-included",
         f"{LOSSES}/fused/block_rows.py",
-        "key_J >= horizon_ST",
-        "key_J > horizon_ST",
-        f"{LOSS_TESTS}/test_attention.py::test_a_token_sees_no_key_beyond_its_horizon",
+        "key_J >= visible_until_ST",
+        "key_J > visible_until_ST",
+        f"{LOSS_TESTS}/test_attention.py::test_a_token_sees_no_key_beyond_what_it_sees",
     ),
     Break(
         "packed-sequences-see-each-other",

@@ -47,10 +47,10 @@ BREAKS = [
         f"{MODEL_TESTS}/test_taps.py::test_taps_are_what_the_modules_compute",
     ),
     Break(
-        "own-token-beyond-the-horizon",
+        "own-token-beyond-the-visible_until",
         f"{MODELS}/forward.py",
-        "(key_T < horizon_BT[:, :, None])",
-        "(key_T <= horizon_BT[:, :, None])",
+        "(key_T < visible_until_BT[:, :, None])",
+        "(key_T <= visible_until_BT[:, :, None])",
         f"{MODEL_TESTS}/test_forward.py::test_padding_is_no_key_and_sees_all",
     ),
     Break(

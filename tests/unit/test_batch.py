@@ -31,12 +31,14 @@ def test_more_padding_changes_no_position():
     ids = torch.arange(3, 17).view(2, 7)
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0
-    batch = Batch(ids, mask, ids.masked_fill(mask == 0, -100), horizon=torch.full_like(ids, 7), targets=torch.ones(2))
+    batch = Batch(
+        ids, mask, ids.masked_fill(mask == 0, -100), visible_until=torch.full_like(ids, 7), targets=torch.ones(2)
+    )
     longer = batch.lengthened(4, longest=16)
     assert longer.input_ids.shape == (2, 8)
     assert torch.equal(longer.input_ids[:, :7], ids)
     assert [longer.attention_mask[:, 7].tolist(), longer.labels[:, 7].tolist()] == [[0, 0], [-100, -100]]
-    assert longer.horizon[:, 7].tolist() == [8, 8]
+    assert longer.visible_until[:, 7].tolist() == [8, 8]
     assert longer.counts() == batch.counts()
     assert longer.targets is batch.targets
     assert batch.lengthened(64, longest=12).input_ids.shape == (2, 12)

@@ -32,7 +32,7 @@ class Visibility(NamedTuple):
     """If True, a token sees only itself and the tokens before it."""
     window: int | None
     """A token sees only the last `window` positions, including its own; None for no limit."""
-    horizon_BT: Tensor | None = None
+    visible_until_BT: Tensor | None = None
     """(B, T) int: a token sees only the positions before this one; None for no limit."""
 
 
@@ -58,7 +58,7 @@ class Hidden(NamedTuple):
 
 def hidden_keys(
     segments_ST: Tensor | None,
-    horizon_ST: Tensor | None,
+    visible_until_ST: Tensor | None,
     rows: slice,
     keys: slice,
     visibility: Visibility,
@@ -70,21 +70,21 @@ def hidden_keys(
     Args:
         segments_ST: number of each token's segment, 0 at padding; None if all tokens are in one segment. Padding sees
             padding, so that its softmax is not NaN.
-        horizon_ST: the position before which the keys lie that each token sees; None for no limit.
+        visible_until_ST: the position before which the keys lie that each token sees; None for no limit.
         rows: positions of the queries.
         keys: positions of the keys; if causal, none is after the last query.
         visibility: whether the tokens see those after them, and how far they see.
         like: tensor with the device and dtype of the result.
     """
     causal, window = visibility.causal, visibility.window
-    only_causal = causal and segments_ST is None and window is None and horizon_ST is None
+    only_causal = causal and segments_ST is None and window is None and visible_until_ST is None
     first = rows.start - keys.start if only_causal else 0
     hidden: list[Tensor] = []
     if segments_ST is not None:
         hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])
-    if horizon_ST is not None:
+    if visible_until_ST is not None:
         key_J = torch.arange(keys.start, keys.stop, device=like.device)
-        hidden.append(key_J >= horizon_ST[:, None, rows, None])
+        hidden.append(key_J >= visible_until_ST[:, None, rows, None])
     if causal or window is not None:
         query_L1 = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
         distance_11LJ = (query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device))[None, None]

@@ -99,7 +99,7 @@ def block_loss(
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
     for sequences in _slices(batch, shape.sequences):
         segments_ST = None if segments_BT is None else segments_BT[sequences]
-        horizon_ST = None if visibility.horizon_BT is None else visibility.horizon_BT[sequences]
+        visible_until_ST = None if visibility.visible_until_BT is None else visibility.visible_until_BT[sequences]
         for at in _slices(heads, shape.heads):
             ours, theirs = (_Strip(inputs, sequences, at, segments_ST, dtype) for inputs in (student, teacher))
             gradient = None
@@ -111,7 +111,7 @@ def block_loss(
                 queries_NXD = ours.queries(rows)
                 ours.scores(queries_NXD, keys, out=s)
                 theirs.scores(theirs.queries(rows), keys, out=t)
-                hidden = hidden_keys(segments_ST, horizon_ST, rows, keys, visibility, like=s)
+                hidden = hidden_keys(segments_ST, visible_until_ST, rows, keys, visibility, like=s)
                 losses = row_losses(kind, s, t, spare, hidden, derivative=gradient is not None)
                 weights_S1L1 = weights_B1T1[sequences, :, rows]
                 total += (losses.value * weights_S1L1).sum()

@@ -41,12 +41,12 @@ def attention_loss(
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
-    segments_BT, causal, window, horizon_BT = visibility
+    segments_BT, causal, window, visible_until_BT = visibility
     assert window is None or window > 0, f"a window of {window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
     segments_BT = segments_BT.to(torch.int32).contiguous()
-    # Without a limit the kernels read no horizon, and any pointer will do.
-    horizon = segments_BT if horizon_BT is None else horizon_BT.to(torch.int32).contiguous()
+    # Without a limit the kernels read none, and any pointer will do.
+    visible_until = segments_BT if visible_until_BT is None else visible_until_BT.to(torch.int32).contiguous()
     # For each query: its loss, and the divisors of the softmaxes of student and teacher (or of the mean).
     statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
     groups = student.key.shape[1]
@@ -54,7 +54,7 @@ def attention_loss(
         "student": _model(student),
         "teacher": _model(teacher),
         "segments_ptr": segments_BT,
-        "horizon_ptr": horizon,
+        "visible_until_ptr": visible_until,
         "statistics_ptr": statistics,
         "heads": heads,
         "tokens": tokens,
@@ -63,7 +63,7 @@ def attention_loss(
         "KIND": kind,
         "CAUSAL": causal,
         "WINDOWED": window is not None,
-        "BOUNDED": horizon_BT is not None,
+        "BOUNDED": visible_until_BT is not None,
         "ROWS": rows,
         "COLUMNS": columns,
         "STUDENT_PADDED": _padded(student),

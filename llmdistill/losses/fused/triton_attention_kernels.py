@@ -62,7 +62,7 @@ def visible(
     column,
     row_segment,
     segment,
-    horizon,
+    visible_until,
     window,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -75,17 +75,17 @@ def visible(
     if WINDOWED:
         seen = seen & (row[:, None] - column[None, :] < window)
     if BOUNDED:
-        seen = seen & (column[None, :] < horizon[:, None])
+        seen = seen & (column[None, :] < visible_until[:, None])
     return seen
 
 
 @triton.jit
-def load_horizon(horizon_ptr, row, tokens, BOUNDED: tl.constexpr):
+def load_visible_until(visible_until_ptr, row, tokens, BOUNDED: tl.constexpr):
     """The position before which the keys of each query lie, (rows,); not read if there is no such limit."""
-    horizon = row
+    visible_until = row
     if BOUNDED:
-        horizon = tl.load(horizon_ptr + row, mask=row < tokens, other=0)
-    return horizon
+        visible_until = tl.load(visible_until_ptr + row, mask=row < tokens, other=0)
+    return visible_until
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def row_values(
     student,
     teacher,
     segments_ptr,
-    horizon_ptr,
+    visible_until_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -165,9 +165,9 @@ def row_values(
     head = pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     segments_ptr += batch.to(tl.int64) * tokens
-    horizon_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
     row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
-    horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
+    visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
     student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
     teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
@@ -184,7 +184,7 @@ def row_values(
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
-        seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
+        seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
         student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
         s = scores(student_query, student_key, student.scaling)
@@ -233,7 +233,7 @@ def query_gradient(
     student,
     teacher,
     segments_ptr,
-    horizon_ptr,
+    visible_until_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -254,10 +254,10 @@ def query_gradient(
     head = pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     segments_ptr += batch.to(tl.int64) * tokens
-    horizon_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
     statistics_ptr += pair.to(tl.int64) * tokens
     row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
-    horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
+    visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
     student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
     teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
@@ -270,7 +270,7 @@ def query_gradient(
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
-        seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
+        seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
         student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
         s = scores(student_query, student_key, student.scaling)
@@ -288,7 +288,7 @@ def key_gradient(
     student,
     teacher,
     segments_ptr,
-    horizon_ptr,
+    visible_until_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -310,7 +310,7 @@ def key_gradient(
     first_head = pair % student.groups * heads_a_group
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     segments_ptr += batch.to(tl.int64) * tokens
-    horizon_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
     segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
     student_key = load_keys(student, batch, first_head, heads, column, segment, STUDENT_PADDED)
 
@@ -327,8 +327,8 @@ def key_gradient(
         for start in range(first, last, ROWS):
             row = start + tl.arange(0, ROWS)
             row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
-            horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
-            seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
+            visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
+            seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
             student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
             teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
             s = scores(student_query, student_key, student.scaling)

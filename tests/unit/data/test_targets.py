@@ -68,10 +68,10 @@ def test_only_tokens_of_the_target_are_predicted() -> None:
 
 def test_what_each_token_sees_and_its_segment() -> None:
     batch = made(1.0).batch([1, 0], seed=0)
-    assert batch.horizon is not None
+    assert batch.visible_until is not None
     assert batch.token_type_ids is not None
-    assert batch.horizon[0].tolist() == [4, 4, 4, 4, 5, 6, 7, *[21] * 14], "padding sees all"
-    assert batch.horizon[1].tolist() == [11] * 11 + list(range(12, 22))
+    assert batch.visible_until[0].tolist() == [4, 4, 4, 4, 5, 6, 7, *[21] * 14], "padding sees all"
+    assert batch.visible_until[1].tolist() == [11] * 11 + list(range(12, 22))
     assert batch.token_type_ids[0].tolist() == [0] * 4 + [1] * 3 + [0] * 14
     assert batch.attention_mask.sum(1).tolist() == [7, 21]
     assert made(1.0, segments=False).batch([0], seed=0).token_type_ids is None

@@ -63,7 +63,7 @@ def naive(
     *,
     causal: bool,
     window: int | None = None,
-    horizon: Tensor | None = None,
+    visible_until: Tensor | None = None,
     scalings: tuple[float, float] = (0.7, 0.7),
 ) -> float:
     """MaKD eq. 3 and 12, and TinyBERT eq. 7, with lists and loops."""
@@ -81,7 +81,7 @@ def naive(
     for b, i in mask.nonzero().tolist():
         keys = [j for j in range(tokens) if mask[b, j] and (j <= i or not causal)]
         keys = [j for j in keys if window is None or j > i - window]
-        keys = [j for j in keys if horizon is None or j < horizon[b, i]]
+        keys = [j for j in keys if visible_until is None or j < visible_until[b, i]]
         for h in range(heads):
             s, t = (scores_of(each, x, b, h, i, keys) for each, x in zip((student, teacher), scalings, strict=True))
             if kind == "score_mse":
@@ -118,12 +118,14 @@ def test_equals_the_naive_loop(mask: Tensor, causal: bool, window: int | None, k
 
 
 @every_kind
-def test_a_token_sees_no_key_beyond_its_horizon(kind: str) -> None:
+def test_a_token_sees_no_key_beyond_what_it_sees(kind: str) -> None:
     """A source of 2 tokens with a target of 1, and a source of 3 with a target of 2."""
     student, teacher, mask = make(0), make(1, groups=1, width=6), MASKS["right"]
-    horizon = torch.tensor([[2, 2, 3, 5, 5], [3, 3, 3, 4, 5]])
-    loss = loss_of(kind, student, teacher, mask, causal=False, horizon=horizon).sum.item()
-    assert loss == pytest.approx(naive(kind, student, teacher, mask, causal=False, horizon=horizon), rel=1e-10)
+    visible_until = torch.tensor([[2, 2, 3, 5, 5], [3, 3, 3, 4, 5]])
+    loss = loss_of(kind, student, teacher, mask, causal=False, visible_until=visible_until).sum.item()
+    assert loss == pytest.approx(
+        naive(kind, student, teacher, mask, causal=False, visible_until=visible_until), rel=1e-10
+    )
     assert abs(loss - loss_of(kind, student, teacher, mask, causal=False).sum.item()) > 0.1
 
 

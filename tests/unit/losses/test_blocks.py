@@ -25,9 +25,9 @@ MASKS = {
     "packed": torch.tensor([[1] * 9 + [2] * 5 + [3] * 9, [1] * 20 + [0] * 3, [0] * 2 + [1] * 3 + [2] * 18]),
 }
 SHAPES = [BlockShape(1, 4, 5), BlockShape(2, 8, 23), BlockShape(3, 8, 7)]
-CAUSAL_HORIZON = torch.arange(1, TOKENS + 1).expand(3, -1)
+CAUSAL_UNTIL = torch.arange(1, TOKENS + 1).expand(3, -1)
 """Hides what the causal mask hides."""
-SEEN = [(True, None, None), (False, None, None), (True, 6, None), (False, 6, None), (False, None, CAUSAL_HORIZON)]
+SEEN = [(True, None, None), (False, None, None), (True, 6, None), (False, 6, None), (False, None, CAUSAL_UNTIL)]
 KINDS = ["student_teacher", "teacher_student", "score_mse"]
 
 
@@ -59,16 +59,16 @@ def error(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("causal", "window", "horizon"), SEEN)
+@pytest.mark.parametrize(("causal", "window", "visible_until"), SEEN)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(
-    mask: Tensor, causal: bool, window: int | None, horizon: Tensor | None, kind: Any
+    mask: Tensor, causal: bool, window: int | None, visible_until: Tensor | None, kind: Any
 ) -> None:
     student, teacher = make(0), make(1, groups=2, width=9)
-    expected = plain(kind, student, teacher, mask, causal=causal or horizon is not None, window=window)
-    if horizon is not None:
-        horizon = horizon.masked_fill(mask == 0, TOKENS)  # padding may see all, which must not matter
-    visible = Visibility(mask, causal, window, horizon)
+    expected = plain(kind, student, teacher, mask, causal=causal or visible_until is not None, window=window)
+    if visible_until is not None:
+        visible_until = visible_until.masked_fill(mask == 0, TOKENS)  # padding may see all, which must not matter
+    visible = Visibility(mask, causal, window, visible_until)
     with torch.no_grad():
         for shape in [None, *SHAPES]:
             result = block_loss(kind, student, teacher, visible, query_grad=True, key_grad=True, shape=shape)

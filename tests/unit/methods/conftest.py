@@ -56,8 +56,8 @@ def make_targets() -> Batch:
     batch = make_batch()
     batch.attention_mask[0] = batch.attention_mask[1] = 1
     batch.attention_mask[1, 5:] = 0
-    horizon = torch.tensor([[4, 4, 4, 4, 5, 6, 7], [2, 2, 3, 4, 5, 7, 7], [4, 4, 4, 4, 5, 6, 7]])
-    return replace(batch, horizon=horizon)
+    visible_until = torch.tensor([[4, 4, 4, 4, 5, 6, 7], [2, 2, 3, 4, 5, 7, 7], [4, 4, 4, 4, 5, 6, 7]])
+    return replace(batch, visible_until=visible_until)
 
 
 class Seen:
@@ -71,7 +71,7 @@ class Seen:
         model.set_attn_implementation("eager")
         handles = [hook for layer in range(shape.num_layers) for hook in self._hooks(model, layer)]
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        if batch.horizon is not None:
+        if batch.visible_until is not None:
             size, tokens = batch.input_ids.shape
             inputs["attention_mask"] = torch.zeros(size, 1, tokens, tokens)
             for b, i in batch.attention_mask.nonzero().tolist():
@@ -122,8 +122,8 @@ class Seen:
     def keys_of(self, batch: Batch, b: int, i: int) -> list[int]:
         """The positions that a token may look at."""
         real = [j for j in range(batch.input_ids.shape[1]) if batch.attention_mask[b, j]]
-        if batch.horizon is not None:
-            real = [j for j in real if j < batch.horizon[b, i]]
+        if batch.visible_until is not None:
+            real = [j for j in real if j < batch.visible_until[b, i]]
         return [j for j in real if not self.causal or (j <= i and (self.window is None or j > i - self.window))]
 
     def per_head(self, name: str, layer: int, heads: int) -> Tensor:

@@ -59,5 +59,5 @@ def test_a_target_sees_the_source_and_itself_so_far(models) -> None:
     method = build_minilm(MinilmConfig(), pair.teacher_config, pair.student_config)
     expected = naive(pair, method, [(1, 2)])
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
-    everything = pair.means(method, replace(pair.batch, horizon=None))
+    everything = pair.means(method, replace(pair.batch, visible_until=None))
     assert all(abs(everything[name] - value) > 1e-3 for name, value in expected.items())

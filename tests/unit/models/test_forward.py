@@ -14,7 +14,7 @@ from transformers import (
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.losses.terms import RunningTerms
-from llmdistill.models.forward import TappedModel, horizon_mask
+from llmdistill.models.forward import TappedModel, visibility_mask
 from llmdistill.models.taps import Recorder
 
 
@@ -75,6 +75,6 @@ def test_a_total_without_terms_on_tokens_reaches_every_parameter() -> None:
 
 def test_padding_is_no_key_and_sees_all() -> None:
     """A source of one token with a target of one, padded on the left and on the right."""
-    real, horizon = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])
-    seen = horizon_mask(real, horizon, bert(BertForMaskedLM).config)
+    real, visible_until = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])
+    seen = visibility_mask(real, visible_until, bert(BertForMaskedLM).config)
     assert seen.long().tolist() == [[[[1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]]]

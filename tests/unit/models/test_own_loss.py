@@ -53,7 +53,7 @@ def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
     check_losses({"student": tapped}, batch, World.alone())
     assert tapped.shortcut == (name not in SCALED)
     config = tapped.model.config
-    assert tapped.own_mask == (not has_family(config) or family_of(config).own_mask)
+    assert tapped.makes_mask == (not has_family(config) or family_of(config).makes_mask)
     tapped.model.zero_grad()
     ours = our_loss(tapped, batch)
     ours.backward()
@@ -71,7 +71,7 @@ def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
 def test_a_head_with_a_factor_or_a_softcap_is_seen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     tapped = tapped_model(name)
     batch = make_batch()
-    with tapped.modes(shortcut=True, own_mask=True):
+    with tapped.modes(shortcut=True, makes_mask=True):
         wrong = our_loss(tapped, batch)
     own = stock_loss(tapped, batch)
     assert abs((wrong - own).item()) > 1e-4, "the shortcut is no mistake here"
@@ -99,7 +99,7 @@ def test_other_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loss.is_ours
     check_losses({"student": tapped}, batch, World.alone())
     assert not tapped.shortcut
-    assert tapped.own_mask
+    assert tapped.makes_mask
     torch.testing.assert_close(our_loss(tapped, batch), stock_loss(tapped, batch), atol=2e-5, rtol=1e-5)
 
 
@@ -116,6 +116,6 @@ def test_the_ways_can_be_set_again() -> None:
     first, again = tapped_model("granite"), tapped_model("granite")
     again.shortcut = True
     ways = check_losses({"student": first}, make_batch(), World.alone())
-    assert ways == {"student": {"shortcut": False, "own_mask": False}}
+    assert ways == {"student": {"shortcut": False, "makes_mask": False}}
     set_loss_modes({"student": again, "teacher": tapped_model("llama")}, ways)
-    assert (again.shortcut, again.own_mask) == (False, False)
+    assert (again.shortcut, again.makes_mask) == (False, False)

@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
 }
 """Some layers with windows or positions, and no dropout."""
-NAMES = [name for name, family in FAMILIES.items() if family.causal and not family.own_mask]
+NAMES = [name for name, family in FAMILIES.items() if family.causal and not family.makes_mask]
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 4, [1] * 2 + [2] * 8 + [0] * 3])
 LENGTHS = (5, 4, 4, 2, 8, 3)
 

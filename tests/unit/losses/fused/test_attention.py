@@ -88,9 +88,9 @@ def test_equals_the_blocks_of_a_cpu(device: torch.device, kind: AttentionKind, s
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_and_its_target(device: torch.device, kind: AttentionKind) -> None:
     """The source of 4 or 10 tokens sees itself; a token of the target sees the source and the target up to itself."""
-    horizon = torch.tensor([[4] * 4 + list(range(5, 15)) + [TOKENS] * 7, [10] * 10 + list(range(11, 22))])
+    visible_until = torch.tensor([[4] * 4 + list(range(5, 15)) + [TOKENS] * 7, [10] * 10 + list(range(11, 22))])
     mask = [*MASKS["right"], [1] * TOKENS]
-    check(device, kind, make(0, 2, 2, 1, 12), make(1, 2, 2, 2, 20), mask, False, None, horizon)
+    check(device, kind, make(0, 2, 2, 1, 12), make(1, 2, 2, 2, 20), mask, False, None, visible_until)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
