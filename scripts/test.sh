@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs the tests, without those of the tools around the package; with --all, as in CI, those too.
+# Sets up what is missing and runs the tests but for the slow ones; with --all, as in CI, those too.
 # Further arguments go to pytest and choose for themselves, for example: scripts/test.sh tests/unit -k svd
-if [ $# = 0 ]; then set -- -m "not tools"; elif [ "$1" = --all ]; then shift; fi
+if [ $# = 0 ]; then set -- -m "not slow"; elif [ "$1" = --all ]; then shift; fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 # Two tests at a time (`-n 0`: one), each on one thread: most are too small for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
         pytest.param(2, "zero2", 1, "zero3", (), id="fewer ranks of a higher stage"),
         pytest.param(1, "zero3", 2, "zero1", ("--train.micro_batch_size", "2"), id="more ranks of a lower stage"),
         # DeepSpeed's Adam for the CPU is compiled first, for minutes.
-        pytest.param(2, "zero3", 2, "zero2_offload", (), id="the optimizer on the CPU", marks=pytest.mark.tools),
+        pytest.param(2, "zero3", 2, "zero2_offload", (), id="the optimizer on the CPU", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_at_another_layout(trained, launch, settings, tmp_path, before, stage, after, other_stage, more):

@@ -7,7 +7,7 @@ from benching import heard
 from benching_table import Line
 from gpu_check_report import holds
 
-pytestmark = [pytest.mark.dist, pytest.mark.tools]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture

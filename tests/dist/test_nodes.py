@@ -16,7 +16,7 @@ import pytest
 
 from support import MAIN_JOB, PATIENCE, ROOT, environment, free_port, largest_difference, logged
 
-pytestmark = [pytest.mark.dist, pytest.mark.tools]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 BIN = Path(sys.executable).parent
 

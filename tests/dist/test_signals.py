@@ -88,7 +88,7 @@ def take_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("Ctrl-C", 130), pytest.param("a closed terminal", 129, marks=pytest.mark.tools)]
+    ("what", "code"), [("Ctrl-C", 130), pytest.param("a closed terminal", 129, marks=pytest.mark.slow)]
 )
 def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, tmp_path, what, code):
     folder = tmp_path / "run"

@@ -11,7 +11,7 @@ import torch
 from transformers import BertForPreTraining
 from word_models import save_bert, save_tokenizer
 
-pytestmark = [pytest.mark.dist, pytest.mark.tools]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 

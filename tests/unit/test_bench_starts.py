@@ -11,7 +11,7 @@ from bench_starts import zero_sum_ranks
 
 from llmdistill.factorize.weighted import WeightedSVD
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("seed", range(5))

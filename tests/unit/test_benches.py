@@ -25,7 +25,7 @@ import llmdistill
 from llmdistill.factorize.counting import layer_linears
 from llmdistill.factorize.measure import plan_passes
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 BENCHES = (

@@ -12,7 +12,7 @@ import pytest
 
 from support import ROOT
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.slow
 
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 

@@ -16,7 +16,7 @@ from benching import said
 from gpu_check_parts import PARTS, Part
 from gpu_check_report import Report, Result, holds
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

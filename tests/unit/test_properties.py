@@ -35,7 +35,7 @@ from llmdistill.models.shapes import parse_shape
 from llmdistill.runtime.ds_config import SHIPPED
 from llmdistill.tasks import squad_files, task_key
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.slow
 
 DS = ("--ds_config", "zero2")
 

@@ -111,7 +111,7 @@ def test_terms_and_gradients_are_those_of_plain_layers(family: str, method: str,
     assert not counters["graph_break"]
 
 
-@pytest.mark.tools  # compiles C++
+@pytest.mark.slow  # compiles C++
 def test_generated_kernels_give_the_same() -> None:
     try:
         check_compile(CPU, student_stage=0, teacher_sharding="replicated")

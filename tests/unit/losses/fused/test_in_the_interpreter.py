@@ -12,6 +12,7 @@ from llmdistill.losses.fused.triton import available
 ROOT = Path(__file__).resolve().parents[4]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(available("cuda"), reason="the kernels' tests run on the GPU itself")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter")
 def test_the_kernels_pass_their_tests_in_the_interpreter() -> None:
