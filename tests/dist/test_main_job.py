@@ -94,10 +94,10 @@ WEIGHTED = (
 )
 
 
-@pytest.mark.parametrize(("sharding", "form"), [("replicated", "plain"), ("zero3", "pivoted")])
-def test_two_ranks_weigh_a_student_as_one_does(trained, sharding, form, tmp_path):
-    same = (*WEIGHTED, "--student.factorize.form", form)
-    more = ("--teacher.sharding", sharding, "--student.factorize.calibration.folder", str(tmp_path / "kept"))
+def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, tmp_path):
+    """A whole teacher and the plain form on two ranks are in test_weighing.py."""
+    same = (*WEIGHTED, "--student.factorize.form", "pivoted")
+    more = ("--teacher.sharding", "zero3", "--student.factorize.calibration.folder", str(tmp_path / "kept"))
     one, two = trained(*same), trained(*same, *more, ranks=2, ds_config="zero3")
     sizes = [json.loads((each / "untrained/config.json").read_text())["quantization_config"] for each in (one, two)]
     assert sizes[0] == sizes[1]
