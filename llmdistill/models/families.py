@@ -165,12 +165,7 @@ _MOE = Family(
     makes_mask=True,
 )
 _ELECTRA = replace(
-    _BERT,
-    embedding=None,
-    lm_head="generator_predictions",
-    next_sentence=None,
-    layer_axes=None,
-    makes_mask=True,
+    _BERT, embedding=None, lm_head="generator_predictions", next_sentence=None, layer_axes=None, makes_mask=True
 )
 _MODERNBERT = Family(
     layers="layers",
