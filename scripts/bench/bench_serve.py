@@ -205,7 +205,7 @@ def small(folder: Path) -> dict[str, str]:
 
     import llmdistill
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=512, max_position_embeddings=128)
     LlamaForCausalLM(config).save_pretrained(folder / TEACHER)
     llmdistill.compress(str(folder / TEACHER), rank=12).save_pretrained(folder / "student")
@@ -231,6 +231,8 @@ def main() -> None:
     settings, arguments = parse(parser, build)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
         parser.error("give --teacher, --student and --graphs, or --quick")
+    if "vllm" in (arguments.only or ()) and arguments.vllm_python is None:
+        parser.error("--only vllm: give --vllm-python")
     table = Table(settings)
     with TemporaryDirectory() as scratch:
         if settings.quick:
@@ -245,7 +247,7 @@ def main() -> None:
         vocabulary = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
         row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}
-        runtimes = arguments.only or RUNTIMES[: 3 if arguments.vllm_python is None else 4]
+        runtimes = arguments.only or [each for each in RUNTIMES if each != "vllm" or arguments.vllm_python]
         figures = {runtime: compare(settings, table, runtime, models, row, arguments) for runtime in runtimes}
     table.finish(figures)
 

@@ -25,6 +25,8 @@ from llmdistill import UserError
 from llmdistill.embedded import locate
 from llmdistill.train import run as main_job
 
+from support import log_rows
+
 TOKENIZER = locate("embedded:teacher")
 ROWS = [{"instruction": f"Where does number {i} live?", "input": "", "output": f"In town {i % 7}."} for i in range(32)]
 
@@ -233,7 +235,7 @@ class TestDistill:
         main_job(["--recipe", str(tmp_path / "recipe.yaml"), *where])
         there = AutoModelForCausalLM.from_pretrained(tmp_path / "there" / "student")
         assert unchanged(result.student, there.state_dict())
-        log = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+        log = log_rows(tmp_path / "there")
         assert [row["loss"] for row in result.history] == [row["loss"] for row in log]
         assert result.folder == tmp_path / "here"
         assert result.config.train.steps == 3

@@ -18,6 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning import run as glue
 
+from support import log_rows
+
 DEV = Path("predictions/student/dev.tsv")
 TASKS = ["--tasks", "rte,cola,stsb,mnli", "--seeds", "1,2", "--warmup_ratio", "0.25"]
 
@@ -28,10 +30,6 @@ def answers(file: Path) -> tuple[np.ndarray, np.ndarray]:
     assert rows[0] == ["index", "prediction", "target"]
     assert [int(row[0]) for row in rows[1:]] == list(range(len(rows) - 1))
     return np.array([float(row[1]) for row in rows[1:]]), np.array([float(row[2]) for row in rows[1:]])
-
-
-def terms(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,7 @@ def test_a_task_is_learned_and_its_numbers_are_those_of_its_answers(results, lea
     targets = answers(runs[0] / DEV)[1]
     assert task["chance"] == pytest.approx(100 * max(targets.mean(), 1 - targets.mean()))
     assert found["mean"] > task["chance"] + 10
-    assert len({terms(run)[0]["loss"] for run in runs}) == 2, "a seed changes classifier, order and dropout"
+    assert len({log_rows(run)[0]["loss"] for run in runs}) == 2, "a seed changes classifier, order and dropout"
     assert not list(learned.rglob("checkpoints"))
 
 
@@ -113,7 +111,7 @@ def test_the_best_model_is_kept_with_the_task_s_labels(results, learned, data) -
 
 
 def test_the_learning_rate_rises_and_falls_linearly(learned) -> None:
-    rows = terms(runs_of(learned / "RTE")[0])
+    rows = log_rows(runs_of(learned / "RTE")[0])
     steps, warmup = 4 * 6, 6  # 96 examples in batches of 16
     assert [row["step"] for row in rows] == [6, 12, 18, 24]
     for row in rows:
@@ -213,7 +211,7 @@ def teacher(fine_tune, make_encoder, tmp_path_factory) -> Path:
 def test_a_student_learns_from_fine_tuned_teachers(evaluate, teacher, tmp_path):
     methods = ["--method", "tinybert", "--also", "kd"]
     results, said = evaluate("--tasks", "rte", "--epochs", "8", "--teacher", teacher, *methods)
-    rows = terms(tmp_path / "out/RTE/lr-0.01-epochs-8-seed-1")
+    rows = log_rows(tmp_path / "out/RTE/lr-0.01-epochs-8-seed-1")
     for name in ("hidden", "sequence_forward_kl"):
         assert rows[-1][name] < 0.9 * rows[0][name], name
     task = results["tasks"]["RTE"]
