@@ -43,7 +43,7 @@ from llmdistill.runtime.distributed import (
 GIB = 2**30
 COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
 """The costs of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a decoder on the
-first COST_TOKENS tokens of each."""
+first COST_TOKENS tokens of each (`first_tokens`)."""
 KEEP_SECONDS = 120
 """How often the sums of a pass are kept."""
 DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
@@ -145,14 +145,11 @@ class Measurement:
         """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
 
         A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
-        of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens, and
-        the first tokens of a causal model know nothing of the others.
+        of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.
         """
         world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self.batches)
         share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
-        batches = self.batches[: math.ceil(share * len(self.batches))]
-        if is_causal(self.model.config):
-            batches = [rows_of(each, slice(None), COST_TOKENS) for each in batches]
+        batches = first_tokens(self.model, self.batches[: math.ceil(share * len(self.batches))])
         return cut_costs(
             self.model,
             {name: broadcast_object(factors.get(name)) for name in shapes},
@@ -270,6 +267,11 @@ class Measurement:
 
         with gathered(parameter):
             return on_every(decompose, world)
+
+
+def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return the first COST_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
+    return [rows_of(each, slice(None), COST_TOKENS) for each in batches] if is_causal(model.config) else batches
 
 
 def plan_passes(

@@ -19,7 +19,7 @@ from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
 from llmdistill.factorize.install import token_embedding
-from llmdistill.factorize.measure import Measurement
+from llmdistill.factorize.measure import Measurement, first_tokens
 from llmdistill.factorize.sampled import graph_tokens
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, rank_budget
 from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
@@ -136,7 +136,8 @@ def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     if not held_out or not (world.is_main or teacher.sharded):
         return found["loss"]
     # The other ranks of a sharded teacher take part in its forward passes, with nothing cut.
-    held = divergences(teacher.model, found, in_parts(held_out, graph_tokens(teacher.model)))
+    parts = in_parts(first_tokens(teacher.model, held_out), graph_tokens(teacher.model))
+    held = divergences(teacher.model, found, parts)
     return replace(found["loss" if held["loss"] <= held["uniform"] else "uniform"], held_out=held)
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
+from llmdistill.factorize import measure
 from llmdistill.factorize import weigh as module
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
@@ -57,14 +58,14 @@ def batches(count: int, seed: int, size: int = 8) -> list[Batch]:
     return made
 
 
-def naive_divergence(student, teacher, seed: int = 9) -> float:
-    """KL(teacher‖student) per token on data that the calibration did not see."""
+def naive_divergence(student, teacher, seed: int = 9, first: int = 12) -> float:
+    """KL(teacher‖student) per token, of the first ones of each row, on data that the calibration did not see."""
     total, tokens = 0.0, 0
     with torch.no_grad():
         for batch in batches(4, seed):
-            log_t, log_s = (m(input_ids=batch.input_ids).logits.log_softmax(-1) for m in (teacher, student))
+            log_t, log_s = (m(batch.input_ids[:, :first]).logits.log_softmax(-1) for m in (teacher, student))
             total += float((log_t.exp() * (log_t - log_s)).sum())
-            tokens += batch.input_ids.numel()
+            tokens += batch.input_ids[:, :first].numel()
     return total / tokens
 
 
@@ -125,6 +126,10 @@ def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
     for name, given in (("loss", chosen), ("uniform", one_rank)):
         assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
     assert found.held_out["loss"] < found.held_out["uniform"]
+    monkeypatch.setattr(measure, "COST_TOKENS", 6)  # a decoder is judged by the first tokens of each row
+    first = weigh(in_memory(llama, batches(10, 1), batches(4, 9)), chosen)
+    student = compress_model(llama, chosen, weighted=first)
+    assert first.held_out["loss"] == pytest.approx(naive_divergence(student, llama, first=6), rel=1e-3)
     # Where the prediction misleads, the single rank is taken.
     monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
     found = weigh(in_memory(llama, batches(4, 1), batches(1, 9)), chosen)
