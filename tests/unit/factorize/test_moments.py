@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -156,14 +154,6 @@ def test_the_backward_pass_ends_at_the_first_linear_that_is_measured():
     assert all(torch.equal(found[name].gradients, whole[name].gradients) for name in upper)
 
 
-def test_passes_of_a_rank_with_fewer_batches_do_not_count():
-    names, own = list(layer_linears(llama())), [make_batch(), make_batch((4, 2), first_id=9)]
-    once, padded = measure_moments(llama(), names, own), measure_moments(llama(), names, own, rounds=5)
-    assert all(torch.equal(once[name].inputs, padded[name].inputs) for name in names)
-    assert all(torch.equal(once[name].gradients, padded[name].gradients) for name in names)
-    assert padded[names[0]].tokens == 20
-
-
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
 def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
     model, names = make(), list(layer_linears(make()))
@@ -226,43 +216,11 @@ def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
     torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
 
 
-def test_samples_split_over_batches_and_ranks_give_the_same():
-    names = list(layer_linears(llama()))
-    whole = measure_moments(llama(), names, [make_batch((5, 3, 6, 2))])
-
-    def part(rows: slice) -> Batch:
-        batch = make_batch((5, 3, 6, 2))
-        return Batch(*(each[rows] for each in (batch.input_ids, batch.attention_mask, batch.labels)),
-                     sample_ids=batch.sample_ids[rows])  # fmt: skip
-
-    split = measure_moments(llama(), names, [part(slice(0, 1)), part(slice(1, 4))])
-    # Each rank sees two rows, and the sum over ranks adds what the other one saw, in the order of the tensors.
-    other: list[torch.Tensor] = []
-    told = measure_moments(llama(), names, [part(slice(0, 2))], reduce=lambda each, _: other.append(each.clone()))
-    assert not told, "the other rank decomposes them all"
-    rest = iter(other)
-    ranks = measure_moments(llama(), names, [part(slice(2, 4))], reduce=lambda each, _: each.add_(next(rest)) is each)
-    for name in names:
-        for found in (split[name], ranks[name]):
-            torch.testing.assert_close(found.inputs, whole[name].inputs, rtol=1e-4, atol=1e-5)
-            scale = float(whole[name].gradients.abs().max())
-            torch.testing.assert_close(found.gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
-            assert found.tokens == 16
-
-
 def test_the_seed_draws_other_labels():
     name = "model.layers.0.mlp.up_proj"
     one, same, other = (measure_moments(llama(), [name], [make_batch()], seed=seed)[name] for seed in (0, 0, 1))
     assert torch.equal(one.gradients, same.gradients)
     assert not torch.allclose(one.gradients, other.gradients, rtol=1e-2)
-
-
-def test_no_moment_outlives_what_is_returned():
-    found = measure_moments(llama(), list(layer_linears(llama())), [make_batch()])
-    kept = weakref.ref(found.popitem()[1].gradients)
-    found.clear()
-    gc.collect()
-    assert kept() is None
 
 
 def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():

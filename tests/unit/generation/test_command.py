@@ -27,22 +27,3 @@ def test_the_command_writes_answers_and_says_what_to_know(
     again = capsys.readouterr()
     assert json.loads(again.out) == record
     assert f"{output} holds these answers already; nothing to do." in again.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--temprature", "2"], "--temprature: there is no such setting; did you mean --temperature?"),
-        (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_sentence_and_exit_code_two(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    start = ["--model", str(teacher), "--data", str(data), "--output", str(tmp_path / "a.jsonl"), *LIMITS]
-    assert main(["generate", *start, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("error: ") == 1
-    assert not list(tmp_path.glob("a.jsonl*"))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +22,6 @@ from llmdistill.generation.decode import (
     shared_jobs,
 )
 from llmdistill.runtime.distributed import World
-
-from support import RankServer
 
 VOCABULARY = 98
 END = 0
@@ -164,28 +160,6 @@ def test_model_and_tokenizer_are_left_as_they_were(model, tokenizer) -> None:
     assert tokenizer.padding_side == "right"
 
 
-def two_passes(world: World, *, synced: bool) -> list[tuple[list[str], int]]:
-    options = {"max_length": 40, "world": world, "synced": synced}
-    passes = answers_to(decoder(), character_tokenizer(), PROMPTS, SAMPLED, seeds=(0, 7), **options)
-    return [(each.texts, each.tokens) for each in passes]
-
-
-def run_rank(folder: str) -> None:
-    torch.distributed.init_process_group("gloo")
-    world = World(rank=torch.distributed.get_rank(), size=2, device=torch.device("cpu"))
-    torch.save([two_passes(world, synced=synced) for synced in (False, True)], Path(folder) / f"{world.rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.dist
-def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path) -> None:
-    done = rank_server.run([str(tmp_path)], ranks=2, program=__file__)
-    assert done.returncode == 0, done.stderr
-    alone = two_passes(World.alone(), synced=False)
-    for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt", weights_only=True) == [alone, alone]
-
-
 @pytest.mark.parametrize(("count", "ranks"), [(1, 1), (5, 2), (6, 3), (2, 4)])
 def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int) -> None:
     worlds = [World(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
@@ -207,7 +181,3 @@ def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + symbol + "{% endfor %}"
     [result] = answers_to(model, tokenizer, ["a"], GREEDY)
     assert (result.texts, result.tokens) == ([tokenizer.decode(row[:place]).strip()], place + 1)
-
-
-if __name__ == "__main__":
-    run_rank(sys.argv[-1])

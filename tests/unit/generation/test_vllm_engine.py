@@ -16,9 +16,7 @@ from llmdistill.config import ResponseConfig
 from llmdistill.errors import UserError
 from llmdistill.generation import responses
 from llmdistill.generation.responses import generate_responses
-from llmdistill.generation.vllm_engine import VllmScorer, choose_engine, shares
-from llmdistill.losses.top_k import most_likely
-from llmdistill.models.load import load_model
+from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.runtime.distributed import World
 
 from stand_in_vllm import StandInLLM, install
@@ -114,19 +112,3 @@ def test_the_heads_decide_over_how_many_gpus_a_model_is_split(
 ) -> None:
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
     assert shares(config, gpus) == expected
-
-
-def test_scores_are_the_distributions_after_each_token(vllm: list[dict[str, Any]], teacher: Path) -> None:
-    scorer = VllmScorer(teacher, k=6, max_length=12, dtype=torch.float32)
-    texts = [[5, 9, 7, 14, 12], [8, 3, 4, 4, 11, 10, 9, 8, 7, 5, 6, 13]]
-    found = scorer.score(texts)
-    model = load_model(str(teacher), dtype=torch.float32)
-    for ids, top in zip(texts, found, strict=True):
-        with torch.no_grad():
-            expected = most_likely(model(torch.tensor([ids])).logits[0], 6, [1.0])
-        assert top.tokens.tolist() == expected.tokens.tolist()
-        torch.testing.assert_close(top.log_probs, expected.log_probs)
-        torch.testing.assert_close(top.tails[1.0].exp(), expected.tails[1.0].exp(), rtol=1e-4, atol=1e-6)
-    engine, request, *_ = vllm
-    assert (engine["max_logprobs"], engine["max_model_len"], engine["enable_prefix_caching"]) == (6, 13, False)
-    assert (request["prompt_logprobs"], request["logprobs"], request["temperature"]) == (6, 6, 1.0)

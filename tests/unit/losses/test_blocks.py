@@ -89,17 +89,6 @@ def test_precision_of_the_gradients(kind: str, dtype: torch.dtype, tolerance: fl
     assert max(error(*pair) for pair in zip(got[1:], expected[1:], strict=True)) < tolerance
 
 
-def test_segments_of_a_row_are_sequences_of_their_own() -> None:
-    student, teacher = make(0), make(1)
-    packed = attention_kl(student, teacher, MASKS["packed"], causal=True)
-    parts = torch.zeros((), dtype=torch.float64)
-    for b, (first, last) in [(0, (0, 9)), (0, (9, 14)), (0, (14, 23)), (1, (0, 20)), (2, (2, 5)), (2, (5, 23))]:
-        cut = [AttentionInputs(*(x[b : b + 1, :, first:last] for x in i[:2]), i.scaling) for i in (student, teacher)]
-        parts += attention_kl(*cut, torch.ones(1, last - first, dtype=torch.long), causal=True).sum
-    torch.testing.assert_close(packed.sum, parts, rtol=1e-12, atol=0)
-    assert packed.count.item() == (MASKS["packed"] != 0).sum().item()
-
-
 @pytest.mark.parametrize(("causal", "relation_heads"), [(True, 4), (False, 8), (True, 12)])
 @pytest.mark.parametrize("kind", ["query-query", "query-key", "key-query"])
 def test_relations(kind: str, causal: bool, relation_heads: int) -> None:

@@ -108,21 +108,6 @@ def test_it_equals_full_logits(terms: list[TokenTerm]) -> None:
     assert len(found) == 4
 
 
-def test_label_and_kl_equal_the_naive_loop() -> None:
-    student, teacher = head(0), head(1, width=K_TEACHER)
-    expected = [0.0, 0.0]
-    for i in range(N):
-        p, q = (
-            [math.exp(float(inputs.rows[i] @ inputs.weight[j] + inputs.bias[j]) / 2) for j in range(V)]
-            for inputs in (teacher, student)
-        )
-        expected[0] += 4 * sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
-        squares = [x**2 for x in q]
-        expected[1] -= math.log(squares[int(labels()[i])] / sum(squares))
-    found = token_losses(student, teacher, labels(), [KL_2, LABEL], torch.ones(2), chunk=3).sums
-    assert found.tolist() == pytest.approx(expected, rel=1e-10)
-
-
 @pytest.mark.parametrize("terms", [[LABEL, KL], [LABEL, OTHERS[0]]], ids=["short way", "any way"])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,19 +217,6 @@ def test_without_gradients_only_the_logits_are_computed(weight_is_learned: bool)
     assert_near([losses.sums], [expected.sums])
 
 
-def test_nan_in_a_row_stays_there() -> None:
-    for terms in ([LABEL, KL], [LABEL, OTHERS[0]]):
-        student, teacher = head(0), head(1, width=K_TEACHER)
-        expected = outcome(token_losses, learned(student, "weight", "bias"), teacher, terms, chunk=4)
-        broken = student.rows.detach().clone()
-        broken[5] = math.nan
-        spoiled = student._replace(rows=broken.requires_grad_())
-        found = outcome(token_losses, spoiled, teacher, terms, chunk=4)
-        others = torch.arange(N) != 5
-        assert found[0].isnan().all()
-        assert_near([found[1][others]], [expected[1][others]])
-
-
 @pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".join(term.name for term in terms))
 @pytest.mark.parametrize("of_student", [True, False])
 def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
@@ -284,14 +256,6 @@ def test_a_second_backward_pass_and_a_second_derivative_are_refused() -> None:
         first.backward()
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(second, student.rows, create_graph=True)
-
-
-def test_smoothed_labels_are_those_of_torch() -> None:
-    student = head(0)
-    found = token_losses(student, None, labels(), [SMOOTHED], torch.ones(1)).sums
-    logits = torch.nn.functional.linear(student.rows, student.weight, student.bias)
-    expected = torch.nn.functional.cross_entropy(logits, labels(), reduction="sum", label_smoothing=0.1)
-    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("vocabulary", [None, V - 4])

@@ -6,15 +6,7 @@ import textwrap
 
 import torch
 
-import llmdistill
 from llmdistill import losses
-
-
-def test_every_name_is_there_and_documented():
-    assert llmdistill.losses is losses
-    for name in losses.__all__:
-        value = getattr(losses, name)
-        assert isinstance(value, losses.Divergence) or value.__doc__, name
 
 
 def test_the_example_runs():

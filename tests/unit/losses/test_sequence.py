@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.batch import IGNORE_INDEX, LossSum
+from llmdistill.batch import IGNORE_INDEX
 from llmdistill.losses.divergence import forward_kl, reverse_kl
 from llmdistill.losses.sequence import (
     sequence_cross_entropy,
@@ -23,16 +22,10 @@ from llmdistill.losses.sequence import (
 CLASSES = torch.tensor([2, IGNORE_INDEX, 0, 1])
 SCORES = torch.tensor([1.5, math.nan, 0.0, 4.2], dtype=torch.float64)
 HAS_TARGET = torch.tensor([True, False, True, True])
-COUNTED = [0, 2, 3]
 
 
 def make(seed: int, classes: int = 3) -> Tensor:
     return 2 * torch.randn(4, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def probabilities(row: Tensor, temperature: float = 1.0) -> list[float]:
-    weights = [math.exp(float(x) / temperature) for x in row]
-    return [weight / sum(weights) for weight in weights]
 
 
 LOSSES = {
@@ -47,11 +40,6 @@ LOSSES = {
 every_loss = pytest.mark.parametrize(("loss_of", "classes"), LOSSES.values(), ids=LOSSES)
 
 
-def check(loss: LossSum, expected: float) -> None:
-    assert loss.sum.item() == pytest.approx(expected, rel=1e-12)
-    assert loss.count.item() == 3
-
-
 SPANS = torch.tensor([[1, 3], [IGNORE_INDEX] * 2, [0, 0], [2, 4]])
 REAL = torch.tensor([4, 5, 1, 5])
 """The real tokens of each sequence of five; the others are padding."""
@@ -61,56 +49,6 @@ def make_spans(seed: int, padding: float = -math.inf) -> Tensor:
     logits = 2 * torch.randn(4, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     is_padding = torch.arange(5)[None] >= REAL[:, None]
     return logits.masked_fill(is_padding[:, None], padding)
-
-
-def distributions(logits: Tensor, b: int, temperature: float = 1.0) -> list[list[float]]:
-    """Of one sequence: over its classes, or over its real tokens for the start and the end of a span."""
-    rows = [logits[b]] if logits.dim() == 2 else [row[: REAL[b]] for row in logits[b]]
-    return [probabilities(row, temperature) for row in rows]
-
-
-@pytest.mark.parametrize(("logits", "targets"), [(make(0), CLASSES), (make_spans(0), SPANS)], ids=["classes", "spans"])
-def test_targets(logits: Tensor, targets: Tensor) -> None:
-    expected = 0.0
-    for b in COUNTED:
-        shares = distributions(logits, b)
-        chosen = targets[b].view(-1).tolist()
-        expected -= sum(math.log(p[y]) for p, y in zip(shares, chosen, strict=True)) / len(shares)
-    check(sequence_cross_entropy(logits, targets), expected)
-
-
-def test_scores() -> None:
-    student, teacher = make(0, classes=1), make(1, classes=1)
-    check(sequence_mse(student, SCORES), sum((float(student[b, 0]) - float(SCORES[b])) ** 2 for b in COUNTED))
-    expected = sum((float(student[b, 0]) - float(teacher[b, 0])) ** 2 for b in COUNTED)
-    check(sequence_score_mse(student, teacher, HAS_TARGET), expected)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("logits", [make, make_spans], ids=["classes", "spans"])
-def test_the_teacher(logits: Callable[[int], Tensor], temperature: float) -> None:
-    student, teacher = logits(0), logits(1)
-    soft = kl = 0.0
-    for b in COUNTED:
-        pairs = list(zip(*(distributions(each, b, temperature) for each in (teacher, student)), strict=True))
-        for p, q in pairs:
-            soft -= sum(x * math.log(y) for x, y in zip(p, q, strict=True)) / len(pairs)
-            kl += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / len(pairs)
-    check(sequence_soft_cross_entropy(student, teacher, HAS_TARGET, temperature=temperature), soft)
-    found = sequence_divergence(student, teacher, HAS_TARGET, divergence=forward_kl, temperature=temperature)
-    check(found, temperature**2 * kl)
-
-
-def test_embeddings() -> None:
-    student, teacher = make(0), make(1)
-    cosine = squares = 0.0
-    for b in COUNTED:
-        ours, theirs = student[b].tolist(), teacher[b].tolist()
-        dot = sum(x * y for x, y in zip(ours, theirs, strict=True))
-        cosine += 1 - dot / math.hypot(*ours) / math.hypot(*theirs)
-        squares += sum((x - y) ** 2 for x, y in zip(ours, theirs, strict=True)) / len(ours)
-    check(sequence_embedding_cosine(student, teacher, HAS_TARGET), cosine)
-    check(sequence_embedding_mse(student, teacher, HAS_TARGET), squares)
 
 
 @every_loss

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from transformers import BertForPreTraining, LlamaForCausalLM, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Taps
-from llmdistill.factorize.install import install
-from llmdistill.factorize.kinds import Factorization
-from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
@@ -154,18 +151,6 @@ def test_a_combination_and_the_students_own_answers() -> None:
     config = make("llama", 0).config
     method = build_method(["makd", "kd"], SETTINGS, config, config)
     compare(both_ways(method, make("llama", 1), make("llama", 0), replace(make_batch(), own_answers=True)))
-
-
-def test_makd_learns_a_kronecker_student() -> None:
-    student = make("llama", 1)
-    names = [name for name, module in student.base_model.named_modules() if name.endswith("_proj")]
-    sizes = dict.fromkeys(names, KroneckerShape(4, 2, 2))
-    install(student, Factorization(method="kronecker", sizes=sizes, embedding=4))
-    ways = both_ways(method_of("makd", "llama"), student, make("llama", 0), make_batch())
-    compare(ways)
-    factors = {name for name, _ in student.named_parameters() if name.endswith((".A", ".B"))}
-    assert len(factors) == 2 * len(names)
-    assert factors <= ways.running.gradients.keys()
 
 
 def test_projectors_under_checkpointing_learn_the_same() -> None:

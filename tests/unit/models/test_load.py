@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -153,15 +152,6 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(folder, dtype=torch.float32)
-
-
-def test_remote_code_is_never_run(tmp_path: Path) -> None:
-    folder = save_model(LLAMA, tmp_path)
-    (folder / "evil.py").write_text("raise SystemExit('ran')")
-    content = json.loads((folder / "config.json").read_text())
-    content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (folder / "config.json").write_text(json.dumps(content))
-    assert type(load_model(folder, dtype=torch.float32)).__name__ == "LlamaForCausalLM"
 
 
 def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tiny import tiny_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
-from llmdistill.commands.evaluate import default_output, main, set_names
+from llmdistill.commands.evaluate import default_output, set_names
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
@@ -126,40 +125,6 @@ def test_names_of_sets_and_default_output() -> None:
         set_names(["a/x.jsonl", "b/x.jsonl"])
     assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
     assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
-
-
-def test_command(folder: Path, model: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write(tmp_path / "short.jsonl", SHORT)
-    arguments = ["--model", str(folder), "--data", str(data), "--decoding", "greedy", "--output", str(tmp_path / "out")]
-    limits = ["--max_length", "70", "--data.max_prompt_length=60", "--local_rank=0"]
-    assert main([*arguments, *limits, "--json"]) == 0
-    out, err = capsys.readouterr()
-    result = json.loads(out)
-    assert result["sets"]["short"]["examples"] == 2
-    assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == result
-    assert (tmp_path / "out" / "short.jsonl").is_file()
-    assert "short, greedy: ROUGE-L" in err
-    assert main([*arguments, *limits]) == 0
-    assert "ROUGE-L" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--max_prompt_length", "70", "--max_length", "70"], "must be at least 1 and below"),
-        (["--seeds", "[]"], r"--seeds is \[\]"),
-        ([], r"data\.max_length=512 is beyond the model's context of 80"),
-    ],
-)
-def test_command_refuses_bad_input(folder, tmp_path, capsys, extra, message) -> None:
-    data = write(tmp_path / "short.jsonl", SHORT)
-    output = ["--output", str(tmp_path / "out")]
-    assert main(["--model", str(folder), "--data", str(data), *output, *extra]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert re.search(message, line)
-    assert not (tmp_path / "out").exists()
 
 
 def test_perplexity_is_that_of_first_references(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:

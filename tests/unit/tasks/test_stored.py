@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from question_files import write_tasks
 from transformers import BertConfig
 from word_models import save_tokenizer
@@ -21,12 +20,8 @@ from llmdistill.data.windows import encode_windows
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime import turns
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models
-
-from support import ThreadRanks
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "yes", "no", "maybe", *(f"w{n}" for n in range(12))]
 LENGTH = 20
@@ -123,31 +118,6 @@ def test_the_next_start_reads_no_example(run, cache, monkeypatch, name) -> None:
     monkeypatch.setattr(type(task), "read_files", lambda *_: pytest.fail("they are read again"))
     assert task.read(given).num_steps(1, 2) > 0
     assert len(list(cache.iterdir())) == 1
-
-
-def test_one_rank_reads_for_all(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ThreadRanks(3)
-    ranks.replace_group(monkeypatch)
-    monkeypatch.setattr(turns, "node_ranks", lambda world: [0, 1, 2])
-    (task, given), readers = run("squad2"), []
-    read_files = type(task).read_files
-    monkeypatch.setattr(type(task), "read_files", lambda each: (readers.append(ranks.rank), read_files(each))[1])
-
-    def read(rank: int) -> Any:
-        return task.read_on_all(given, World(rank, 3, torch.device("cpu")))
-
-    assert [each.sizes["train"] for each in ranks.run(read)] == [9] * 3
-    assert readers == [0]
-    path = next(path for path in task.paths() if "dev" in path.name)
-    path.write_text("broken", encoding="utf-8")
-
-    def fail(rank: int) -> None:
-        with pytest.raises(UserError, match=path.stem) as error:
-            read(rank)
-        assert error.value.everywhere, "rank 0 alone says it"
-
-    ranks.run(fail)
-    assert readers == [0, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -78,18 +78,6 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
     assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)
 
 
-def test_ranks_leave_no_trace(model, tokenizer, monkeypatch):
-    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=64, limit=5)
-    alone = score_windows(model, windows, batch_size=2, world=WORLD)
-    parts: list[torch.Tensor] = []
-    monkeypatch.setattr("llmdistill.tasks.windows.all_reduce_sum", lambda sums: parts.append(sums) or sums + 1)
-    for rank in range(2):
-        score_windows(model, windows, batch_size=2, world=World(rank=rank, size=2, device=torch.device("cpu")))
-    together = torch.stack(parts).sum(0)
-    monkeypatch.setattr("llmdistill.tasks.windows.all_reduce_sum", lambda _: together)
-    assert score_windows(model, windows, batch_size=2, world=WORLD) == alone
-
-
 def test_the_lines_of_wikitext_are_rows_as_on_the_hub(tmp_path):
     rows = ["", " = Robert = \n", "", " He was .\n", " More .\n"]
     (tmp_path / "test.txt").write_text("".join(row or " \n" for row in rows), encoding="utf-8")
