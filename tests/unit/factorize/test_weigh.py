@@ -1,16 +1,19 @@
-"""Weighted factorization of whole models: the loss that it keeps, exact budgets, passes, heads and folders."""
+"""Weighted factorization of whole models: the loss that it keeps, exact budgets, embeddings and Kronecker products."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.batch import Batch
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import measure
+from llmdistill.factorize import measure, sampled
 from llmdistill.factorize import weigh as module
+from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.cuts import cut_costs
@@ -21,6 +24,13 @@ from llmdistill.factorize.weighted import Weighted
 from support import in_memory
 
 VOCABULARY = 40
+
+
+@pytest.fixture(autouse=True)
+def _whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as these would be given row by row."""
+    for each in (module, sampled):
+        monkeypatch.setattr(each, "graph_tokens", lambda _: 1000)
 
 
 @pytest.fixture(scope="module")
@@ -42,33 +52,30 @@ def llama() -> LlamaForCausalLM:
         for layer, scale in zip(model.model.layers, (2.0, 0.7, 0.1), strict=True):
             layer.mlp.down_proj.weight.mul_(scale)
             layer.input_layernorm.weight.copy_(torch.logspace(-1, 0.5, 32)[torch.randperm(32)])
+        model.model.norm.weight.copy_(torch.logspace(-1, 0.3, 32)[torch.randperm(32)])
     return model
 
 
 def batches(count: int, seed: int, size: int = 8) -> list[Batch]:
-    """Short sequences over a part of the vocabulary."""
+    """Short sequences in which some tokens are frequent and most are rare."""
     draw = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
-        ids = torch.randint(VOCABULARY // 2, (size, 12), generator=draw)
+        ids = (VOCABULARY * torch.rand(size, 12, generator=draw) ** 3).long()
         names = tuple((1000 * seed + number * size + row,) for row in range(size))
         made.append(Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sample_ids=names))
     return made
 
 
-def naive_divergence(student, teacher, seed: int = 9, first: int = 12) -> float:
+def naive_divergence(student, teacher, first: int = 12) -> float:
     """KL(teacher‖student) per token, of the first ones of each row, on data that the calibration did not see."""
     total, tokens = 0.0, 0
     with torch.no_grad():
-        for batch in batches(4, seed):
+        for batch in batches(4, 9):
             log_t, log_s = (m(batch.input_ids[:, :first]).logits.log_softmax(-1) for m in (teacher, student))
             total += float((log_t.exp() * (log_t - log_s)).sum())
             tokens += batch.input_ids[:, :first].numel()
     return total / tokens
-
-
-def settings(**given) -> FactorizeConfig:
-    return FactorizeConfig(**given)
 
 
 WEIGHED: dict[str, Weighted] = {}
@@ -76,68 +83,78 @@ WEIGHED: dict[str, Weighted] = {}
 BY_LOSS = {"target_params": "60%", "weighting": "gradients", "allocation": "loss"}
 
 
-def weighed(model, chosen: FactorizeConfig) -> Weighted:
+def weighed(model, chosen: FactorizeConfig, method: str = "svd") -> Weighted:
     if repr(chosen) not in WEIGHED:
-        WEIGHED[repr(chosen)] = weigh(in_memory(model, batches(10, 1), batches(4, 9)), chosen)
+        WEIGHED[repr(chosen)] = weigh(in_memory(model, batches(8, 1), batches(4, 9)), chosen, method)
     return WEIGHED[repr(chosen)]
 
 
-def student_of(model, chosen: FactorizeConfig):
-    weighted = None if chosen.weighting == "none" else weighed(model, chosen)
-    return compress_model(model, chosen, weighted=weighted), weighted
+def student_of(model, method: str = "svd", **given):
+    chosen = FactorizeConfig(**given)
+    weighted = None if chosen.weighting == "none" else weighed(model, chosen, method)
+    return compress_model(model, chosen, method, weighted=weighted)
 
 
-def test_each_weighting_keeps_more_of_the_loss_than_the_one_before_it(llama):
-    found = {
-        "none": student_of(llama, settings(rank=8))[0],
-        "activations": student_of(llama, settings(rank=8, weighting="activations"))[0],
-        "gradients": student_of(llama, settings(rank=8, weighting="gradients"))[0],
-    }
-    losses = {name: naive_divergence(student, llama) for name, student in found.items()}
-    assert losses["gradients"] < 0.8 * losses["none"]
-    assert losses["activations"] < 0.9 * losses["none"]
-    params = count_parameters(found["none"])
-    target = settings(target_params=params, weighting="gradients", allocation="loss")
-    allocated, weighted = student_of(llama, target)
-    assert naive_divergence(allocated, llama) < 0.8 * losses["gradients"]
+@pytest.mark.parametrize(
+    ("method", "size", "of_activations", "of_gradients"),
+    [
+        ("svd", {"rank": 8}, 0.9, 0.8),
+        ("svd", {"embedding_rank": 16}, 0.9, 0.7),
+        ("kronecker", {"shapes": {"*.mlp.*": "8x8", "*": "dense"}, "sums": 8}, 0.7, 0.7),
+    ],
+    ids=["layers", "embedding", "kronecker"],
+)
+def test_weighting_keeps_more_of_the_loss(llama, method, size, of_activations, of_gradients):
+    plain, activations, gradients = (
+        student_of(llama, method, **size, weighting=weighting) for weighting in ("none", "activations", "gradients")
+    )
+    assert count_parameters(plain) == count_parameters(gradients) < count_parameters(llama)
+    loss = naive_divergence(plain, llama)
+    assert naive_divergence(activations, llama) < of_activations * loss
+    assert naive_divergence(gradients, llama) < of_gradients * loss
+
+
+def test_an_allocation_by_the_loss_spends_the_budget_better(llama):
+    uniform = student_of(llama, rank=8, weighting="gradients")
+    params = count_parameters(uniform)
+    target = {**BY_LOSS, "target_params": params}
+    allocated = student_of(llama, **target)
+    assert naive_divergence(allocated, llama) < 0.8 * naive_divergence(uniform, llama)
     assert params - 48 - 32 < count_parameters(allocated) <= params, "the budget is spent to less than one rank"
-    assert len(set(weighted.ranks.values())) > 3
+    assert len(set(weighed(llama, FactorizeConfig(**target)).ranks.values())) > 3
 
 
 def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
-    chosen = settings(**BY_LOSS)
-    data = batches(10, 1)
-    factors = measured(in_memory(llama, data), chosen)
-    first = choose_ranks(llama.config, chosen, factors)
-    measured_costs = cut_costs(llama, factors, data[:8], seed=2**31)  # on 64 examples
-    costs = {name: float(measured_costs[name][rank]) for name, rank in first.ranks.items()}
+    chosen, data = FactorizeConfig(**BY_LOSS), batches(8, 1)
+    first = choose_ranks(llama.config, chosen, measured(in_memory(llama, data), chosen))
+    costs = cut_costs(llama, first.factors, data, seed=2**31)  # on 64 examples
     found = weighed(llama, chosen)
     assert found.ranks != first.ranks
-    for name, cost in costs.items():
-        assert found.factors[name].costs()[first.ranks[name]] == pytest.approx(cost)
+    for name, rank in first.ranks.items():
+        assert found.factors[name].costs()[rank] == pytest.approx(float(costs[name][rank]))
 
 
 def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
-    chosen = settings(**BY_LOSS)
-    found = weighed(llama, chosen)
-    one_rank = settings(target_params="60%", weighting="gradients")
-    for name, given in (("loss", chosen), ("uniform", one_rank)):
-        assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
+    found = weighed(llama, FactorizeConfig(**BY_LOSS))
+    one_rank = {"target_params": "60%", "weighting": "gradients"}
+    for name, given in (("loss", BY_LOSS), ("uniform", one_rank)):
+        assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, **given), llama), rel=1e-3)
     assert found.held_out["loss"] < found.held_out["uniform"]
     monkeypatch.setattr(measure, "COST_TOKENS", 6)  # a decoder is judged by the first tokens of each row
-    first = weigh(in_memory(llama, batches(10, 1), batches(4, 9)), chosen)
-    student = compress_model(llama, chosen, weighted=first)
-    assert first.held_out["loss"] == pytest.approx(naive_divergence(student, llama, first=6), rel=1e-3)
+    judged = weigh(in_memory(llama, batches(8, 1), batches(4, 9)), FactorizeConfig(**BY_LOSS))
+    student = compress_model(llama, FactorizeConfig(**BY_LOSS), weighted=judged)
+    assert judged.held_out["loss"] == pytest.approx(naive_divergence(student, llama, first=6), rel=1e-3)
     # Where the prediction misleads, the single rank is taken.
     monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
-    found = weigh(in_memory(llama, batches(4, 1), batches(1, 9)), chosen)
-    assert found.ranks == weigh(in_memory(llama, batches(4, 1)), one_rank).ranks
+    found = weigh(in_memory(llama, batches(1, 1), batches(1, 9)), FactorizeConfig(**BY_LOSS))
+    assert found.ranks == weighed(llama, FactorizeConfig(**one_rank)).ranks
 
 
 def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
-    chosen = settings(target_params="85%", weighting="gradients", allocation="loss", rank_multiple=4)
-    student, weighted = student_of(llama, chosen)
+    chosen = FactorizeConfig(**{**BY_LOSS, "target_params": "85%"}, rank_multiple=4)
+    weighted = weigh(in_memory(llama, batches(1, 1)), chosen)
     assert all(rank % 4 == 0 for rank in weighted.ranks.values())
+    student = compress_model(llama, chosen, weighted=weighted)
     assert count_parameters(student) <= int(0.85 * count_parameters(llama))
     before_any_data = summarize(llama.config, chosen)
     assert before_any_data["student_params"] == int(0.85 * count_parameters(llama))
@@ -146,8 +163,22 @@ def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
     assert all(rank * sum(sizes[name]) < sizes[name][0] * sizes[name][1] for name, rank in weighted.ranks.items())
 
 
+def test_layers_and_embedding_are_weighted_together(llama):
+    size = {"target_params": "55%", "embedding_rank": 24}
+    chosen = FactorizeConfig(
+        **size, weighting="gradients", allocation="loss", calibration=CalibrationConfig(held_out=0)
+    )
+    found = weigh(in_memory(llama, batches(2, 1)), chosen)
+    assert set(found.others) == {"embed_tokens"}
+    (table,) = found.others.values()
+    of_linears = sum(each.costs()[found.ranks[name]] for name, each in found.factors.items() if name in found.ranks)
+    assert found.predicted_loss == pytest.approx(of_linears + table.cost)
+    student = compress_model(llama, chosen, weighted=found)
+    assert naive_divergence(student, llama) < 0.7 * naive_divergence(student_of(llama, **size), llama)
+
+
 def test_too_few_tokens_are_said(llama):
-    chosen = settings(rank=8, weighting="gradients")
+    chosen = FactorizeConfig(rank=8, weighting="gradients")
     assert weigh(in_memory(llama, batches(1, 1, size=4)), chosen).warning() is None
     few = weigh(in_memory(llama, batches(1, 1, size=3)), chosen).warning()
     assert few is not None
@@ -164,18 +195,32 @@ def test_too_few_tokens_are_said(llama):
 )
 def test_settings_that_contradict_each_other(given, said):
     with pytest.raises(ValueError, match=said):
-        settings(**given)
+        FactorizeConfig(**given)
 
 
 def test_a_target_below_the_smallest_allocation_names_it(llama):
-    chosen = settings(target_params="20%", weighting="gradients", allocation="loss", rank_multiple=8)
-    smallest = count_parameters(compress_model(llama, settings(rank=8)))
+    chosen = FactorizeConfig(**{**BY_LOSS, "target_params": "20%"}, rank_multiple=8)
+    smallest = count_parameters(compress_model(llama, FactorizeConfig(rank=8)))
     with pytest.raises(UserError, match=rf"rank 8 for every linear, the smallest allocation, has {smallest:,} param"):
         summarize(llama.config, chosen)
 
 
-def test_a_weighting_without_data_is_refused(llama):
+@pytest.mark.parametrize(("method", "size"), [("svd", {"rank": 8}), ("kronecker", {"shapes": {"*": "4x4"}})])
+def test_a_weighting_without_data_is_refused(llama, method, size):
     with pytest.raises(UserError, match="weighting gradients needs calibration data"):
-        compress_model(llama, settings(rank=8, weighting="gradients"))
-    with pytest.raises(UserError, match="weighting gradients needs calibration data"):
-        compress_model(llama, settings(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")
+        compress_model(llama, FactorizeConfig(**size, weighting="gradients"), method)
+
+
+def test_what_kronecker_cannot_use_is_refused_before_any_work(llama, tmp_path: Path) -> None:
+    source = in_memory(llama, [])
+    object.__setattr__(source, "batches", lambda: pytest.fail("the data are read"))
+    for given, said in (
+        ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
+        ({"shapes": {"*": "7x8"}}, "does not divide"),
+        ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
+    ):
+        with pytest.raises(UserError, match=said):
+            weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
+    object.__setattr__(source, "kept", lambda: KeptFactors(tmp_path, {}))
+    with pytest.raises(UserError, match=r"calibration\.folder keeps factors of the method svd"):
+        weigh(source, FactorizeConfig(weighting="gradients", shapes={"*": "8x8"}), "kronecker")
