@@ -15,7 +15,6 @@ from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.store import store
 from llmdistill.data.targets import TARGETS, EncodedTarget
 from llmdistill.data.windows import WINDOWS, EncodedWindow
-from llmdistill.errors import UserError
 
 CLASSES = [EncodedPair([5, 6, 7][: 1 + n % 3], [0, 1, 1][: 1 + n % 3], n % 3, n + 10) for n in range(7)]
 SCORES = [EncodedPair([70_000 + n], None, n / 3, n) for n in range(3)]
@@ -82,11 +81,3 @@ def test_an_example_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
     found[4]
     assert made == [14]
     assert pa.total_allocated_bytes() == allocated, "the ranks of a node share the pages of the file"
-
-
-@pytest.mark.parametrize("name", ["0.arrow", "meta.json"])
-def test_damage_is_named(tmp_path: Path, name: str) -> None:
-    kept(tmp_path, {"train": (CLASSES, PAIRS)})
-    (tmp_path / "set" / name).write_bytes(b"ARROW1")
-    with pytest.raises(UserError, match="damaged tokens in the cache"):
-        StoredSplits(tmp_path / "set").items("train", PAIRS)

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
     BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertModel,
     PreTrainedModel,
 )
 
@@ -22,29 +19,6 @@ def bert(kind: type[PreTrainedModel], **changes: int) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     return kind(BertConfig(vocab_size=10, max_position_embeddings=8, **sizes, **changes)).eval()
-
-
-@pytest.mark.parametrize(
-    ("kind", "lm_head", "sequences"),
-    [
-        (BertModel, None, None),
-        (BertForMaskedLM, "logits", None),
-        (BertForPreTraining, "prediction_logits", "seq_relationship_logits"),
-        (BertForSequenceClassification, None, "logits"),
-    ],
-)
-def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], lm_head: str | None, sequences: str | None) -> None:
-    model = bert(kind)
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    types = torch.tensor([[0, 0, 1], [0, 1, 1]])
-    batch = Batch(ids, torch.ones_like(ids), ids, token_type_ids=types)
-    outputs = TappedModel(model, Recorder(model, {}))(batch)
-    expected = model(input_ids=ids, token_type_ids=types)
-    for given, name in ((outputs.logits, lm_head), (outputs.sequence_logits, sequences)):
-        assert (given is None) == (name is None)
-        if given is not None:
-            assert torch.equal(given, expected[name])
-    assert not torch.equal(expected[0], model(input_ids=ids)[0]), "the segments are not looked at"
 
 
 def test_spans_do_not_depend_on_padding() -> None:

@@ -14,7 +14,7 @@ from llmdistill.models.families import family_of, has_family
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.own_loss import own_loss
 from llmdistill.models.taps import Recorder
-from llmdistill.run.loss_check import check_losses, set_loss_modes
+from llmdistill.run.loss_check import check_losses
 from llmdistill.runtime.distributed import World
 
 SCALED = {"granite": {}, "gemma2": {}, "cohere": {}}
@@ -110,12 +110,3 @@ def test_packed_rows_need_our_masks() -> None:
     batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_label_rows(shift=True)
     with pytest.raises(UserError, match=r"data\.packing to false"):
         check_losses({"student": tapped}, batch, World.alone())
-
-
-def test_the_ways_can_be_set_again() -> None:
-    first, again = tapped_model("granite"), tapped_model("granite")
-    again.shortcut = True
-    ways = check_losses({"student": first}, make_batch(), World.alone())
-    assert ways == {"student": {"shortcut": False, "makes_mask": False}}
-    set_loss_modes({"student": again, "teacher": tapped_model("llama")}, ways)
-    assert (again.shortcut, again.makes_mask) == (False, False)

@@ -69,19 +69,6 @@ def test_llama_style(llama: tuple[Path, SentencePieceProcessor], texts: list[str
     assert tokenizer.get_vocab() == {model.id_to_piece(i): i for i in range(400)}
 
 
-def test_xlm_roberta_style(tmp_path: Path, texts: list[str]) -> None:
-    model = train(tmp_path / "sentencepiece.bpe.model", texts, model_type="unigram")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XLMRobertaTokenizer"}')
-    tokenizer = load_tokenizer(tmp_path)
-    for text in texts:
-        ids = tokenizer(text)["input_ids"]
-        # <s>, <pad>, </s> and <unk> are 0 to 3; every other id is one more than sentencepiece's own.
-        own = model.encode(text)
-        assert ids == [0, *(3 if index == model.unk_id() else index + 1 for index in own), 2]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text or model.unk_id() in own
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (1, 2)
-
-
 def test_a_model_that_would_be_misread_is_refused(tmp_path: Path, texts: list[str]) -> None:
     bare, unigram = tmp_path / "bare", tmp_path / "unigram"
     llama_style(bare, texts)
