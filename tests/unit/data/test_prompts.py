@@ -70,12 +70,6 @@ class TestRendering:
         assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
         assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
 
-    @pytest.mark.parametrize("prompt", ["chat", TEXT])
-    def test_other_forms_stay_as_they_are(self, turning, prompt):
-        assert render_prompt(Example("", "", ("x",), raw_prompt="As it is"), turning, prompt) == "As it is"
-        chat = Example("", "", ("x",), messages=(("system", "s"), ("user", "u")))
-        assert render_prompt(chat, turning, prompt) == "[system]s<turn>\n[user]u<turn>\n[assistant]"
-
 
 class TestTokens:
     def test_instructions_by_the_chat_template_are_messages(self, turning):

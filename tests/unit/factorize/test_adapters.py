@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
 
 from llmdistill.config import FactorizeConfig, LoraConfig
 from llmdistill.errors import UserError
@@ -20,17 +21,13 @@ from llmdistill.models.adapters import add_lora
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import load_model, merge_adapter
 
-CONFIG = LlamaConfig(
-    vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
-)
 TOKENS = torch.arange(24).view(2, 12)
 
 
 def save_adapter(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A random adapter in `folder`, its base beside it, with files of both that are no weights."""
-    torch.manual_seed(0)
     base = folder.parent / "base"
-    LlamaForCausalLM(CONFIG).to(dtype).save_pretrained(base)
+    tiny_model("llama").to(dtype).save_pretrained(base)
     settings = PeftConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings).save_pretrained(folder)
     file = folder / "adapter_config.json"

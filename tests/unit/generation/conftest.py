@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
 from word_models import save_tokenizer
 
 TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
@@ -18,21 +17,11 @@ PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Bel
 def teacher(tmp_path: Path) -> Path:
     """Folder of a random Llama with a tokenizer of a dozen words."""
     vocabulary = ("</s>", "[PAD]", "[UNK]", *TOKENS)
-    torch.manual_seed(35)  # it finishes some answers, leaves one empty, and its greedy choices are no ties
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=80,
-        initializer_range=0.6,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    # With this seed it finishes some answers, leaves one empty, and its greedy choices are no ties.
     folder = tmp_path / "teacher"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(vocabulary), "intermediate_size": 16, "num_hidden_layers": 1}
+    tokens = {"max_position_embeddings": 80, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    tiny_model("llama", seed=35, initializer_range=0.6, **sizes, **tokens).save_pretrained(folder)
     save_tokenizer(folder, vocabulary, marked=False, eos_token="</s>")
     return folder
 

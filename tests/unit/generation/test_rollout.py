@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
+from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
@@ -18,10 +19,8 @@ ITEMS = [Encoded([2 + n, 5, 6 + n % 3][: 1 + n % 3], [9, END]) for n in range(12
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=24, initializer_range=0.3, max_position_embeddings=64))
+def model() -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=24, initializer_range=0.3, max_position_embeddings=64)
 
 
 def make(model, *, share=1.0, micro_batch_size=8, seed=3, **ranks) -> OnPolicyLoader:

@@ -33,7 +33,6 @@ TERMS = {
     "skew_forward_kl": [Term("skew_forward_kl", share=0.1)],
     "skew_reverse_kl": [Term("skew_reverse_kl", share=0.1)],
     "total_variation": [Term("total_variation", 0.5)],
-    "two of known derivatives": [Term("label"), Term("forward_kl", 2.0, 4.0)],
     "three, mixed": [Term("label", 3.0, 5.0), Term("reverse_kl", 2.0, 4.0), Term("soft_cross_entropy", 1.5)],
 }
 
@@ -95,7 +94,7 @@ def factors_of(terms: list[Term], device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize(("case", "dtype", "tolerance"), [
     *((case, torch.float32, 1e-5) for case in TERMS),
-    *((case, torch.bfloat16, 1e-2) for case in ("smoothed label", "skew_forward_kl", "three, mixed")),
+    *((case, torch.bfloat16, 1e-2) for case in ("skew_forward_kl", "three, mixed")),
 ])  # fmt: skip
 def test_equals_autograd_of_the_plain_formulas(
     device: torch.device, case: str, dtype: torch.dtype, tolerance: float
@@ -104,7 +103,7 @@ def test_equals_autograd_of_the_plain_formulas(
     terms, factors = TERMS[case], factors_of(TERMS[case], device)
     sums, gradient = expected(terms, factors, student, teacher, labels)
     kept = [student.clone(), teacher.clone()]
-    if case in ("jsd", "two of known derivatives"):
+    if case in ("jsd", "smoothed label and divergence"):
         result = chunk_losses(student, teacher, labels, terms, factors, with_gradient=False)
         torch.testing.assert_close(result.double(), sums, rtol=1e-5, atol=0.0)
         assert torch.equal(student, kept[0]), "without gradients the logits stay"
