@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -222,6 +224,14 @@ def test_the_seed_draws_other_labels():
     one, same, other = (measure_moments(llama(), [name], [make_batch()], seed=seed)[name] for seed in (0, 0, 1))
     assert torch.equal(one.gradients, same.gradients)
     assert not torch.allclose(one.gradients, other.gradients, rtol=1e-2)
+
+
+def test_no_moment_outlives_what_is_returned():
+    found = measure_moments(llama(), list(layer_linears(llama())), [make_batch()])
+    kept = weakref.ref(found.popitem()[1].gradients)
+    found.clear()
+    gc.collect()
+    assert kept() is None
 
 
 def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():

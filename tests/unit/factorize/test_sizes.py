@@ -11,7 +11,9 @@ import torch
 from tiny import tiny_config
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     BertConfig,
     GPT2Config,
     LlamaConfig,
@@ -22,8 +24,8 @@ from transformers import (
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
-from llmdistill.factorize.counting import build_reference, count_parameters
-from llmdistill.factorize.install import install
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
+from llmdistill.factorize.install import features, install
 from llmdistill.factorize.sizes import parse_target, plan, summarize
 
 LLAMA_1B = {
@@ -35,6 +37,10 @@ LLAMA_1B = {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
+
+DECODER_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+DISTILBERT = {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
 
 
 def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -64,6 +70,22 @@ def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], te
         assert summary["rank"] == 632
         assert len(summary["ranks"]) == 5 * 16
         assert {name.rsplit(".", 1)[1] for name in summary["dense"]} == {"k_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(("name", "auto", "linears"), [
+    *((name, AutoModelForCausalLM, DECODER_LINEARS) for name in ("llama", "mistral", "qwen2", "qwen3")),
+    ("gpt2", AutoModelForCausalLM, {"c_attn", "c_proj", "c_fc"}),
+    *(("bert", auto, {"query", "key", "value", "dense"}) for auto in (AutoModelForMaskedLM, AutoModel)),
+    ("roberta", AutoModelForMaskedLM, {"query", "key", "value", "dense"}),
+    ("distilbert", AutoModelForMaskedLM, DISTILBERT),
+])  # fmt: skip
+def test_only_linears_of_the_layers(name: str, auto: Any, linears: set[str]) -> None:
+    model = meta(tiny_config(name), auto)
+    found = layer_linears(model)
+    assert {each.rsplit(".", 1)[1] for each in found} == linears
+    assert all(re.search(r"\.\d+\.", f".{each}") for each in found)  # all have a layer number
+    assert all(features(model.get_submodule(each)) == shape for each, shape in found.items())
+    assert len(found) == 2 * {"gpt2": 4, "bert": 6, "roberta": 6, "distilbert": 6}.get(name, 7)
 
 
 @pytest.mark.parametrize("form", ["plain", "pivoted"])
