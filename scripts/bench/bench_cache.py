@@ -96,13 +96,12 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     return Work(steps, {"steps": len(loader.items) / size})
 
 
-def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
+def bench(settings: Settings, table: Table, folder: Path) -> None:
     import llmdistill
 
     llmdistill.compress("embedded:teacher", output=folder / "student", target_params="34%")
     steps = 1 if settings.quick else STEPS
     data = f"embedded:{'valid' if settings.quick else 'train'}"
-    figures: dict[str, Any] = {}
     for method, contents in KEPT.items():
         row = {"method": method, "student": str(folder / "student"), "data": data, "steps": steps, "cache": None}
         rows = {"live": {"work": "train", **row}}
@@ -124,22 +123,14 @@ def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
                 ("bytes a token", a_token, f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"),
             ):
                 table.add(Line(f"{method} from {content}: {what}", value, None, detail))
-            figures[f"{method}-{content}"] = {
-                "epoch_ratio": ratio,
-                "seconds_to_make": made,
-                "live_epoch_seconds": live,
-                "bytes_per_token": a_token,
-                "epochs_until_it_pays": epochs,
-            }
-    return figures
 
 
 def main() -> None:
     settings, _ = parse(bench_parser(__doc__), build)
     table = Table(settings)
     with tempfile.TemporaryDirectory() as folder:
-        figures = bench(settings, table, Path(folder))
-    table.finish({"threads": settings.threads, "caches": figures})
+        bench(settings, table, Path(folder))
+    table.finish()
 
 
 if __name__ == "__main__":

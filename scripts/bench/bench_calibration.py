@@ -26,7 +26,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
     return Work(None, {"seconds": clock() - begun})
 
 
-def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
+def bench_pass(settings: Settings, table: Table) -> None:
     """Time of a pass against a forward and backward pass, and memory against the shapes."""
     width, heads, keys, inner = (256, 4, 1, 1024) if settings.quick else (2048, 32, 8, 8192)
     small = 192 if settings.quick else 768
@@ -140,55 +140,38 @@ def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
         "gpt2": (of_gpt2, gpt2_layer(small)),
         "llama": (of_llama, llama_layer(width, width * keys // heads, inner)),
     }
-    figures = {}
     for kind, (config, groups) in models.items():
         row = {"kind": kind, "config": config, "batch": 2, "tokens": 64, "batches": 4}
         both = {way: {**row, "work": way} for way in ("pass", "plain")}
         found = measure(__file__, both, settings, weighed=("pass",))
         one, other = found["pass"], found["plain"]
-        of_statistics = 2 * 4 * entries(groups)
         tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
         matrices = 2 * weights(groups) + vocabulary * groups[0][0][1]
         expected = (2 * matrices + 2 * summed(groups)) / (3 * matrices)
         detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
-        passes = Line(f"{name}: pass / forward and backward", time_ratio(one, other), None, detail)
-        figures[kind] = {
-            "seconds_per_token": one.median / tokens,
-            "ratio": table.add(passes),
-            "ratio_by_multiply_adds": expected,
-            "bytes": one.bytes,
-            "statistics_bytes": of_statistics,
-        }
-        kept = one.bytes / of_statistics
+        table.add(Line(f"{name}: pass / forward and backward", time_ratio(one, other), None, detail))
+        kept = one.bytes / (2 * 4 * entries(groups))
         table.add(Line(f"{name}: memory / statistics", kept, None, f"{one.bytes / 1e6:.0f} MB"))
-    return figures
 
 
-def bench_decomposition(settings: Settings, table: Table) -> dict[str, float]:
-    """CPU seconds of each shape, by its name."""
+def bench_decomposition(settings: Settings, table: Table) -> None:
+    """CPU seconds of each shape, and hours of Llama's sizes at the median rate of these."""
     groups = [llama_layer(256, 64, 1024)] if settings.quick else [gpt2_layer(768), llama_layer(2048, 512, 8192)]
     shapes = dict.fromkeys(shape for layer in groups for group in layer for shape in group)
-    seconds = {}
+    rates = []
     for m, n in shapes:
         took = facts_of(__file__, {"work": "decompose", "m": m, "n": n}, settings)["seconds"]
-        detail = f"{decomposition(m, n) / took / 1e9:.1f} billion multiply-adds a second"
-        seconds[f"{m}x{n}"] = table.add(Line(f"{m}x{n} decomposed", took, None, detail, unit=" s"))
-    return seconds
-
-
-def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Hours of the decompositions of Llama's sizes, at the median rate that was measured."""
-    rates = [decomposition(*map(int, shape.split("x"))) / each for shape, each in seconds.items()]
-    figures = {}
+        rates.append(decomposition(m, n) / took)
+        detail = f"{rates[-1] / 1e9:.1f} billion multiply-adds a second"
+        table.add(Line(f"{m}x{n} decomposed", took, None, detail, unit=" s"))
     for size, (layers, *widths) in LLAMAS.items():
         work = layers * sum(decomposition(m, n) for group in llama_layer(*widths) for m, n in group)
         hours = work / statistics.median(rates) / 3600
-        figures[size] = table.add(Line(f"{size} decomposed, on paper", hours, None, f"{work:.2g} multiply-adds", " h"))
-    return figures
+        table.add(Line(f"{size} decomposed, on paper", hours, None, f"{work:.2g} multiply-adds", " h"))
 
 
-def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> dict[str, Any]:
+def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> None:
     """Time and memory of the calibration of a real model, against a forward and a backward pass of the same tokens."""
     import psutil
     from transformers import AutoModelForCausalLM
@@ -263,7 +246,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     threading.Thread(target=watch, daemon=True).start()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     teacher = 4 * sum(each.numel() for each in model.parameters())
-    found = timed("all", weighed)(model, "60%")
+    timed("all", weighed)(model, "60%")
     over.set()
 
     def plain() -> None:
@@ -283,13 +266,6 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     table.add(Line("(peak - statistics) / teacher in fp32", (peak - kept) / teacher, 1.5, above))
     for name, (took, _) in seconds.items():
         table.add(Line(name, took, None, f"peak {peaks.get(name, 0) / 1e6:,.0f} MB", unit=" s"))
-    return {
-        "seconds": seconds,
-        "peak_bytes": peaks,
-        "statistics": kept,
-        "teacher": teacher,
-        "held_out": dict(found.held_out),
-    }
 
 
 def main() -> None:
@@ -303,11 +279,11 @@ def main() -> None:
         parser.error("give --model and --text together")
     table = Table(settings)
     if arguments.model is not None:
-        table.finish(bench_model(arguments, settings, table))
-        return
-    passes, seconds = bench_pass(settings, table), bench_decomposition(settings, table)
-    found = {"threads": settings.threads, "passes": passes, "decompositions": seconds}
-    table.finish({**found, "paper": on_paper(table, seconds)})
+        bench_model(arguments, settings, table)
+    else:
+        bench_pass(settings, table)
+        bench_decomposition(settings, table)
+    table.finish()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from benching import Work, bench_parser, facts_of, measure, parse, run
+from benching_table import Line, Table
 
 GLOBAL_BATCH = 256
 STEPS_SHARE = 4
@@ -40,19 +41,18 @@ TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1"
 
 def main() -> None:
     parser = bench_parser(__doc__)
-    kinds, help_text = ["instructions", *TASK_KINDS], "kind of examples"
-    parser.add_argument("--data", choices=kinds, default="instructions", help=help_text)
+    parser.add_argument("--data", choices=["instructions", *TASK_KINDS], default="instructions")
     settings, arguments = parse(parser, build)
     from llmdistill.runtime.launch import free_port
 
     settings = replace(settings, threads=1)  # one thread a rank, as several ranks share a node
+    table = Table(settings)
     count, kind = 5_000 if arguments.quick else 100_000, arguments.data
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TOKENIZERS_PARALLELISM": "false", "LLMDISTILL_CACHE": f"{folder}/cache"}
         (write if kind == "instructions" else write_tasks)(Path(folder), count)
-        names = {name if kind == "instructions" else f"{kind}_{name}": name for name in TITLES}
         row = {"data": kind, "folder": folder}
-        rows = {key: facts_of(__file__, {**row, "way": name}, settings) for key, name in names.items()}
+        rows = {title: facts_of(__file__, {**row, "way": way}, settings) for way, title in TITLES.items()}
         for ranks in (1, 2) if kind == "instructions" else ():
             port = free_port()
             streams = {
@@ -61,11 +61,10 @@ def main() -> None:
             }
             found = measure(__file__, streams, settings, timed=(), weighed=())
             rows |= {name: each.facts for name, each in found.items()}
-    for key, each in rows.items():
-        per = f"{each['private'] / count:9,.1f} private bytes an example" if "private" in each else ""
-        title = TITLES[names[key]] if key in names else key
-        print(f"{title:22} {each['seconds']:7.2f} s  {each['cpu']:7.2f} CPU s  {per}")
-    print(json.dumps({"examples": count, **rows}))
+    for name, each in rows.items():
+        per = f", {each['private'] / count:,.1f} private bytes an example" if "private" in each else ""
+        table.add(Line(f"{name}: CPU seconds", each["cpu"], None, f"{each['seconds']:.2f} s by the clock{per}", " s"))
+    table.finish()
 
 
 def build(row: dict[str, Any], _device: torch.device) -> Work:

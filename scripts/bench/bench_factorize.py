@@ -9,8 +9,7 @@ ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its la
 from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading is
 from_pretrained, of the student and of the dense model, whose files the system has just seen.
 
-The last line is JSON with the figures of the first matrix, of the Kronecker products (kronecker), of the model (set_up)
-and of the text (tokenize).
+The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
@@ -147,10 +146,9 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
-    """Three matrices, ours against the full SVD; the figures of the first."""
+def bench_svd(settings: Settings, table: Table) -> None:
+    """Three matrices, ours against the full SVD."""
     n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
-    figures: list[dict[str, Any]] = []
     for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
         row = {"work": "svd", "n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
         found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, weighed=())
@@ -158,31 +156,20 @@ def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
         excess = ours.facts["error"] / full.facts["error"] - 1
         detail = f"{in_seconds(ours, full)}, error over the optimum's - 1: {excess:.1e}"
         name = f"SVD {rows}x{columns} {spectrum}, rank {rank}: speed-up"
-        figures.append(
-            {
-                "seconds": ours.median,
-                "seconds_full_svd": full.median,
-                "speedup": table.add(Line(name, time_ratio(full, ours), None, detail)),
-                "relative_error_over_optimum": excess,
-            }
-        )
-    return figures[0]
+        table.add(Line(name, time_ratio(full, ours), None, detail))
 
 
-def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
+def bench_kronecker(settings: Settings, table: Table) -> None:
     """All of BERT-base, by KroneckerBERT_21's shapes and by square ones in the feed-forward layers."""
-    figures: dict[str, Any] = {}
     layers = 1 if settings.quick else 12
     ways = {"thin": {"up": "16x2", "down": "2x16"}, "square": {"up": "64x24", "down": "24x64"}}
     for name, shapes in list(ways.items())[: 1 if settings.quick else None]:
         facts = facts_of(__file__, {"work": "bert", "layers": layers, **shapes}, settings)
         text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
         table.add(Line(text, facts["seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
-        figures[name] = facts
-    return figures
 
 
-def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, Any]:
+def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
     config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
     layers, rank = config["num_hidden_layers"], RANK["quick" if config is SMALL else "full"]
     facts = facts_of(__file__, {"work": "model", "config": config, "rank": rank}, settings)
@@ -190,15 +177,13 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, A
     student, dense = facts["load_student_seconds"], facts["load_dense_seconds"]
     table.add(Line(f"{name}: compress", facts["compress_seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
     table.add(Line(f"{name}: load student / dense", student / dense, None, f"{student:.3f} s / {dense:.3f} s"))
-    return {"layers": layers, "rank": rank, **facts}
 
 
-def bench_text(settings: Settings, table: Table) -> dict[str, Any]:
+def bench_text(settings: Settings, table: Table) -> None:
     facts = facts_of(__file__, {"work": "text", "lines": 5_000 if settings.quick else 200_000}, settings)
     first, again = facts["first_seconds"], facts["cached_seconds"]
     detail = f"{again:.4f} s / {first:.3f} s, {facts['tokens']:,} tokens"
     table.add(Line("text from the cache / tokenized", again / first, None, detail))
-    return facts
 
 
 def main() -> None:
@@ -206,9 +191,11 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
     settings, arguments = parse(parser, build)
     table = Table(settings)
-    figures = {**bench_svd(settings, table), "kronecker": bench_kronecker(settings, table)}
-    figures |= {"set_up": bench_set_up(settings, table, full=arguments.full), "tokenize": bench_text(settings, table)}
-    table.finish({"threads": settings.threads, **figures})
+    bench_svd(settings, table)
+    bench_kronecker(settings, table)
+    bench_set_up(settings, table, full=arguments.full)
+    bench_text(settings, table)
+    table.finish()
 
 
 if __name__ == "__main__":

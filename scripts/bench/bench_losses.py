@@ -10,9 +10,7 @@ whole matrices, by autograd (plain_losses.py). The bare products are the four th
 logits, and the gradients of rows and weight, each in one piece. Inputs and gradients are fp32; those of the squared
 error have the dtype that a run would take, bf16 on a GPU. gpu_check says how far the gradients are from exact ones.
 
-The last line is JSON: {"attention_kl": {"1024": {"time_over_naive": ..., "memory_over_naive": ...}}, "head_kl":
-{"4096": ...}, "relation_kl": {"512": ...}, "matrix_mse": {"16384": ...}}. The attention's figures are the worse of
-causal and not; each of both is there too (--quick: not causal alone).
+The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
@@ -66,52 +64,36 @@ def _products(student: loss_cases.HeadInputs, teacher: loss_cases.HeadInputs) ->
 
 def compared(
     settings: Settings, table: Table, name: str, row: dict[str, Any], targets: tuple[float | None, ...] = (None, None)
-) -> dict[str, Any]:
-    """Fused over naive: a line of time and one of memory, and their figures; a third target is beside the products."""
+) -> None:
+    """Fused over naive: a line of time and one of memory; a third target is beside the products."""
     ways = ("fused", "naive", "products")[: 3 if row["loss"] == "head_losses" else 2]
     found = measure(__file__, {way: {**row, "way": way} for way in ways}, settings)
     fused, naive = found["fused"], found["naive"]
-    figures = {
-        "time_over_naive": table.time(f"{name}: time / naive", fused, naive, targets[0]),
-        "memory_over_naive": table.memory(f"{name}: memory / naive", fused, naive, targets[1]),
-    }
+    table.time(f"{name}: time / naive", fused, naive, targets[0])
+    table.memory(f"{name}: memory / naive", fused, naive, targets[1])
     if "products" in found:
-        against = f"{name}: time / four bare products"
-        figures["time_over_products"] = table.time(against, fused, found["products"], *targets[2:])
-    return figures
-
-
-def bench_attention(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
-    """By tokens; the worse of causal and not, and both."""
-    figures = {}
-    for tokens in sizes["attention"]:
-        each = {}
-        for kind in ("full",) if settings.quick else ("full", "causal"):
-            heads = {"heads": 12, "groups": (12, 12), "causal": kind == "causal"}
-            row = {"loss": "attention_kl", "sizes": {"tokens": tokens, **heads}}
-            each[kind] = compared(settings, table, f"attention KL {kind} T={tokens}", row, ATTENTION_TARGETS[tokens])
-        worse = {key: max(one[key] for one in each.values()) for key in each["full"]}
-        figures[str(tokens)] = {**worse, **each}
-    return figures
+        table.time(f"{name}: time / four bare products", fused, found["products"], *targets[2:])
 
 
 def main() -> None:
     settings, _ = parse(bench_parser(__doc__), build)
     table, sizes = Table(settings), QUICK if settings.quick else FULL
-    figures: dict[str, Any] = {"attention_kl": bench_attention(settings, table, sizes), "head_kl": {}}
+    for tokens in sizes["attention"]:
+        for kind in ("full",) if settings.quick else ("full", "causal"):
+            heads = {"heads": 12, "groups": (12, 12), "causal": kind == "causal"}
+            row = {"loss": "attention_kl", "sizes": {"tokens": tokens, **heads}}
+            compared(settings, table, f"attention KL {kind} T={tokens}", row, ATTENTION_TARGETS[tokens])
     for rows in sizes["rows"]:
         row = {"loss": "head_losses", "sizes": {"rows": rows, "width": 768, "vocabulary": sizes["vocabulary"]}}
         targets = HEAD_TARGETS.get(rows, (None, None, None))
-        figures["head_kl"][str(rows)] = compared(settings, table, f"head + KL N={rows}", row, targets)
+        compared(settings, table, f"head + KL N={rows}", row, targets)
     tokens = sizes["relation"]
     row = {"loss": "relation_kl", "sizes": {"tokens": tokens}}
-    relation = compared(settings, table, f"relation KL, 48 heads T={tokens}", row, (None, RELATION_MEMORY))
+    compared(settings, table, f"relation KL, 48 heads T={tokens}", row, (None, RELATION_MEMORY))
     tokens, bf16 = sizes["matrix"], settings.device == "cuda"
     row = {"loss": "matrix_mse", "sizes": {"tokens": tokens, "heads": (12,)}, "bf16": bf16}
-    squared = compared(settings, table, f"squared error T={tokens}, {'bf16' if bf16 else 'fp32'}", row)
-    table.finish(
-        {**figures, "relation_kl": {str(sizes["relation"]): relation}, "matrix_mse": {str(sizes["matrix"]): squared}}
-    )
+    compared(settings, table, f"squared error T={tokens}, {'bf16' if bf16 else 'fp32'}", row)
+    table.finish()
 
 
 if __name__ == "__main__":

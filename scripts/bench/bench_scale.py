@@ -12,8 +12,7 @@ Growth: one thread or all (--threads), MaKD without DeepSpeed. The time of a ste
 grew from, and this ratio against that of the multiply-adds, counted, not derived: above 1 something grows faster than
 the products.
 
-The last line is JSON: {"ranks": {"zero2": {"efficiency": ..., "apart": ..., "over_apart": ...}, ...},
-"growth": {"length 512": {"time": ..., "multiply_adds": ..., "time_over_multiply_adds": ...}, ...}}.
+The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
@@ -126,11 +125,10 @@ def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float
     return step_rows.ours(make_setting(row, world.device), row, make_engine, world)
 
 
-def ranks(settings: Settings, table: Table) -> dict[str, Any]:
+def ranks(settings: Settings, table: Table) -> None:
     """One rank beside two, for each stage of ZeRO."""
     row = SMALL_RANKED if settings.quick else {**RANKED, **RANKED_SIZE}
     settings = replace(settings, threads=1)
-    figures: dict[str, Any] = {}
     for ds_config in STAGES[:1] if settings.quick else STAGES:
         row = {**row, "ds_config": ds_config, "apart": False}
         rows = {"one": {**row, "ranks": 1}, "two": {**row, "ranks": 2}, "apart": {**row, "ranks": 2, "apart": True}}
@@ -138,15 +136,12 @@ def ranks(settings: Settings, table: Table) -> dict[str, Any]:
         one, two, apart = (found[name] for name in ("one", "two", "apart"))
         name = f"{ds_config}, {row['batch']}×{row['tokens']} a rank"
         efficiency = time_ratio(one, two), EFFICIENCY, in_seconds(one, two)
-        figures[ds_config] = {
-            "efficiency": table.add(Line(f"{name}: 1 → 2 ranks", *efficiency, at_least=True)),
-            "apart": table.time(f"{name}: two that do not talk", one, apart),
-            "over_apart": table.time(f"{name}: two over two that do not talk", apart, two),
-        }
-    return figures
+        table.add(Line(f"{name}: 1 → 2 ranks", *efficiency, at_least=True))
+        table.time(f"{name}: two that do not talk", one, apart)
+        table.time(f"{name}: two over two that do not talk", apart, two)
 
 
-def growth(settings: Settings, table: Table) -> dict[str, Any]:
+def growth(settings: Settings, table: Table) -> None:
     """Steps that have more of one thing, beside the one that they grew from."""
     base: dict[str, Any] = SMALL_GROWN if settings.quick else {**GROWN, **GROWN_SIZE}
     layers = 2 * base["layers"]
@@ -158,20 +153,16 @@ def growth(settings: Settings, table: Table) -> dict[str, Any]:
     }
     found = measure(__file__, rows, settings, weighed=())
     start = found.pop("base")
-    figures = {name: grew(start, each) for name, each in found.items()}
-    for name, figure in figures.items():
-        detail = f"{figure['time']:.3g} × the time; {figure['multiply_adds']:.3g} × the multiply-adds; "
-        detail += in_seconds(found[name], start)
-        share = figure["time_over_multiply_adds"]
-        table.add(Line(f"MaKD step, {name}: time / multiply-adds", share, None, detail))
-    return figures
+    for name, larger in found.items():
+        table.add(grew(name, start, larger))
 
 
-def grew(start: Measured, larger: Measured) -> dict[str, float]:
-    """How much more time and multiply-adds a larger step takes."""
+def grew(name: str, start: Measured, larger: Measured) -> Line:
+    """How much more time than multiply-adds a larger step takes."""
     time = time_ratio(larger, start)
     products = larger.facts["multiply_adds"] / start.facts["multiply_adds"]
-    return {"time": time, "multiply_adds": products, "time_over_multiply_adds": time / products}
+    detail = f"{time:.3g} × the time; {products:.3g} × the multiply-adds; {in_seconds(larger, start)}"
+    return Line(f"MaKD step, {name}: time / multiply-adds", time / products, None, detail)
 
 
 def main() -> None:
@@ -183,7 +174,10 @@ def main() -> None:
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         table.say("two ranks need two GPUs, so that the part `ranks` is left out")
         del parts["ranks"]
-    table.finish({name: part(settings, table) for name, part in parts.items() if arguments.only in (None, name)})
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            part(settings, table)
+    table.finish()
 
 
 if __name__ == "__main__":

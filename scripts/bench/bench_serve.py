@@ -19,8 +19,7 @@ speed is
 with times t of a call, whose ratio is the median over the rounds, and multiply-adds m of a call. The target in ONNX
 Runtime is 0.8. Bytes are those of the weights on disk, in ONNX of the graph.
 
-The last line is JSON: {"onnx": {"prefill": {NAME: {"tokens_per_second": ..., "multiply_adds_per_token": ...,
-"bytes": ..., "share": ...}}}}; the teacher has no share.
+The last line is JSON with the value of each measure; the teacher has none.
 """
 
 from __future__ import annotations
@@ -173,20 +172,17 @@ def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
 
 def compare(
     settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], arguments: Any
-) -> dict[str, Any]:
+) -> None:
     opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
-    figures: dict[str, Any] = {}
     for work in WORKS:
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
         pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
         found = measure(__file__, rows, settings, weighed=(), pythons=pythons)
         tokens = row["tokens"] if work == "prefill" else row["new"]
-        figures[work] = {}
         for name, measured in found.items():
             speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
-            figures[work][name] = {"tokens_per_second": speed, "multiply_adds_per_token": adds, "bytes": size}
             detail = f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {size / 1e6:.1f} MB"
             if name == TEACHER:
                 table.say(f"{runtime}, {work}: {name}: {detail}")
@@ -194,9 +190,7 @@ def compare(
             saved = 1 - products[name][work] / products[TEACHER][work]
             share = (1 - time_ratio(measured, found[TEACHER])) / saved
             target = SHARE if runtime.startswith("onnx") else None
-            line = Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True)
-            figures[work][name]["share"] = table.add(line)
-    return figures
+            table.add(Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True))
 
 
 def small(folder: Path) -> dict[str, str]:
@@ -247,9 +241,9 @@ def main() -> None:
         vocabulary = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
         row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}
-        runtimes = arguments.only or [each for each in RUNTIMES if each != "vllm" or arguments.vllm_python]
-        figures = {runtime: compare(settings, table, runtime, models, row, arguments) for runtime in runtimes}
-    table.finish(figures)
+        for runtime in arguments.only or [each for each in RUNTIMES if each != "vllm" or arguments.vllm_python]:
+            compare(settings, table, runtime, models, row, arguments)
+    table.finish()
 
 
 if __name__ == "__main__":

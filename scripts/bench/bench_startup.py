@@ -5,14 +5,11 @@
 
 User and system time of the process, not the clock's, so that other programs on the cores matter less; the best, as
 they only ever add. Files are in the system's cache after the first process, which is not counted.
-
-The last line is JSON with the seconds by name.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,17 +25,6 @@ IMPORT, HELP, DRY_RUN = 0.3, 1.5, 5.0
 DRY = "llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json"
 
 
-def rows() -> dict[str, tuple[list[str], float]]:
-    """By name: Python's arguments, and the limit."""
-    modules = [f"-m llmdistill.cli {command}" for command in COMMANDS]
-    helps = [*modules, "llmdistill/train.py", "eval/glue.py", "eval/instruct.py"]
-    return {
-        "import llmdistill": (["-c", "import llmdistill"], IMPORT),
-        **{f"{line.removeprefix('-m ')} --help": ([*line.split(), "--help"], HELP) for line in helps},
-        "train.py --dry_run": (DRY.split(), DRY_RUN),
-    }
-
-
 def cpu_seconds(arguments: list[str]) -> float:
     """User and system time of one process, with all that it starts; CalledProcessError if it fails."""
     before = os.times()
@@ -51,13 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two processes each")
     arguments = parser.parse_args()
-    found = {}
-    for name, (words, limit) in rows().items():
+    helps = [f"-m llmdistill.cli {command} --help" for command in COMMANDS]
+    helps += [f"{program} --help" for program in ("llmdistill/train.py", "eval/glue.py", "eval/instruct.py")]
+    rows = [(["-c", "import llmdistill"], IMPORT), *((each.split(), HELP) for each in helps), (DRY.split(), DRY_RUN)]
+    for words, limit in rows:
         cpu_seconds(words)
-        found[name] = min(cpu_seconds(words) for _ in range(2 if arguments.quick else 5))
-        verdict = "" if arguments.quick else "ok" if found[name] <= limit else "MISS"
-        print(f"{name:46} {found[name]:6.2f} s   limit {limit:.1f} s   {verdict}".rstrip(), flush=True)
-    print(json.dumps({name: round(seconds, 3) for name, seconds in found.items()}))
+        found = min(cpu_seconds(words) for _ in range(2 if arguments.quick else 5))
+        verdict = "" if arguments.quick else "ok" if found <= limit else "MISS"
+        print(f"{' '.join(words):46} {found:6.2f} s   limit {limit:.1f} s   {verdict}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ models and the same batch; dropout is off. kd is the forward KL and the labels' 
 defaults. The encoders stand under a classification head, so that nothing saved on a vocabulary hides what the losses of
 the layers cost. What memory means here stands in benching.py.
 
-The last line is JSON: {"kd_step": {"time_over_floor": ..., "memory_over_floor": ...}, "makd_step": ...,
-"encoder_step": ..., "packed_step": ...}.
+The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> Rows:
     return {way: {"task": task, "way": way, **sizes} for way in ways}
 
 
-def kd_step(settings: Settings, table: Table, peers_python: str | None) -> dict[str, Any]:
+def kd_step(settings: Settings, table: Table, peers_python: str | None) -> None:
     """All tokens supervised, 40 % of them, and TRL's trainer."""
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
@@ -51,85 +50,66 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> dict[
             table.say(f"TRL's row failed and is left out: {failure}")
     found = found or measure(__file__, rows, settings)
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
-    figures = against_floor(table, name, found["ours"], found["floor"], time=1.03, memory=0.92)
-    part = against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], time=0.85, memory=0.75)
-    figures["supervised_40"] = part
+    against_floor(table, name, found["ours"], found["floor"], time=1.03, memory=0.92)
+    against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], time=0.85, memory=0.75)
     if "trl" in found:
-        ours, trl = found["ours"], found["trl"]
-        figures["time_over_trl"] = table.time(f"{name}: time / TRL's GKD trainer", ours, trl, 0.95)
-        figures["memory_over_trl"] = table.memory(f"{name}: memory / TRL's GKD trainer", ours, trl, 0.65)
-    return figures
+        table.time(f"{name}: time / TRL's GKD trainer", found["ours"], found["trl"], 0.95)
+        table.memory(f"{name}: memory / TRL's GKD trainer", found["ours"], found["trl"], 0.65)
 
 
-def makd_step(settings: Settings, table: Table) -> dict[str, Any]:
+def makd_step(settings: Settings, table: Table) -> None:
     """A factorized student of all the teacher's layers."""
     full, small = {**GPT2, "student_layers": 12, "rank": 256}, {**SMALL_GPT2, "student_layers": 4, "rank": 64}
     sizes: dict[str, Any] = small if settings.quick else full
     found = measure(__file__, rows_of("makd", ("floor", "ours", "naive"), sizes), settings)
     ours, naive = found["ours"], found["naive"]
     name = f"MaKD step {sizes['batch']}×{sizes['tokens']}"
-    figures = against_floor(table, name, ours, found["floor"], time=1.15, memory=None)
-    figures["time_over_naive"] = table.time(f"{name}: time / naive", ours, naive)
-    figures["loss_difference_to_naive"] = loss_difference(table, f"{name}: loss against naive", ours, naive)
-    figures["memory_over_naive"] = table.memory(f"{name}: memory / naive", ours, naive, 0.5)
+    against_floor(table, name, ours, found["floor"], time=1.15, memory=None)
+    table.time(f"{name}: time / naive", ours, naive)
+    loss_difference(table, f"{name}: loss against naive", ours, naive)
+    table.memory(f"{name}: memory / naive", ours, naive, 0.5)
     if not settings.quick:
         long = {**sizes, "batch": 1, "tokens": 1024}
         found = measure(__file__, rows_of("makd", ("ours", "naive"), long), settings, timed=())
-        ratio = table.memory("MaKD step 1×1024: memory / naive", found["ours"], found["naive"], 0.25)
-        figures["1024"] = {"memory_over_naive": ratio}
-    return figures
+        table.memory("MaKD step 1×1024: memory / naive", found["ours"], found["naive"], 0.25)
 
 
-def encoder_step(settings: Settings, table: Table) -> dict[str, Any]:
-    """Attention KL and hidden MSE on every layer of the student. The figures at the top are the worse of the sizes."""
-    figures: dict[str, Any] = {}
+def encoder_step(settings: Settings, table: Table) -> None:
+    """Attention KL and hidden MSE on every layer of the student."""
     for batch, tokens in [(4, 64)] if settings.quick else [(8, 128), (2, 512)]:
         sizes = {**(SMALL_BERT if settings.quick else BERT), "batch": batch, "tokens": tokens}
         found = measure(__file__, rows_of("encoder", ("floor", "ours"), sizes), settings)
         ours, floor = found["ours"], found["floor"]
         name = f"encoder step {batch}×{tokens}"
-        of_size = against_floor(table, name, ours, floor, time=1.06, memory=None)
-        above = Line(f"{name}: memory - floor", (ours.bytes - floor.bytes) / 1e6, 100, unit=" MB")
-        figures[f"{batch}x{tokens}"] = {**of_size, "megabytes_over_floor": table.add(above)}
-    return worst(figures) | figures
+        against_floor(table, name, ours, floor, time=1.06, memory=None)
+        table.add(Line(f"{name}: memory - floor", (ours.bytes - floor.bytes) / 1e6, 100, unit=" MB"))
 
 
-def packed_step(settings: Settings, table: Table) -> dict[str, Any]:
-    """KD on packed rows, beside the same with a mask of tokens x tokens. The figures at the top are the worse ones."""
+def packed_step(settings: Settings, table: Table) -> None:
+    """KD on packed rows, beside the same with a mask of tokens x tokens."""
     small = settings.quick
     sizes = {**SMALL_GPT2, "student_layers": 2} if small else {**GPT2, "student_layers": 6}
-    figures: dict[str, Any] = {}
     for tokens, lengths in [(128, [40, 60, 28])] if small else [(256, [60, 70, 80, 46]), (1024, [255, 150, 301, 318])]:
         batch = sizes["batch"] * sizes["tokens"] // tokens
         row = {**sizes, "batch": batch, "tokens": tokens, "lengths": lengths}
         found = measure(__file__, rows_of("kd", ("ours", "dense"), row), settings)
         ours, dense = found["ours"], found["dense"]
         name = f"KD step on packed rows {batch}×{tokens}, {len(lengths)} sequences each"
-        figures[f"{batch}x{tokens}"] = {
-            "time_over_dense": table.time(f"{name}: time / dense mask", ours, dense, 1.0),
-            "memory_over_dense": table.memory(f"{name}: memory / dense mask", ours, dense),
-            "loss_difference_to_dense": loss_difference(table, f"{name}: loss against dense mask", ours, dense),
-        }
-    return worst(figures) | figures
+        table.time(f"{name}: time / dense mask", ours, dense, 1.0)
+        table.memory(f"{name}: memory / dense mask", ours, dense)
+        loss_difference(table, f"{name}: loss against dense mask", ours, dense)
 
 
 def against_floor(
     table: Table, name: str, ours: Measured, floor: Measured, *, time: float, memory: float | None
-) -> dict[str, Any]:
-    return {
-        "time_over_floor": table.time(f"{name}: time / floor", ours, floor, time),
-        "memory_over_floor": table.memory(f"{name}: memory / floor", ours, floor, memory),
-    }
+) -> None:
+    table.time(f"{name}: time / floor", ours, floor, time)
+    table.memory(f"{name}: memory / floor", ours, floor, memory)
 
 
-def loss_difference(table: Table, measure: str, ours: Measured, other: Measured) -> float:
+def loss_difference(table: Table, measure: str, ours: Measured, other: Measured) -> None:
     """How far the losses of the first calls are apart."""
-    return table.add(Line(f"{measure}, relative", abs(ours.facts["first"] / other.facts["first"] - 1), 1e-5))
-
-
-def worst(figures: dict[str, Any]) -> dict[str, Any]:
-    """The largest of each figure over the sizes."""
-    return {key: max(of_size[key] for of_size in figures.values()) for key in next(iter(figures.values()))}
+    table.add(Line(f"{measure}, relative", abs(ours.facts["first"] / other.facts["first"] - 1), 1e-5))
 
 
 STEPS = ("kd", "makd", "encoder", "packed")
@@ -148,7 +128,9 @@ def main() -> None:
         peers_python = None
     kd = partial(kd_step, peers_python=peers_python)
     steps = dict(zip(STEPS, (kd, makd_step, encoder_step, packed_step), strict=True))
-    table.finish({f"{name}_step": steps[name](settings, table) for name in arguments.only or STEPS})
+    for name in arguments.only or STEPS:
+        steps[name](settings, table)
+    table.finish()
 
 
 if __name__ == "__main__":

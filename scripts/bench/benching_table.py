@@ -1,4 +1,4 @@
-"""What a bench prints: a line for each figure with its target and whether it is met, and JSON at the end."""
+"""What a bench prints: a line for each figure with its target and whether it is met, and all of them as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Table:
     """The lines of a run, printed as they come."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._quick, self.figures = settings.quick, dict[str, float]()
         where = torch.cuda.get_device_name() if settings.device == "cuda" else f"{settings.threads} threads"
         sizes = "quick sizes, for which the targets are not meant" if settings.quick else "full sizes"
         times = f"median of {settings.repeats} by {settings.clock} time"
@@ -46,26 +46,26 @@ class Table:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def add(self, line: Line) -> float:
-        """Print a line, and return its value."""
+    def add(self, line: Line) -> None:
+        self.figures[line.measure] = line.value
         sign = "≥" if line.at_least else "≤"
         target = "" if line.target is None else f"{sign} {line.target:.3g}{line.unit}"
         value = f"{line.value:.2e}" if 0 < abs(line.value) < 1e-3 else f"{line.value:.3f}"
-        verdict = line.verdict(quick=self._settings.quick)
+        verdict = line.verdict(quick=self._quick)
         self.say(f"{line.measure:<58} {value + line.unit:>9} {target:>9} {verdict:<5} {line.detail}")
-        return line.value
 
-    def time(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> float:
-        """Print one's time over the other's, and return it."""
-        return self.add(Line(measure, time_ratio(one, other), target, in_seconds(one, other)))
+    def time(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> None:
+        """Print one's time over the other's."""
+        self.add(Line(measure, time_ratio(one, other), target, in_seconds(one, other)))
 
-    def memory(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> float:
-        """Print one's memory over the other's, and return it."""
+    def memory(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> None:
+        """Print one's memory over the other's."""
         detail = f"{one.bytes / 1e6:.0f} MB / {other.bytes / 1e6:.0f} MB"
-        return self.add(Line(measure, one.bytes / other.bytes, target, detail))
+        self.add(Line(measure, one.bytes / other.bytes, target, detail))
 
-    def finish(self, figures: Mapping[str, Any]) -> None:
-        print(json.dumps(finite(figures)), flush=True)
+    def finish(self) -> None:
+        """Print the values by their measures, as one line of JSON."""
+        print(json.dumps(finite(self.figures)), flush=True)
 
 
 def finite(value: Any) -> Any:

@@ -1,31 +1,32 @@
-"""Checks and measures the package on this machine's GPUs in one go, in under 9 minutes.
+"""Checks and measures the package on this machine's GPUs in one go, in under 15 minutes.
 
     scripts/gpu_check.sh                      # all parts; without a GPU their small forms, on the CPU
     scripts/gpu_check.sh --only zero --only memory
     WHEELS=wheels scripts/gpu_check.sh        # installs the wheels of a folder first, without any network
 
-Writes gpu_check.json and gpu_check.md into --output after each part. The page is a table that docs/performance.md can
-take as it is. Each part runs in a process of its own and is ended after its time; none stops the others. What is
-missing (a GPU, Triton, DeepSpeed, TRL, pytest) is named, and what needs it is left out. The exit code is 1 if a part
-failed or ran out of time.
+Writes gpu_check.md into --output after each part, and what the part said into NAME.log. The page is a table that
+docs/performance.md can take as it is. Each part runs in a process of its own and is ended after its time; none stops
+the others. What is missing (a GPU, Triton, DeepSpeed, TRL, pytest) is named, and what needs it is left out. The exit
+code is 1 if a part failed or ran out of time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
@@ -33,151 +34,252 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation 
 import torch
 from benching import heard, say
 from benching_table import Line, finite
-from gpu_check_parts import PARTS, ROOT, STAGES, Part, Request
-from gpu_check_report import Report, Result, holds
 
+from llmdistill.report.pages import markdown, write_page
+from llmdistill.report.record import make_record
+from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.terminal import exit_code
 
+ROOT = Path(__file__).resolve().parents[2]
 GRACE = 10.0
 """Seconds that an ended part has to end its own processes."""
-LOG_CHARACTERS = 6000
-"""The most of a failed part's output that is kept."""
+PATIENCE = 4.0
+"""Times as long as on a GPU a part may take on a CPU."""
+LIBRARIES = ("torch", "triton", "deepspeed", "transformers", "trl")
 
 
-def missing(part: Part, device: str) -> str | None:
-    """What a part needs and does not find; None if nothing is missing."""
+# The parts. Each yields lines, whose targets are what must hold, and texts, which say what it leaves out. What needs a
+# library imports it only in its part's process.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part."""
+
+    about: str
+    """What it looks at, in a few words."""
+    look: Callable[[torch.device], Iterator[Line | str]]
+    seconds: int
+    """Its time on a GPU; then it is ended."""
+    needs: tuple[str, ...] = ()
+    """Modules without which it is left out."""
+    gpu_only: bool = False
+    all_gpus: bool = False
+    """Whether it runs on a rank for each GPU."""
+
+
+def kernels(device: torch.device) -> Iterator[Line | str]:
+    from gpu_check_kernels import kernels
+
+    yield from kernels(device)
+
+
+def trained(name: str, about: str, seconds: int) -> Part:
+    """A function of gpu_check_training, in a process group."""
+
+    def look(_: torch.device) -> Iterator[Line | str]:
+        import gpu_check_training
+
+        from llmdistill.runtime.distributed import process_group
+        from llmdistill.runtime.terminal import quiet_libraries
+
+        with process_group() as world:
+            quiet_libraries()
+            yield from getattr(gpu_check_training, name)(world)
+
+    return Part(about=about, look=look, seconds=seconds, needs=("deepspeed", "transformers"), all_gpus=True)
+
+
+def tests(_: torch.device) -> Iterator[Line | str]:
+    import pytest
+
+    unit = ROOT / "tests" / "unit"
+    files = [file for file in unit.rglob("test_*.py") if 'reason="needs a GPU"' in file.read_text(encoding="utf-8")]
+    words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    code = pytest.main([*words, *map(str, sorted(files)), str(unit / "losses" / "fused")])
+    yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
+
+
+def steps(device: torch.device) -> Iterator[Line | str]:
+    for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
+        yield from bench(device, "bench_step.py", "--peers", "--only", step)
+
+
+def losses(device: torch.device) -> Iterator[Line | str]:
+    yield from bench(device, "bench_losses.py")
+
+
+def bench(device: torch.device, script: str, *arguments: str) -> Iterator[Line | str]:
+    """Run a bench, and yield its figures. They have no limits here: its targets are for CPUs."""
+    small = ("--quick", "--repeats", "1") if device.type == "cpu" else ()
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device.type, *small, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} ended with {done.returncode}")
+    found: Mapping[str, float | None] = json.loads(done.stdout.splitlines()[-1])
+    yield from (Line(name, math.nan if value is None else value) for name, value in found.items())
+
+
+PARTS = {
+    "kernels": Part(about="the fused losses against plain ones in fp64", look=kernels, seconds=180),
+    "zero": trained("zero", "ZeRO 1 to 3 against fp32 without DeepSpeed", 80),
+    "waits": trained("waits", "whether a step makes the host wait for the device", 40),
+    "memory": trained("memory", "peak memory against the forecast of `llmdistill plan`", 60),
+    "tests": Part(
+        about="the tests of the Triton kernels, and the files with tests that need a GPU",
+        look=tests,
+        seconds=180,
+        needs=("pytest", "deepspeed", "transformers"),
+        gpu_only=True,
+    ),
+    "steps": Part(
+        about="steps by KD, MaKD and of an encoder against their floor, and TRL's GKD trainer",
+        look=steps,
+        seconds=180,
+        needs=("transformers",),
+    ),
+    "losses": Part(about="attention and head losses against naive ones", look=losses, seconds=100),
+}
+
+
+# Their processes
+
+
+@dataclass
+class Result:
+    """What a part has found."""
+
+    state: Literal["ok", "failed", "out of time", "left out"]
+    why: str = ""
+    """Why it was left out or failed."""
+    seconds: float = 0.0
+    lines: list[Line] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.state in ("failed", "out of time")
+
+
+def holds(line: Line) -> bool:
+    """Whether a figure keeps its limit; NaN keeps none."""
+    return line.target is None or line.verdict(quick=False) == "ok"
+
+
+def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
+    """Run a part in a process of its own until its time is over; with DeepSpeed it has a rank for each GPU."""
+    part, limit = PARTS[name], PARTS[name].seconds * (1.0 if device == "cuda" else PATIENCE)
     if part.gpu_only and device != "cuda":
-        return "there is no GPU"
-    absent = [name for name in part.needs if find_spec(name) is None]
-    return f"{' and '.join(absent)} not installed" if absent else None
-
-
-class Runner:
-    """Runs parts in processes of their own, and ends them when it is told to."""
-
-    def __init__(self, device: str, ranks: int, *, patience: float) -> None:
-        """`patience` multiplies the parts' limits of time; the parts under DeepSpeed have a rank for each GPU."""
-        self._device, self._ranks, self._patience = device, ranks, patience
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
-
-    def run(self, name: str, limit: float) -> Result:
-        """Run a part until its time is over, in seconds."""
-        part = PARTS[name]
-        absent = missing(part, self._device)
-        if absent is not None:
-            return Result("left out", part.about, absent)
-        began = time.monotonic()
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(
-                part_command(name, self._device, self._ranks),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment(self._device),
-                start_new_session=True,
-            )
-            self._running.add(process)
-            late = not _has_ended(process, limit)
-            if late:
-                end(process)
-            self._running.discard(process)
-            log.seek(0)
-            result = read_result(part, log.read().splitlines(), code=process.returncode, late=limit if late else None)
-        result.seconds = time.monotonic() - began
-        return result
-
-    def run_stages(self, names: Sequence[str], report: Report) -> None:
-        """Run parts: on a GPU the rows of a stage side by side, on a CPU one after the other."""
-
-        def row(parts: Sequence[str]) -> None:
-            left = 0.0  # what a part leaves of its time goes to the next one of its row
-            for name in parts:
-                left += PARTS[name].seconds * self._patience
-                if name in names and not self._stopped:
-                    result = self.run(name, left)
-                    left = max(0.0, left - result.seconds)
-                    report.add(name, result)
-
-        for rows in STAGES:
-            with ThreadPoolExecutor(len(rows) if self._device == "cuda" else 1) as pool:
-                done = [pool.submit(row, parts) for parts in rows]
-                try:
-                    for each in done:
-                        each.result()
-                except BaseException:
-                    self.stop()  # else the pool would wait for the parts
-                    raise
-
-    def stop(self) -> None:
-        self._stopped = True
-        for process in list(self._running):
+        return Result("left out", "there is no GPU")
+    if absent := [library for library in part.needs if find_spec(library) is None]:
+        return Result("left out", f"{' and '.join(absent)} not installed")
+    path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+    began, late = time.monotonic(), False
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            part_command(name, device, ranks),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **on_cpu},
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
             end(process)
-
-
-def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.returncode is not None
+    result = read_result(log.read_text(errors="replace").splitlines(), process.returncode)
+    if late:
+        result.state, result.why = "out of time", f"it was ended after {limit:.0f} s"
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def part_command(name: str, device: str, ranks: int) -> list[str]:
-    words = [str(Path(__file__).resolve()), "--part", name, "--device", device]
-    if not PARTS[name].all_gpus or ranks == 1:
-        return [sys.executable, *words]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return [sys.executable, *launcher, *words]
-
-
-def environment(device: str) -> dict[str, str]:
-    """Of a part's process: on the CPU no library may find a GPU."""
-    path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **(on_cpu if device == "cpu" else {})}
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = several if PARTS[name].all_gpus and ranks > 1 else []
+    return [sys.executable, *launcher, str(Path(__file__).resolve()), "--part", name, "--device", device]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started."""
+    """End a process and those that it has started, of which some may be left when it has ended itself."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # Killed after the process has ended, too: others of its group may be left.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        _has_ended(process, GRACE)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
 
 
-def read_result(part: Part, output: Sequence[str], *, code: int, late: float | None) -> Result:
-    """What a part's process has told, and its state; `late` is the limit of time, in seconds, that ended it."""
-    result = Result("ok", part.about)
+def read_result(output: Sequence[str], code: int) -> Result:
+    """What a part's process has told, and its state."""
+    result = Result("ok")
     for told in filter(None, map(heard, output)):
         if "left_out" in told:
             result.left_out.append(told["left_out"])
         else:
-            told["value"] = float("nan") if told["value"] is None else told["value"]
+            told["value"] = math.nan if told["value"] is None else told["value"]
             result.lines.append(Line(**told))
     broken = [line.measure for line in result.lines if not holds(line)]
-    if late is not None:
-        result.state, result.why = "out of time", f"it was ended after {late:.0f} s"
-    elif code != 0:
+    if code != 0:
         last = next((line for line in reversed(output) if line.strip()), "it wrote nothing")
         result.state, result.why = "failed", f"exit code {code}: {last.strip()}"
     elif broken:
         result.state, result.why = "failed", f"{len(broken)} over the limit: {', '.join(broken)}"
-    elif not result.lines and result.left_out:
-        result.state, result.why, result.left_out = "left out", "; ".join(result.left_out), []
     elif not result.lines:
-        result.state, result.why = "failed", "it measured nothing"
-    if result.failed:
-        result.log = "\n".join(line for line in output if heard(line) is None)[-LOG_CHARACTERS:]
+        result.state, result.why, result.left_out = "left out", "; ".join(result.left_out), []
     return result
 
 
-def look(name: str, request: Request) -> None:
+def look(name: str, device: str) -> None:
     """Be a part's process: tell each line as it comes."""
     is_main = os.environ.get("RANK", "0") == "0"
-    for found in PARTS[name].look(request):
+    for found in PARTS[name].look(torch.device(device)):
         if is_main:
             say({"left_out": found} if isinstance(found, str) else finite(asdict(found)))
+
+
+# The page
+
+
+def write(file: Path, results: Mapping[str, Result], command: str, device: str, ranks: int) -> None:
+    on_gpu, rows = device == "cuda", []
+    for name, result in results.items():
+        for line in result.lines:
+            limit = "" if line.target is None else f"{'≥' if line.at_least else '≤'} {line.target:.3g}"
+            verdict = "" if line.target is None else "ok" if holds(line) else "**no**"
+            value = "–" if math.isnan(line.value) else f"{line.value:.3g}"
+            rows.append([name, markdown(line.measure), value + line.unit, limit, verdict, markdown(line.detail)])
+        texts = [result.why] if result.state == "left out" else []
+        rows += [[name, markdown(f"left out: {text}"), "–", "", "", ""] for text in texts + result.left_out]
+    title = "A check on a GPU" if on_gpu else "A small check on a CPU"
+    states = "; ".join(f"{name} ({PARTS[name].about}): {result.state}" for name, result in results.items())
+    where = "." if on_gpu else ". There is no GPU here, so nothing in it is about one."
+    failed = [f"{name}: {result.state}: {result.why}" for name, result in results.items() if result.failed]
+    write_page(
+        file,
+        "page.md.j2",
+        title=title,
+        table=TitledTable(title, ["part", "measure", "value", "limit", "kept", "detail"], rows),
+        legend=markdown(states + where),
+        warnings=[markdown(text) for text in failed],
+        record=make_record(command, ranks, LIBRARIES),
+    )
+
+
+def check(folder: Path, names: Sequence[str], command: str, device: str, ranks: int) -> dict[str, Result]:
+    """Run parts one after the other, and write the page after each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Result] = {}
+    for name in names:
+        result = results[name] = run_part(name, device, ranks, folder / f"{name}.log")
+        print(f"{result.state:<12} {name:<14} {result.seconds:5.0f} s  {result.why}".rstrip(), flush=True)
+        write(folder / "gpu_check.md", results, command, device, ranks)
+    return results
 
 
 def main() -> int:
@@ -189,19 +291,16 @@ def main() -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    arguments.device = arguments.device or ("cuda" if gpus else "cpu")
-    if arguments.device == "cuda" and not gpus:
+    device: str = arguments.device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
         parser.error("--device cuda: torch sees no GPU here")
-    on_cpu = arguments.device == "cpu"
     if arguments.part is not None:
-        return exit_code(lambda: look(arguments.part, Request(torch.device(arguments.device), small=on_cpu)))
+        return exit_code(lambda: look(arguments.part, device))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the part on the way
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    ranks = 1 if on_cpu else gpus
-    report = Report(arguments.output, command, arguments.device, ranks, list(PARTS))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the parts on the way
-    Runner(arguments.device, ranks, patience=4.0 if on_cpu else 1.0).run_stages(arguments.only or list(PARTS), report)
-    print(f"The page is {arguments.output / 'gpu_check.md'}, the figures in gpu_check.json beside it.")
-    return int(any(result.failed for result in report.results.values()))
+    results = check(arguments.output, arguments.only or list(PARTS), command, device, gpus if device == "cuda" else 1)
+    print(f"The page is {arguments.output / 'gpu_check.md'}, with what each part said beside it.")
+    return int(any(result.failed for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ share of the norm that there should be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import loss_cases
@@ -47,8 +47,9 @@ Make = Callable[[Draw, bool], Made]
 """Of numbers and whether the loss is the plain one."""
 
 
-def kernels(sizes: Mapping[str, int], device: torch.device) -> Iterator[Line | str]:
+def kernels(device: torch.device) -> Iterator[Line | str]:
     """Check each loss; a text says what is left out."""
+    sizes = SMALL if device.type == "cpu" else FULL
     by = "Triton" if available(device) else "blocks"
     if by == "blocks":
         why = "no GPU" if device.type == "cpu" else "no Triton 3.4, or a GPU older than the A100"

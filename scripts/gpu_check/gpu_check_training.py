@@ -19,7 +19,6 @@ from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World
 
 STAGES = (1, 2, 3)
-STEPS = {"small": 4, "full": 12}
 AGREES = {"fp32": 1e-4, "bf16": 3e-2}
 """How far the losses of ZeRO may be from those of fp32 without DeepSpeed, as a share of these."""
 FORECAST = 0.15
@@ -32,10 +31,10 @@ SMALL = Setting(depth=2, micro_batch_size=2, length=32, weight_std=0.1)
 LARGE = replace(FULL, vocabulary=32_000, width=1024, heads=16, depth=8, micro_batch_size=8, length=512, dtype="bf16")
 
 
-def zero(small: bool, world: World) -> Iterator[Line]:
+def zero(world: World) -> Iterator[Line]:
     """The losses of ZeRO 1 to 3, in fp32 and in bf16, beside those of torch's AdamW in fp32 without DeepSpeed."""
-    setting = replace(SMALL if small else FULL, factorized=False)
-    steps = STEPS["small" if small else "full"]
+    small = world.device.type == "cpu"
+    setting, steps = replace(SMALL if small else FULL, factorized=False), 4 if small else 12
     exact = losses_of(replace(setting, stage=None), world, steps)
     fall = float(exact[-1] / exact[0])
     yield Line("loss without DeepSpeed, last step / first", fall, 0.95, f"{exact[0]:.4f} → {exact[-1]:.4f}")
@@ -59,13 +58,13 @@ def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
     return found
 
 
-def waits(small: bool, world: World) -> Iterator[Line]:
+def waits(world: World) -> Iterator[Line]:
     """Places in a step at which the host waits for the device."""
     with watch(world.device) as places:
         torch.ones(1, device=world.device).item()
     assert places, "the watch sees no wait at all"
     for stage in STAGES:
-        setting = replace(SMALL if small else FULL, stage=stage, dtype="bf16")
+        setting = replace(SMALL if world.device.type == "cpu" else FULL, stage=stage, dtype="bf16")
         trainer = make_trainer(setting, world)
         # As the thread prepares them that reads ahead; batches are on the CPU until the step moves them.
         batch, shorter = (
@@ -98,13 +97,11 @@ def padded(batch: Batch) -> Batch:
     return replace(batch, attention_mask=mask, labels=labels)
 
 
-def memory(small: bool, world: World) -> Iterator[Line]:
+def memory(world: World) -> Iterator[Line]:
     """The peak of a step beside what `llmdistill plan` forecasts."""
-    base = Setting() if small else LARGE
-    settings = [replace(base, checkpointing=True), *(replace(base, stage=stage) for stage in STAGES)]
-    if small:
-        settings = settings[:2]
-    for setting in settings:
+    small = world.device.type == "cpu"
+    base, stages = (Setting(), STAGES[:1]) if small else (LARGE, STAGES)
+    for setting in [replace(base, checkpointing=True), *(replace(base, stage=stage) for stage in stages)]:
         measured = measure(setting, world)
         free_memory(world.device)
         peak, expected = sum(measured.values()), sum(forecast(setting, world.size).values())

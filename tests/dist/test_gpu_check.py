@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benching import heard
 from benching_table import Line
-from gpu_check_report import holds
+from gpu_check import holds
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
