@@ -5,13 +5,11 @@
     scripts/torture.sh --only kills --seed 1 --case 17     # one case again, as a failure names it
 
 Every case is drawn from the seed and its number, so a failure can be repeated. Exit code 1 if there is any failure.
-The last line is JSON with the figures and the failures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -23,16 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torture_bytes import bytes_flipped
-from torture_disk import disk
-from torture_kills import kills
+from torture_faults import disk, kills, signals
 from torture_memory import memory
 from torture_results import Tally
 from torture_runs import ROOT, Shop
-from torture_signals import signals
 
 SECTIONS = ("kills", "signals", "bytes", "disk", "inputs", "memory")
-ASIDE = ("memory", "inputs")
-"""Sections of one process each, which run beside the others."""
 
 
 def inputs(quick: bool) -> Tally:
@@ -47,7 +41,7 @@ def inputs(quick: bool) -> Tally:
         check=False,
     )
     said = re.search(r"[\d,]+ inputs tried.*", done.stdout)
-    tally.add("inputs", said[0] if said else "none were counted")
+    tally.figures.append(("inputs", said[0] if said else "none were counted"))
     if done.returncode != 0:
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         tally.failures += [f"inputs ({line[:300]})" for line in failed or [done.stdout[-300:]]]
@@ -63,19 +57,12 @@ def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[]
 
     return {
         "kills": lambda: kills(shop, numbers(6, 110)),
-        "signals": lambda: signals(shop, numbers(2, 20), launcher=whole),
-        "bytes": lambda: bytes_flipped(shop, each=2, case=case, limit=6 if quick else None),
+        "signals": lambda: signals(shop, [*numbers(2, 20), *(range(1000, 1004) if whole else ())]),
+        "bytes": lambda: bytes_flipped(shop, case=case, limit=6 if quick else None),
         "disk": lambda: disk(shop, numbers(4, 48), (0, 300, 700) if whole else ()),
         "inputs": lambda: inputs(quick),
         "memory": lambda: memory(shop, 200 if quick else 10_000),
     }
-
-
-def timed(name: str, work: Callable[[], Tally]) -> Tally:
-    start = time.monotonic()
-    tally = work()
-    print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return tally
 
 
 def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
@@ -84,7 +71,6 @@ def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
     lines = [f"Torture with seed {seed} in {seconds / 60:.1f} minutes", ""]
     for tally in tallies:
         lines += [f"{what:{width}}  {value}" for what, value in tally.figures]
-        lines += [f"  note: {note}" for note in tally.notes]
     failures = [failure for tally in tallies for failure in tally.failures]
     lines += ["", f"{len(failures)} failures" + (":" if failures else "")]
     return "\n".join([*lines, *(f"  scripts/torture.sh --seed {seed} --only {failure}" for failure in failures)])
@@ -103,20 +89,16 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
     shop = Shop(folder, seed=arguments.seed, workers=min(2, os.cpu_count() or 1))
-    chosen = {name: work for name, work in sections(shop, arguments).items() if name in (arguments.only or SECTIONS)}
+    every = sections(shop, arguments)
     try:
-        with ThreadPoolExecutor(len(ASIDE)) as aside:
-            later = {name: aside.submit(timed, name, chosen[name]) for name in ASIDE if name in chosen}
-            now = {name: timed(name, work) for name, work in chosen.items() if name not in ASIDE}
-            tallies = [now[name] if name in now else later[name].result() for name in chosen]
+        with ThreadPoolExecutor(2) as pool:  # some sections need one process alone
+            tallies = list(pool.map(lambda name: every[name](), arguments.only or SECTIONS))
     finally:
         shop.close()
     print(page(tallies, time.monotonic() - began, arguments.seed))
     failures = [failure for tally in tallies for failure in tally.failures]
     if failures:
         print(f"The folders of failures are in {folder}")
-    figures = {what.strip(): value for tally in tallies for what, value in tally.figures}
-    print(json.dumps({"seed": arguments.seed, "figures": figures, "failures": failures}))
     return 1 if failures else 0
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torture_child import Fault
-from torture_results import PAGES, Tally, differences, move_records
+from torture_results import PAGES, Case, Tally, differences, move_records
 from torture_runs import SCENARIOS, Done, Scenario, Shop, in_parallel
-
-NAMED, REFUSED, REPAIRED, HARMLESS, UNREAD = "named", "refused without its name", "repaired", "no effect", "not read"
-SILENT, TRACEBACK = "used silently", "traceback"
-BAD = (SILENT, TRACEBACK)
 
 
 @dataclass(frozen=True)
@@ -42,21 +37,6 @@ class Damaged:
         return shop.run(self.scenario, folder, ranks=min(1, self.scenario.ranks[0]), more=self.more(folder))
 
 
-@dataclass
-class Flip:
-    """One byte and what came of it."""
-
-    number: int
-    target: str
-    file: str
-    place: int
-    outcome: str = ""
-    said: str = ""
-
-
-_KILLED_STEP = 5
-
-
 def made_once(name: str, fill: Callable[[Shop, Path], object]) -> Callable[[Shop], Path]:
     """Returns a folder that is filled when it is first asked for."""
 
@@ -70,9 +50,13 @@ def made_once(name: str, fill: Callable[[Shop, Path], object]) -> Callable[[Shop
     return make
 
 
+def reference_of(scenario: Scenario) -> Callable[[Shop], Path]:
+    return lambda shop: shop.reference(scenario, 1)
+
+
 def unfinished(shop: Shop, folder: Path) -> None:
     """What a kill in step 5, behind the checkpoint of step 4, leaves."""
-    done = shop.run(SCENARIOS["train"], folder, ranks=1, fault=Fault("kill", mark="training", call=_KILLED_STEP))
+    done = shop.run(SCENARIOS["train"], folder, ranks=1, fault=Fault("kill", mark="training", call=5))
     assert done.struck is not None, done.said
 
 
@@ -99,11 +83,6 @@ def own_tokens(folder: Path) -> Sequence[str]:
     return [f"--data.cache_dir={folder / 'tokens'}"]
 
 
-def finished(scenario: Scenario) -> Callable[[Shop], Path]:
-    """Returns the folder of a scenario's undisturbed run."""
-    return lambda shop: shop.reference(scenario, 1)
-
-
 TRAIN, CACHE, GENERATE = (SCENARIOS[name] for name in ("train", "cache", "generate"))
 FROM_CACHE = replace(
     TRAIN,
@@ -114,67 +93,65 @@ EXPORT = replace(
     arguments=lambda _, folder: ["export", "--to=dense", f"--model={folder}/run/student", f"--output={folder}/dense"],
 )
 TARGETS = (
-    Damaged("finished run, same command", finished(TRAIN), TRAIN, finished=True, spare="run/checkpoints"),
-    Damaged("finished run, export", finished(TRAIN), EXPORT, within="run/student"),
+    Damaged("finished run, same command", reference_of(TRAIN), TRAIN, finished=True, spare="run/checkpoints"),
+    Damaged("finished run, export", reference_of(TRAIN), EXPORT, within="run/student"),
     Damaged("unfinished run", made_once("unfinished", unfinished), TRAIN),
-    Damaged("finished cache, training from it", finished(CACHE), FROM_CACHE, within="cache"),
-    Damaged("finished cache, same command", finished(CACHE), CACHE, finished=True),
+    Damaged("finished cache, training from it", reference_of(CACHE), FROM_CACHE, within="cache"),
+    Damaged("finished cache, same command", reference_of(CACHE), CACHE, finished=True),
     Damaged("unfinished cache", made_once("unfinished-cache", unfinished_cache), CACHE),
     Damaged("calibration folder", made_once("calibrated", calibrated), SCENARIOS["weighted"], within="cal"),
-    Damaged("answers, same command", finished(GENERATE), GENERATE, finished=True),
+    Damaged("answers, same command", reference_of(GENERATE), GENERATE, finished=True),
     Damaged("tokens of the data", made_once("tokens", tokens), TRAIN, more=own_tokens, within="tokens"),
 )
 
 
-def places(shop: Shop, each: int, targets: Sequence[Damaged] = TARGETS) -> list[tuple[Damaged, str, int]]:
-    """For each file of each target some bytes of it, by the dice of the seed; plain JSON has no hash."""
+def places(shop: Shop, targets: Sequence[Damaged]) -> list[tuple[Damaged, str, int]]:
+    """For each file of each target two bytes of it, by the dice of the seed; plain JSON has no hash."""
     found = []
     for number, target in enumerate(targets):
         dice, folder = shop.random("bytes", number), target.make(shop)
         for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0):
             name = str(file.relative_to(folder))
             if name.startswith(target.within) and "tfevents" not in name and file.suffix != ".json":
-                found += [(target, name, dice.randrange(file.stat().st_size)) for _ in range(each)]
+                found += [(target, name, dice.randrange(file.stat().st_size)) for _ in range(2)]
     return found
 
 
-def flip(shop: Shop, number: int, target: Damaged, name: str, place: int, expected: Path, plain: Done) -> Flip:
-    """Damage a copy of a target's folder and give its command."""
-    folder = shop.folder / "flips" / str(number)
-    shutil.copytree(target.make(shop), folder)
-    file, found = folder / name, Flip(number, target.name, name, place)
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1 << shop.random("bit", number).randrange(8)
-    file.write_bytes(content)
-    move_records(folder, target.make(shop), besides=file)
-    damaged = file.read_bytes()
-    try:
+def flip(shop: Shop, number: int, target: Damaged, name: str, place: int, expected: Path, plain: Done) -> Case:
+    """Damage a copy of a target's folder and give its command; `plain` is what that says of the undamaged one."""
+    case = Case(number, f"{target.name}: {name}, byte {place}", struck=1)
+
+    def work(folder: Path) -> list[str]:
+        shutil.copytree(target.make(shop), folder, dirs_exist_ok=True)
+        file = folder / name
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1 << shop.random("bit", number).randrange(8)
+        file.write_bytes(content)
+        move_records(folder, target.make(shop), besides=file)
+        damaged = file.read_bytes()
         done = target.run(shop, folder)
-    except (AssertionError, RuntimeError) as error:
-        found.outcome, found.said = TRACEBACK, str(error)[-200:]
-        return found
-    found.said = done.reason
-    repaired = not file.is_file() or file.read_bytes() != damaged
-    changed = any(not each.startswith(name) for each in differences(expected, folder))
-    # Lines that the command does not print over the undamaged folder.
-    new, parent = _lines(done, folder) - _lines(plain, expected), str(Path(name).parent)
-    if "Traceback" in done.said:
-        found.outcome = TRACEBACK
-    elif any(file.name in line or (parent != "." and parent in line) for line in new):
-        found.outcome = NAMED
-    elif done.code != 0:
-        found.outcome = REFUSED
-    elif repaired:
-        found.outcome = SILENT if changed else REPAIRED
-    elif name.endswith(PAGES):
-        found.outcome = UNREAD
-    elif target.finished and not (target.spare and name.startswith(target.spare)):
-        found.outcome = SILENT
-    else:
-        found.outcome = SILENT if changed else HARMLESS
-    if found.outcome not in BAD:
-        shutil.rmtree(folder)
-    return found
+        repaired = not file.is_file() or file.read_bytes() != damaged
+        changed = any(not each.startswith(name) for each in differences(expected, folder))
+        # Lines that the command does not print over the undamaged folder.
+        new, parent = _lines(done, folder) - _lines(plain, expected), str(Path(name).parent)
+        must_be_named = target.finished and not (target.spare and name.startswith(target.spare))
+        wrong = []
+        if "Traceback" in done.said:
+            outcome, wrong = "traceback", [done.reason]
+        elif any(file.name in line or (parent != "." and parent in line) for line in new):
+            outcome = "named"
+        elif done.code != 0:
+            outcome = "refused without its name"
+        elif name.endswith(PAGES) and not repaired:
+            outcome = "not read"
+        elif changed or (must_be_named and not repaired):
+            outcome, wrong = "used silently", [done.reason]
+        else:
+            outcome = "repaired" if repaired else "no effect"
+        case.counts += [("outcomes", outcome), (target.name, outcome)]
+        return wrong
+
+    return case.attempt(shop.folder / "flips" / str(number), work)
 
 
 def _lines(done: Done, folder: Path) -> set[str]:
@@ -182,41 +159,21 @@ def _lines(done: Done, folder: Path) -> set[str]:
 
 
 def bytes_flipped(
-    shop: Shop,
-    *,
-    each: int,
-    case: int | None = None,
-    limit: int | None = None,
-    targets: Sequence[Damaged] = TARGETS,
+    shop: Shop, *, case: int | None = None, limit: int | None = None, targets: Sequence[Damaged] = TARGETS
 ) -> Tally:
-    """Flip `each` bytes in every file of every target; or only the one of this number, or `limit` of them."""
-    chosen = list(enumerate(places(shop, each, targets)))
+    """Flip two bytes in every file of every target; or only the one of this number, or `limit` of them."""
+    chosen = list(enumerate(places(shop, targets)))
     if case is not None:
         chosen = [chosen[case]]
     elif limit is not None:
         chosen = random.Random(shop.seed).sample(chosen, limit)
     plain: dict[str, tuple[Path, Done]] = {}
-    for target in {entry[1][0].name: entry[1][0] for entry in chosen}.values():
+    for target in {place[0].name: place[0] for _, place in chosen}.values():
         folder = shop.folder / "plain" / target.name.replace(" ", "-")
         shutil.copytree(target.make(shop), folder)
         move_records(folder, target.make(shop))
         done = target.run(shop, folder)
         assert done.code == 0, f"{target.name}: {done.said}"
         plain[target.name] = (folder, done)
-    flips: list[Flip] = in_parallel(
-        shop, [partial(flip, shop, number, *place, *plain[place[0].name]) for number, place in chosen]
-    )
-    tally = Tally("bytes")
-    counts = Counter(each.outcome for each in flips)
-    tally.add("bytes flipped", f"{len(flips)}, of which {sum(counts[bad] for bad in BAD)} used silently or by accident")
-    tally.add("  outcomes", ", ".join(f"{outcome} {count}" for outcome, count in counts.most_common()))
-    for target in plain:
-        own = Counter(each.outcome for each in flips if each.target == target)
-        tally.add(f"  {target}", ", ".join(f"{outcome} {count}" for outcome, count in own.most_common()))
-    for found in flips:
-        if found.outcome in BAD:
-            tally.failures.append(
-                f"bytes --case {found.number} ({found.target}: {found.file}, byte {found.place}): {found.outcome}; "
-                f"{found.said[:200]}"
-            )
-    return tally
+    jobs = [partial(flip, shop, number, *place, *plain[place[0].name]) for number, place in chosen]
+    return Tally.of("bytes", in_parallel(shop, jobs))

@@ -6,10 +6,37 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass
+class Case:
+    """A disturbed run, and what came of it."""
+
+    number: int
+    what: str
+    wrong: list[str] = field(default_factory=list)
+    struck: int = 0
+    """How many faults have met it."""
+    grace: float = 0.0
+    """Seconds from the fault to the end of the last process."""
+    counts: list[tuple[str, str]] = field(default_factory=list)
+    """What is counted on the page: of which kind, and a value of it."""
+
+    def attempt(self, folder: Path, work: Callable[[Path], Sequence[str]]) -> Case:
+        """Do the work in a folder, which is kept if something is wrong; the work returns what is."""
+        folder.mkdir(parents=True)
+        try:
+            self.wrong += work(folder)
+        except (AssertionError, RuntimeError) as error:
+            self.wrong.append(str(error)[:300])
+        if not self.wrong:
+            shutil.rmtree(folder)
+        return self
 
 
 @dataclass
@@ -21,38 +48,24 @@ class Tally:
     """Lines of the page: what, and how many."""
     failures: list[str] = field(default_factory=list)
     """Each with the command that repeats it."""
-    notes: list[str] = field(default_factory=list)
-    """What is worth knowing and no failure."""
 
-    def add(self, what: str, value: object) -> None:
-        self.figures.append((what, str(value)))
-
-    def add_failures(self, cases: Sequence[Case]) -> None:
+    @classmethod
+    def of(cls, name: str, cases: Sequence[Case]) -> Tally:
+        tally = cls(name)
+        struck = sum(each.struck for each in cases)
+        survived = sum(each.struck for each in cases if not each.wrong)
+        tally.figures.append((name, f"{struck} in {len(cases)} runs, of which {survived} survived"))
+        kinds: dict[str, Counter[str]] = {}
+        for kind, value in (counted for case in cases for counted in case.counts):
+            kinds.setdefault(kind, Counter())[value] += 1
+        for kind, values in kinds.items():
+            tally.figures.append((f"  {kind}", ", ".join(f"{value} {n}" for value, n in values.most_common())))
+        last = max(cases, key=lambda each: each.grace)
+        tally.figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
         for each in cases:
             if each.wrong:
-                self.failures.append(f"{self.name} --case {each.number} ({each.what}): {'; '.join(each.wrong[:4])}")
-
-
-@dataclass
-class Case:
-    """A disturbed run, and what came of it."""
-
-    number: int
-    what: str
-    wrong: list[str] = field(default_factory=list)
-    struck: bool = False
-    grace: float = 0.0
-    """Seconds from the fault to the end of the last process."""
-
-    def attempt(self, folder: Path, work: Callable[[Path], Sequence[str]]) -> None:
-        """Do the work in a folder, which is kept if something is wrong; the work returns what is."""
-        folder.mkdir(parents=True)
-        try:
-            self.wrong += work(folder)
-        except (AssertionError, RuntimeError) as error:
-            self.wrong.append(str(error)[:300])
-        if not self.wrong:
-            shutil.rmtree(folder)
+                tally.failures.append(f"{name} --case {each.number} ({each.what}): {'; '.join(each.wrong[:4])}")
+        return tally
 
 
 _VOLATILE = (

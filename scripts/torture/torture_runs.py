@@ -126,7 +126,12 @@ class Shop:
             except AssertionError:
                 server.receive()  # the code of the job, which it has killed
                 raise
-            wait_for_group(job.group)
+            try:
+                wait_until(lambda: not alive(job.group), "processes did not end after their launcher's end")
+            except RuntimeError:
+                for process in alive(job.group):
+                    process.kill()
+                raise
             now = time.time()
         struck = json.loads((own / "struck").read_text()) if (own / "struck").is_file() else [None, now]
         # What orphans say comes after the job's end.
@@ -231,23 +236,27 @@ SCENARIOS = {
 }
 
 
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def alive(group: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getpgid(process.pid) == group and runs(process):
                 found.append(process)
     return found
 
 
-def wait_for_group(group: int, seconds: float = 60) -> None:
-    """Wait until no process of a group runs; raises RuntimeError for orphans that do not end."""
+def wait_until(true: Callable[[], object], otherwise: str, *, seconds: float = 60) -> None:
+    """Raises RuntimeError, which says `otherwise`, if it is not true in time."""
     patience = time.monotonic() + seconds
-    while processes := alive(group):
+    while not true():
         if time.monotonic() > patience:
-            for process in processes:
-                process.kill()
-            raise RuntimeError(f"{len(processes)} processes still ran {seconds:.0f} seconds after their launcher's end")
+            raise RuntimeError(f"{otherwise} within {seconds:.0f} seconds")
         time.sleep(0.02)
 
 
@@ -258,12 +267,6 @@ def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[st
     if log.is_file() and logged_steps(folder / "run") != logged_steps(shop.reference(scenario, ranks) / "run"):
         wrong.append(f"metrics.jsonl has the steps {logged_steps(folder / 'run')}")
     return wrong
-
-
-def repeated(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
-    """Give the command again; what is wrong then with its end or with the folder."""
-    done = shop.run(scenario, folder, ranks=ranks)
-    return [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
 
 
 def in_parallel(shop: Shop, jobs: Sequence[Callable[[], Any]]) -> list[Any]:

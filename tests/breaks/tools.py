@@ -113,7 +113,7 @@ BREAKS = [
     # torture and fuzz
     Break(
         "launcher-is-never-killed",
-        f"{TORTURE}/torture_kills.py",
+        f"{TORTURE}/torture_faults.py",
         '("rank 0", "rank 1", "launcher")',
         '("rank 0", "rank 1")',
         f"{OF_TORTURE}::test_every_phase_and_victim_has_its_turn",

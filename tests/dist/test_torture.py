@@ -8,7 +8,7 @@ import pytest
 from torture import page
 from torture_bytes import TARGETS, Damaged, bytes_flipped
 from torture_child import Fault, phase_of
-from torture_kills import kills, slots
+from torture_faults import kills, slots
 from torture_results import Tally, differences, left_behind, move_records
 from torture_runs import SCENARIOS, Shop, verdict
 
@@ -40,7 +40,7 @@ def test_every_phase_and_victim_has_its_turn():
 def test_killed_runs_end_as_undisturbed_ones(shop, case):
     tally = kills(shop, [number_of(*case)])
     assert tally.failures == []
-    assert not dict(tally.figures)["SIGKILLs"].startswith("0")
+    assert not dict(tally.figures)["kills"].startswith("0")
 
 
 def test_a_full_disk_leaves_the_former_checkpoint_and_the_run_goes_on(shop, tmp_path):
@@ -64,10 +64,10 @@ def test_flipped_bytes_are_named_and_one_that_nothing_looks_at_is_reported(shop,
     shutil.copytree(answers.make(shop), folder)
     (folder / "more.bin").write_text("{}")
     beside = Damaged("a file that no command knows", lambda _: folder, answers.scenario, within="more", finished=True)
-    tally = bytes_flipped(shop, each=1, targets=(answers, beside))
-    assert dict(tally.figures)["bytes flipped"].startswith("2, of which 1 ")
-    assert dict(tally.figures)["  answers, same command"] == "named 1"
-    assert "more.bin" in tally.failures[0]
+    tally = bytes_flipped(shop, targets=(answers, beside))
+    assert dict(tally.figures)["bytes"] == "4 in 4 runs, of which 2 survived"
+    assert dict(tally.figures)["  answers, same command"] == "named 2"
+    assert all("more.bin" in failure for failure in tally.failures)
 
 
 def test_what_differs_is_seen(shop, tmp_path):
