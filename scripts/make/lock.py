@@ -21,6 +21,21 @@ _OWN = ("torch", "llmdistill")
 _NAMED = 60
 """A license longer than this is a whole text; its classifier names it."""
 
+HASHES = """\
+# Made by scripts/make/lock.py from scripts/constraints.txt: what CI installs on Linux (x86-64), Python 3.11.
+# pip compares the hash of each file. torch is installed before them.
+"""
+LICENSES = """\
+# Licenses of what is installed
+
+What an installation with `scripts/constraints.txt` and the extras `dev` and `docs` brings, with the license
+that each library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill itself has the
+Apache License 2.0.
+
+| library | version | license |
+|---|---|---|
+"""
+
 
 def main() -> None:
     found = sorted(resolved(), key=lambda each: each["metadata"]["name"].lower())
@@ -45,32 +60,17 @@ def resolved() -> list[dict[str, Any]]:
 
 def hashes(files: Sequence[Mapping[str, Any]]) -> str:
     """Return a requirements file that pins each file by its version and hash."""
-    lines = [
-        "# Made by scripts/make/lock.py from scripts/constraints.txt: what CI installs on Linux (x86-64), Python 3.11.",
-        "# pip compares the hash of each file. torch is installed before them.",
-    ]
+    lines = []
     for each in files:
         pinned, hashed = each["metadata"], each["download_info"]["archive_info"]["hashes"]["sha256"]
-        lines.append(f"{pinned['name']}=={pinned['version']} --hash=sha256:{hashed}")
-    return "\n".join(lines) + "\n"
+        lines.append(f"{pinned['name']}=={pinned['version']} --hash=sha256:{hashed}\n")
+    return HASHES + "".join(lines)
 
 
 def licenses(libraries: Sequence[Mapping[str, Any]]) -> str:
     """Return a page with the license of each library, as its own metadata names it."""
-    lines = [
-        "# Licenses of what is installed",
-        "",
-        "What an installation with `scripts/constraints.txt` and the extras `dev` and `docs` brings, with the license",
-        "that each library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill itself has the",
-        "Apache License 2.0.",
-        "",
-        "| library | version | license |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {each['name']} | {each['version'].partition('+')[0]} | {license(each['name'])} |" for each in libraries
-    ]
-    return "\n".join(lines) + "\n"
+    rows = [(each["name"], each["version"].partition("+")[0], license(each["name"])) for each in libraries]
+    return LICENSES + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def license(name: str) -> str:

@@ -21,27 +21,24 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
+from llmdistill.config import GenerationConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode, encode_prompts
+from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
-from llmdistill.generation.decode import Decoding, generate_passes
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks.rouge import rouge_l
+from llmdistill.tasks.answers import score_sets
 
 VOCAB_SIZE = 1024
-MAX_PROMPT_LENGTH, MAX_LENGTH = 256, 512
+LIMITS = Limits(max_prompt_length=256, max_length=512)
 SEED = 1
 PAD, END = "<|pad|>", "<|end|>"
 
 
 def teacher_examples() -> list[Example]:
     rows = corpus.splits()["teacher"]
-    return [
-        Example(row.instruction, row.input, (corpus.training_output(row, index),)) for index, row in enumerate(rows)
-    ]
+    return [Example(row.instruction, row.input, (corpus.training_output(row, n),)) for n, row in enumerate(rows)]
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -66,7 +63,7 @@ def make_tokenizer(folder: Path) -> None:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        model_max_length=MAX_LENGTH,
+        model_max_length=LIMITS.max_length,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
 
@@ -82,7 +79,7 @@ def new_teacher(*, end: int, pad: int) -> LlamaForCausalLM:
             num_hidden_layers=6,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=MAX_LENGTH,
+            max_position_embeddings=LIMITS.max_length,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=end,
@@ -97,11 +94,9 @@ def batches(items: list[Encoded], size: int, generator: torch.Generator) -> list
     pool = 8 * size
     made: list[list[Encoded]] = []
     for start in range(0, len(order), pool):
-        chunk = sorted(
-            (items[index] for index in order[start : start + pool]),
-            key=lambda item: len(item.prompt_ids) + len(item.response_ids),
-        )
-        made += [chunk[first : first + size] for first in range(0, len(chunk), size)]
+        chosen = [items[index] for index in order[start : start + pool]]
+        chosen.sort(key=lambda item: len(item.prompt_ids) + len(item.response_ids))
+        made += [chosen[first : first + size] for first in range(0, len(chosen), size)]
     return [made[index] for index in torch.randperm(len(made), generator=generator).tolist()]
 
 
@@ -141,26 +136,10 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def score(folder: Path) -> dict[str, float]:
     """ROUGE-L of the saved teacher on the three test sets, greedy decoding."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    scores = {}
-    for split in corpus.TESTS:
-        examples = read_examples(FOLDER / "data" / f"{split}.jsonl")
-        prompts = encode_prompts(
-            examples, tokenizer, Limits(max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH)
-        )
-        (result,) = generate_passes(
-            model,
-            tokenizer,
-            prompts.ids,
-            Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80),
-            max_prompt_length=MAX_PROMPT_LENGTH,
-            max_length=MAX_LENGTH,
-            seeds=[0],
-            world=World.alone(),
-        )
-        scores[split] = round(rouge_l(result.texts, [list(example.outputs) for example in examples]), 2)
-    return scores
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    sets = {split: read_examples(FOLDER / "data" / f"{split}.jsonl") for split in corpus.TESTS}
+    scores = score_sets(model, tokenizer, sets, GenerationConfig(decoding="greedy", batch_size=80), LIMITS)
+    return {split: round(each["rougeL"], 2) for split, each in scores.items()}
 
 
 def main() -> None:
@@ -178,11 +157,10 @@ def main() -> None:
     make_tokenizer(args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.teacher)
     model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
-    data = encode(teacher_examples(), tokenizer, Limits(max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH))
+    data = encode(teacher_examples(), tokenizer, LIMITS)
     print(f"{data.report()} {sum(parameter.numel() for parameter in model.parameters()):,} parameters.", flush=True)
-    train(
-        model, data.items, tokenizer.pad_token_id, steps=args.steps, batch_size=args.batch_size, peak=args.learning_rate
-    )
+    sizes = {"steps": args.steps, "batch_size": args.batch_size}
+    train(model, data.items, tokenizer.pad_token_id, **sizes, peak=args.learning_rate)
     save(model, args.teacher)
     scores = score(args.teacher)
     print(scores)
