@@ -19,10 +19,10 @@ import os
 import pkgutil
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,17 +40,6 @@ FORBIDDEN = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "sock
 """Audit events (PEP 578) that no reader may cause."""
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
 """Audit events whose first argument is a path that must lie in the folder."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What came of the run of a reader."""
-
-    inputs: int
-    edges: tuple[int, int]
-    """Of the code: how many the valid files reach, and how many all inputs."""
-    finding: str | None
-    """The last line of a traceback."""
 
 
 class Watch:
@@ -109,14 +98,11 @@ def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -
         path = reader.write(work, number, lambda _: content)
         watch.begin()
         try:
-            reader.read(path)
-        except errors.UserError as error:
-            hostile.check_sentence(error)
-        watch.end()
-
-    def kept_input(data: bytes) -> None:
-        try:
-            one_input(data)
+            try:
+                reader.read(path)
+            except errors.UserError as error:
+                hostile.check_sentence(error)
+            watch.end()
         except BaseException:  # libFuzzer does not write the file where a valid input fails
             (folder / FAILED).write_bytes(data)
             raise
@@ -127,60 +113,47 @@ def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -
             return bytes(atheris.Mutate(data, most))
         return (data[:1] + hostile.damaged(data[1:], seed))[:most]
 
-    atheris.Setup([sys.argv[0], *options], kept_input, custom_mutator=mutate)
+    atheris.Setup([sys.argv[0], *options], one_input, custom_mutator=mutate)
     atheris.Fuzz()
     os._exit(0)
 
 
-def fork(work: Any, log: Path, limit: float) -> int | None:
-    """Do work in a fork whose output goes into a file; return its exit code, None if it was killed at the limit."""
+def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> tuple[str, str | None]:
+    """Fuzz a reader for some seconds in a fork, in a folder of its own.
+
+    Returns how many inputs it took and how many edges of the code the valid files and all inputs reach, and the
+    finding, if there is one.
+    """
+    seeds, findings, log = folder / "seeds", folder / "findings", folder / "log.txt"
+    for part in (seeds, findings):
+        part.mkdir(parents=True)
+    for number, content in enumerate(reader.files.values()):
+        (seeds / f"valid-{number}").write_bytes(bytes([number]) + content)
+    options = [f"-max_total_time={seconds}", f"-timeout={HANGS}", f"-max_len={LONGEST}", "-rss_limit_mb=8192"]
+    options += ["-seed=1", f"-artifact_prefix={findings}{os.sep}", "-print_final_stats=1", str(seeds)]
 
     def be_child() -> None:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT)
         for number in (1, 2):
             os.dup2(target, number)
-        work()
+        be_fuzzer(atheris, reader, folder, options)
 
     child = multiprocessing.get_context("fork").Process(target=be_child)
     child.start()
-    child.join(limit)
+    child.join(seconds + 2 * HANGS + 10)
     if child.exitcode is None:
         child.kill()
         child.join()
-        return None
-    return child.exitcode
-
-
-def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> Tried:
-    """Fuzz a reader for some seconds, in a folder of its own."""
-    seeds, findings = folder / "seeds", folder / "findings"
-    for part in (seeds, findings):
-        part.mkdir(parents=True, exist_ok=True)
-    for number, content in enumerate(reader.files.values()):
-        (seeds / f"valid-{number}").write_bytes(bytes([number]) + content)
-    options = [
-        f"-max_total_time={seconds}",
-        f"-timeout={HANGS}",
-        f"-max_len={LONGEST}",
-        "-rss_limit_mb=8192",
-        "-seed=1",
-    ]
-    options += [f"-artifact_prefix={findings}{os.sep}", "-print_final_stats=1", str(seeds)]
-    log = folder / "log.txt"
-    code = fork(lambda: be_fuzzer(atheris, reader, folder, options), log, seconds + 2 * HANGS + 10)
     said = log.read_text(encoding="utf-8", errors="replace")
-    edges = [int(each) for each in re.findall(r"^#\d+\s+\w+\s+cov: (\d+)", said, re.MULTILINE)]
-    numbers = [int(each) for each in re.findall(r"^#(\d+)", said, re.MULTILINE)]
-    return Tried(max(numbers, default=0), (edges[0], edges[-1]) if edges else (0, 0), _finding(code, said))
-
-
-def _finding(code: int | None, said: str) -> str | None:
-    if code == 0:
-        return None
-    if code is None or "ERROR: libFuzzer: timeout" in said:
-        return f"it takes more than {HANGS} s"
-    exceptions = re.findall(r"Uncaught Python exception: ===\n(.*)", said)
-    return str(exceptions[-1]) if exceptions else f"exit code {code}: {said[-200:]!r}"
+    edges = re.findall(r"^#\d+\s+\w+\s+cov: (\d+)", said, re.MULTILINE) or ["0"]
+    inputs = max((int(each) for each in re.findall(r"^#(\d+)", said, re.MULTILINE)), default=0)
+    finding = None
+    if child.exitcode == -signal.SIGKILL or "ERROR: libFuzzer: timeout" in said:
+        finding = f"it takes more than {HANGS} s"
+    elif child.exitcode != 0:
+        exceptions = re.findall(r"Uncaught Python exception: ===\n(.*)", said)
+        finding = exceptions[-1] if exceptions else f"exit code {child.exitcode}: {said[-200:]!r}"
+    return f"{inputs:9,} {f'{edges[0]} → {edges[-1]}':>12}", finding
 
 
 def main() -> int:
@@ -210,10 +183,9 @@ def main() -> int:
     print(f"{'reader':16} {'inputs':>9} {'edges':>12}  finding", flush=True)
     for name in arguments.reader or readers:
         own = folder / re.sub(r"\W", "-", name)
-        tried = try_reader(atheris, readers[name], own, arguments.seconds)
-        edges = f"{tried.edges[0]} → {tried.edges[1]}"
-        print(f"{name:16} {tried.inputs:9,} {edges:>12}  {tried.finding or 'none'}", flush=True)
-        if tried.finding is not None:
+        tried, finding = try_reader(atheris, readers[name], own, arguments.seconds)
+        print(f"{name:16} {tried}  {finding or 'none'}", flush=True)
+        if finding is not None:
             found += 1
             files = [own / FAILED, *(own / "findings").glob("timeout-*")]
             file = max((each for each in files if each.is_file()), key=os.path.getmtime, default=own / "log.txt")
