@@ -79,15 +79,11 @@ class Fault:
 
 
 class Torture:
-    """The armed fault of this process."""
-
     def __init__(self, fault: Fault) -> None:
         self._fault, self._changes, self._lock = fault, list[list[str]](), threading.RLock()
         self.rank = int(os.environ.get("RANK", "0"))
         self._inside = self._broken = False
-
-    def arm(self) -> None:
-        """Listen to what this process changes, and to its marks if the fault is at one and for this rank."""
+        # It listens to what this process changes, and to its marks if the fault is at one and for this rank.
         sys.addaudithook(self._heard)
         for module, name in ((safetensors.torch, "serialize_file"), (os, "fsync")):
             setattr(module, name, self._asked(getattr(module, name)))
@@ -120,10 +116,14 @@ class Torture:
         """Stands before a function that changes a file and raises no audit event."""
 
         def asked(*given: Any, **named: Any) -> Any:
+            def write_half() -> None:
+                works(*given, **named)
+                os.truncate(given[1], os.path.getsize(given[1]) // 2)
+
             if works.__name__ == "fsync":
                 self._change("fsync", os.readlink(f"/proc/self/fd/{given[0]}"))
             else:
-                self._change("write", str(given[1]), lambda: _write_half(works, given, named))
+                self._change("write", str(given[1]), write_half)
             return works(*given, **named)
 
         return asked
@@ -196,16 +196,10 @@ def _append_half(path: str, mode: str) -> None:
         file.write(b'{"step": 3, "lo')
 
 
-def _write_half(works: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    works(*given, **named)
-    os.truncate(given[1], os.path.getsize(given[1]) // 2)
-
-
 def main() -> int:
     """Arm the fault and run the program; a launched program's --local_rank is dropped."""
     file, program, *arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     torture = Torture(Fault(**json.loads(Path(file).read_text())))
-    torture.arm()
     try:
         return run_program(program, arguments)
     finally:

@@ -31,8 +31,6 @@ _LONGEST = 0.3
 
 
 class Slot(NamedTuple):
-    """What a kill begins with."""
-
     phase: str
     scenario: Scenario
     ranks: int

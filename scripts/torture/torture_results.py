@@ -41,8 +41,6 @@ class Case:
 
 @dataclass
 class Tally:
-    """What a section tried and found."""
-
     name: str
     figures: list[tuple[str, str]] = field(default_factory=list)
     """Lines of the page: what, and how many."""
@@ -116,12 +114,13 @@ def _differs(files: list[tuple[Path, Path]], noise: float) -> bool:
     ]
     if texts[0] == texts[1] or not one.suffix.startswith(".json"):
         return texts[0] != texts[1]
-    lines = [text.splitlines() if one.suffix == ".jsonl" else [text] for text in texts]
     try:
-        values = [[_stable(json.loads(line)) for line in each] for each in lines]
+        first, second = (
+            [json.loads(line) for line in (text.splitlines() if one.suffix == ".jsonl" else [text])] for text in texts
+        )
     except json.JSONDecodeError:
         return True
-    return not _close(values[0], values[1], noise)
+    return not _close(first, second, noise)
 
 
 def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
@@ -139,15 +138,13 @@ def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
     return True
 
 
-def _stable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _stable(each) for key, each in value.items() if not any(part in key for part in _VOLATILE)}
-    return [_stable(each) for each in value] if isinstance(value, list) else value
-
-
 def _close(one: Any, other: Any, noise: float) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_close(one[key], other[key], noise) for key in one)
+        first, second = (
+            {key: each for key, each in side.items() if not any(part in key for part in _VOLATILE)}
+            for side in (one, other)
+        )
+        return first.keys() == second.keys() and all(_close(first[key], second[key], noise) for key in first)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_close(a, b, noise) for a, b in zip(one, other, strict=True))
     if isinstance(one, float) and isinstance(other, float) and noise:

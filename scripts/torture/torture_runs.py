@@ -12,9 +12,9 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,6 @@ class Scenario:
 
 @dataclass
 class Done:
-    """How a run ended."""
-
     code: int
     output: str
     errors: str
@@ -117,7 +115,8 @@ class Shop:
         (own / "fault.json").write_text(json.dumps(asdict(armed)))
         (own / "struck").unlink(missing_ok=True)
         words = [str(own / "fault.json"), scenario.program, *scenario.arguments(self, folder), *more]
-        with self._server() as server:
+        server = self._free.get()
+        try:
             job = server.start(words, ranks=ranks, program=CHILD, folder=ROOT)
             if watch is not None:
                 watch(job.group)
@@ -126,13 +125,12 @@ class Shop:
             except AssertionError:
                 server.receive()  # the code of the job, which it has killed
                 raise
-            try:
-                wait_until(lambda: not alive(job.group), "processes did not end after their launcher's end")
-            except RuntimeError:
-                for process in alive(job.group):
-                    process.kill()
-                raise
-            now = time.time()
+            wait_until(lambda: not alive(job.group), "processes did not end after their launcher's end")
+        finally:
+            for process in alive(job.group):
+                process.kill()
+            self._free.put(server)
+        now = time.time()
         struck = json.loads((own / "struck").read_text()) if (own / "struck").is_file() else [None, now]
         # What orphans say comes after the job's end.
         texts = [file.read_text() if file.is_file() else "" for file in (job.output, job.errors)]
@@ -155,14 +153,6 @@ class Shop:
                     raise RuntimeError(f"{scenario.name} on {ranks} ranks fails undisturbed: {done.said[-3000:]}")
                 self._references[key] = folder
             return self._references[key]
-
-    @contextmanager
-    def _server(self) -> Iterator[RankServer]:
-        server = self._free.get()
-        try:
-            yield server
-        finally:
-            self._free.put(server)
 
 
 def _made(folder: Path) -> Path:
@@ -191,46 +181,37 @@ def _settings(shop: Shop) -> list[str]:
     return ["--ds_config", "ds_configs/zero2.json", *(f"--{key}={value}" for key, value in values.items())]
 
 
-def _train(shop: Shop, folder: Path) -> list[str]:
-    return [*_settings(shop), "--scoring.models=[student]", "--output_dir", str(folder / "run")]
-
-
-def _weighted(shop: Shop, folder: Path) -> list[str]:
-    settings = {"rank": "null", "target_params": "85%", "weighting": "gradients", "allocation": "loss"}
-    calibration = {"calibration.examples": 8, "calibration.folder": folder / "cal"}
-    words = [f"--student.factorize.{key}={value}" for key, value in (settings | calibration).items()]
-    return [*_settings(shop), *words, "--scoring.models=[]", "--train.steps=2", "--output_dir", str(folder / "run")]
-
-
-def _cache(shop: Shop, folder: Path) -> list[str]:
-    words = ["--method", "kd", "--scoring.models=[]", "--cache.shard_tokens", "20000"]
-    return ["cache", *_settings(shop), *words, "--output", str(folder / "cache")]
+def _command(name: str, words: str) -> Callable[[Shop, Path], list[str]]:
+    """A command of llmdistill on the settings of all, with these words, in which {folder} stands for its folder."""
+    return lambda shop, folder: [*name.split(), *_settings(shop), *words.format(folder=folder).split()]
 
 
 def _generate(shop: Shop, folder: Path) -> list[str]:
-    words = ["--model", str(shop.teacher), "--data", "embedded:train", "--limit", "48", "--batch_size", "4"]
-    lengths = ["--max_prompt_length", "128", "--max_length", "144", "--dtype", "fp32", "--engine", "hf"]
-    return ["generate", *words, *lengths, "--output", str(folder / "answers.jsonl")]
-
-
-def _compare(shop: Shop, folder: Path) -> list[str]:
-    words = ["--methods", "none,sft,seqkd", "--seeds", "1", "--learning_rates", "1e-3", "--train.steps=3"]
-    return ["compare", *_settings(shop), *words, "--output_dir", str(folder / "study")]
+    words = "--data embedded:train --limit 48 --batch_size 4 --max_prompt_length 128 --max_length 144 --dtype fp32"
+    return ["generate", f"--model={shop.teacher}", *words.split(), "--engine=hf", f"--output={folder}/answers.jsonl"]
 
 
 def _export(shop: Shop, folder: Path) -> list[str]:
     student = shop.reference(SCENARIOS["train"], 1) / "run" / "student"
-    return ["export", "--to", "dense", "--model", str(student), "--output", str(folder / "dense")]
+    return ["export", "--to=dense", f"--model={student}", f"--output={folder}/dense"]
 
 
+_WEIGHTED = (
+    "--student.factorize.rank=null --student.factorize.target_params=85% --student.factorize.weighting=gradients "
+    "--student.factorize.allocation=loss --student.factorize.calibration.examples=8 "
+    "--student.factorize.calibration.folder={folder}/cal --scoring.models=[] --train.steps=2 --output_dir={folder}/run"
+)
+_CACHE = "--method=kd --scoring.models=[] --cache.shard_tokens=20000 --output={folder}/cache"
+_COMPARE = "--methods=none,sft,seqkd --seeds=1 --learning_rates=1e-3 --train.steps=3 --output_dir={folder}/study"
+_PHASES = ("start", "training", "saving", "student", "scoring")
 SCENARIOS = {
     each.name: each
     for each in (
-        Scenario("train", MAIN_JOB, _train, ("start", "training", "saving", "student", "scoring")),
-        Scenario("weighted", MAIN_JOB, _weighted, ("factorizing", "calibrating")),
-        Scenario("cache", CLI, _cache, ("caching",)),
+        Scenario("train", MAIN_JOB, _command("", "--scoring.models=[student] --output_dir={folder}/run"), _PHASES),
+        Scenario("weighted", MAIN_JOB, _command("", _WEIGHTED), ("factorizing", "calibrating")),
+        Scenario("cache", CLI, _command("cache", _CACHE), ("caching",)),
         Scenario("generate", CLI, _generate, ("generating",)),
-        Scenario("compare", CLI, _compare, ("comparing",), (0,)),
+        Scenario("compare", CLI, _command("compare", _COMPARE), ("comparing",), (0,)),
         Scenario("export", CLI, _export, ("exporting",), (0,)),
     )
 }
