@@ -12,6 +12,7 @@ epoch saves. Bytes a token count the prompts' tokens too, of which kd keeps noth
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from itertools import islice
@@ -21,6 +22,21 @@ from typing import Any
 import torch
 from benching import Settings, Work, bench_parser, facts_of, measure, parse, run, time_ratio
 from benching_table import Line, Table
+from step_rows import plain_engine, trainer_of
+
+import llmdistill
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.data.sampler import Share
+from llmdistill.methods import METHODS
+from llmdistill.models.load import load_model
+from llmdistill.run.assemble import make_teacher
+from llmdistill.run.cache import make_cache
+from llmdistill.run.plan import make_plan
+from llmdistill.run.wiring import request_of, tapped
+from llmdistill.runtime.distributed import World
+from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cached import CachedTeacher, Teacher
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
 """Contents of the caches that are measured, by method."""
@@ -35,11 +51,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     """The plan of a quick start with this method and a student that is there, and its data."""
-    from llmdistill.config.command_line import parse_run
-    from llmdistill.methods import METHODS
-    from llmdistill.run.plan import make_plan
-    from llmdistill.runtime.distributed import World
-
     words = ["--recipe", "quickstart", "--method", row["method"], "--student.model", row["student"]]
     words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
     words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
@@ -48,10 +59,6 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def make_row(row: dict[str, Any], device: torch.device) -> Work:
-    from llmdistill.config.cache import CacheConfig
-    from llmdistill.run.cache import make_cache
-    from llmdistill.runtime.distributed import World
-
     plan, data = planned(row)
     settings, world = CacheConfig(content=row["content"]), World(rank=0, size=1, device=device)
     begun = time.perf_counter()
@@ -62,17 +69,6 @@ def make_row(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def train_row(row: dict[str, Any], device: torch.device) -> Work:
-    """Steps of the training, with the live teacher or from a cache."""
-    from step_rows import plain_engine, trainer_of
-
-    from llmdistill.data.sampler import Share
-    from llmdistill.models.load import load_model
-    from llmdistill.run.assemble import make_teacher
-    from llmdistill.run.wiring import request_of, tapped
-    from llmdistill.runtime.distributed import World
-    from llmdistill.teacher.cache_folder import CacheFolder
-    from llmdistill.teacher.cached import CachedTeacher, Teacher
-
     plan, data = planned(row)
     method, world = plan.method, World(rank=0, size=1, device=device)
     teacher: Teacher
@@ -97,32 +93,26 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def bench(settings: Settings, table: Table, folder: Path) -> None:
-    import llmdistill
-
     llmdistill.compress("embedded:teacher", output=folder / "student", target_params="34%")
     steps = 1 if settings.quick else STEPS
     data = f"embedded:{'valid' if settings.quick else 'train'}"
     for method, contents in KEPT.items():
         row = {"method": method, "student": str(folder / "student"), "data": data, "steps": steps, "cache": None}
-        rows = {"live": {"work": "train", **row}}
-        sizes: dict[str, dict[str, Any]] = {}
+        rows, sizes = {"live": {"work": "train", **row}}, {}
         for content in contents:
             cached = {**row, "content": content, "cache": str(folder / f"{method}-{content}")}
             sizes[content] = facts_of(__file__, {"work": "make", **cached}, settings)
             rows[content] = {"work": "train", **cached}
-        found = measure(__file__, rows, settings, weighed=())
+        found = measure(__file__, rows, settings, memory=False)
         live = found["live"].median / steps * found["live"].facts["steps"]
-        for content in contents:
-            ratio, facts = time_ratio(found[content], found["live"]), sizes[content]
-            made, a_token, saved = facts["seconds"], facts["bytes"] / facts["tokens"], live * (1 - ratio)
-            epochs = made / saved if saved > 0 else float("nan")
-            for what, value, detail in (
-                ("epoch / live epoch", ratio, f"{live * ratio:.1f} s / {live:.1f} s an epoch"),
-                ("made / live epoch", made / live, f"{made:.1f} s"),
-                ("pays off after", epochs, "epochs"),
-                ("bytes a token", a_token, f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"),
-            ):
-                table.add(Line(f"{method} from {content}: {what}", value, None, detail))
+        for content, facts in sizes.items():
+            ratio, made = time_ratio(found[content], found["live"]), facts["seconds"]
+            saved, size = live * (1 - ratio), f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"
+            name = f"{method} from {content}"
+            table.add(Line(f"{name}: epoch / live epoch", ratio, None, f"{live * ratio:.1f} s / {live:.1f} s an epoch"))
+            table.add(Line(f"{name}: made / live epoch", made / live, None, f"{made:.1f} s"))
+            table.add(Line(f"{name}: pays off after", made / saved if saved > 0 else math.nan, None, "epochs"))
+            table.add(Line(f"{name}: bytes a token", facts["bytes"] / facts["tokens"], None, size))
 
 
 def main() -> None:

@@ -29,9 +29,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import benching
+import psutil
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, positive, run, time_ratio, wait
+from benching import Settings, Work, bench_parser, parse, positive, run, time_ratio, wait
 from benching_table import Line, Table, in_seconds
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, FactorizeConfig
+from llmdistill.data.whole_text import TextSet
+from llmdistill.embedded import locate
+from llmdistill.factorize import cuts, measure, weigh
+from llmdistill.factorize.counting import layer_linears
+from llmdistill.factorize.forms import largest_rank
+from llmdistill.factorize.moments import BLOCK, Moments, measure_moments, shared_inputs
+from llmdistill.factorize.weighted import weighted_svd
+from llmdistill.models.configs import load_config
+from llmdistill.models.passes import in_parts, rows_of
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World
+from llmdistill.teacher.live import LiveTeacher
 
 Groups = list[list[tuple[int, int]]]
 """(m, n) of the linears of a layer; those of a group read the same tensor."""
@@ -59,7 +77,6 @@ def entries(groups: Groups) -> int:
 
 def summed(groups: Groups) -> float:
     """Multiply-adds for each token of these entries: blocks of rows are computed up to their diagonal."""
-    from llmdistill.factorize.moments import BLOCK
 
     def triangle(width: int) -> int:
         return sum((width - start) * min(BLOCK, width - start) for start in range(0, width, BLOCK))
@@ -69,26 +86,13 @@ def summed(groups: Groups) -> float:
 
 def decomposition(m: int, n: int) -> float:
     """Multiply-adds to decompose a matrix: Cholesky factors, whitening, eigenvectors of its Gram matrix, solutions."""
-    from llmdistill.factorize.forms import largest_rank
-
     short, long, rank = min(m, n), max(m, n), largest_rank(m, n)
     small = (m**3 + n**3) / 6 + rank * (m * m + n * n) / 2
     return small + m * n * (m + n) + short * short * long + 9 * short**3 + rank * short * long
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"work": pass, plain or decompose, ...}."""
-    return decompose_row(row, device) if row["work"] == "decompose" else pass_row(row, device)
-
-
-def pass_row(row: dict[str, Any], device: torch.device) -> Work:
-    """A pass over some batches, or a forward and a backward pass of each."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-
-    from llmdistill.batch import Batch
-    from llmdistill.factorize.counting import layer_linears
-    from llmdistill.factorize.moments import measure_moments
-
+    """One row: a pass over some batches, or a forward and a backward pass of each."""
     kinds = {"gpt2": GPT2Config, "llama": LlamaConfig}
     model = AutoModelForCausalLM.from_config(kinds[row["kind"]](**row["config"]), dtype=torch.float32).to(device)
     ids = torch.randint(row["config"]["vocab_size"], (row["batch"], row["tokens"]))
@@ -106,13 +110,8 @@ def pass_row(row: dict[str, Any], device: torch.device) -> Work:
     return Work(measured if row["work"] == "pass" else plain)
 
 
-def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
+def decomposed(m: int, n: int, device: torch.device) -> float:
     """CPU seconds of one weighted SVD; on a GPU seconds."""
-    from llmdistill.factorize.forms import largest_rank
-    from llmdistill.factorize.moments import Moments
-    from llmdistill.factorize.weighted import weighted_svd
-
-    m, n = row["m"], row["n"]
     weight = torch.randn(m, n, device=device)
     sums = []
     for size in (n, m):
@@ -125,7 +124,7 @@ def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
     begun = clock()
     weighted_svd(weight, moments, largest_rank(m, n))
     wait(device)
-    return Work(None, {"seconds": clock() - begun})
+    return clock() - begun
 
 
 def bench_pass(settings: Settings, table: Table) -> None:
@@ -143,7 +142,7 @@ def bench_pass(settings: Settings, table: Table) -> None:
     for kind, (config, groups) in models.items():
         row = {"kind": kind, "config": config, "batch": 2, "tokens": 64, "batches": 4}
         both = {way: {**row, "work": way} for way in ("pass", "plain")}
-        found = measure(__file__, both, settings, weighed=("pass",))
+        found = benching.measure(__file__, both, settings)
         one, other = found["pass"], found["plain"]
         tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
@@ -161,7 +160,7 @@ def bench_decomposition(settings: Settings, table: Table) -> None:
     shapes = dict.fromkeys(shape for layer in groups for group in layer for shape in group)
     rates = []
     for m, n in shapes:
-        took = facts_of(__file__, {"work": "decompose", "m": m, "n": n}, settings)["seconds"]
+        took = decomposed(m, n, torch.device(settings.device))
         rates.append(decomposition(m, n) / took)
         detail = f"{rates[-1] / 1e9:.1f} billion multiply-adds a second"
         table.add(Line(f"{m}x{n} decomposed", took, None, detail, unit=" s"))
@@ -173,23 +172,6 @@ def bench_decomposition(settings: Settings, table: Table) -> None:
 
 def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> None:
     """Time and memory of the calibration of a real model, against a forward and a backward pass of the same tokens."""
-    import psutil
-    from transformers import AutoModelForCausalLM
-
-    from llmdistill.batch import Batch
-    from llmdistill.config import CalibrationConfig, FactorizeConfig
-    from llmdistill.data.whole_text import TextSet
-    from llmdistill.embedded import locate
-    from llmdistill.factorize import cuts, measure, weigh
-    from llmdistill.factorize.counting import layer_linears
-    from llmdistill.factorize.moments import shared_inputs
-    from llmdistill.models.configs import load_config
-    from llmdistill.models.passes import in_parts, rows_of
-    from llmdistill.models.tokenizer import load_tokenizer
-    from llmdistill.runtime.distributed import World
-    from llmdistill.teacher.live import LiveTeacher
-
-    torch.set_num_threads(settings.threads)
     path = locate(arguments.model)
     count, length, text = arguments.examples, arguments.tokens, TextSet(arguments.text).read()
     rows = count + max(1, count // 8)
@@ -264,8 +246,9 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     table.add(Line("the same in CPU seconds", cpu / cpu_of_plain, 1.6, f"{cpu:.0f} s / {cpu_of_plain:.0f} s"))
     above = f"({peak:,} - {kept:,}) / {teacher:,}"
     table.add(Line("(peak - statistics) / teacher in fp32", (peak - kept) / teacher, 1.5, above))
-    for name, (took, _) in seconds.items():
-        table.add(Line(name, took, None, f"peak {peaks.get(name, 0) / 1e6:,.0f} MB", unit=" s"))
+    for name, (wall, cpu) in seconds.items():
+        detail = f"{wall:.1f} s by the clock, peak {peaks.get(name, 0) / 1e6:,.0f} MB"
+        table.add(Line(f"{name}: CPU seconds", cpu, None, detail, unit=" s"))
 
 
 def main() -> None:
@@ -277,6 +260,7 @@ def main() -> None:
     settings, arguments = parse(parser, build)
     if (arguments.model is None) != (arguments.text is None):
         parser.error("give --model and --text together")
+    torch.set_num_threads(settings.threads)
     table = Table(settings)
     if arguments.model is not None:
         bench_model(arguments, settings, table)

@@ -20,7 +20,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -28,8 +27,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benching import Work, bench_parser, facts_of, measure, parse, run
 from benching_table import Line, Table
+from transformers import BertConfig
+
+from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.data.collate import collate
+from llmdistill.data.example_store import open_examples, store_examples
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.pairs import encode_pairs
+from llmdistill.data.sampler import Share
+from llmdistill.data.sources import read_examples
+from llmdistill.data.stream import StreamLoader
+from llmdistill.data.windows import WindowLimits, encode_windows
+from llmdistill.embedded import locate
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective
+from llmdistill.runtime.exchange import open_exchange
+from llmdistill.runtime.launch import free_port
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models
 
 GLOBAL_BATCH = 256
 STEPS_SHARE = 4
@@ -43,8 +61,6 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--data", choices=["instructions", *TASK_KINDS], default="instructions")
     settings, arguments = parse(parser, build)
-    from llmdistill.runtime.launch import free_port
-
     settings = replace(settings, threads=1)  # one thread a rank, as several ranks share a node
     table = Table(settings)
     count, kind = 5_000 if arguments.quick else 100_000, arguments.data
@@ -59,7 +75,7 @@ def main() -> None:
                 f"stream, rank {rank} of {ranks}": {**row, "way": "stream", "rank": rank, "size": ranks, "port": port}
                 for rank in range(ranks)
             }
-            found = measure(__file__, streams, settings, timed=(), weighed=())
+            found = measure(__file__, streams, settings, times=False, memory=False)
             rows |= {name: each.facts for name, each in found.items()}
     for name, each in rows.items():
         per = f", {each['private'] / count:,.1f} private bytes an example" if "private" in each else ""
@@ -72,8 +88,8 @@ def build(row: dict[str, Any], _device: torch.device) -> Work:
     folder = Path(row["folder"])
     if row["way"] == "stream":
         return Work(None, stream(folder, row["rank"], row["size"], row["port"]))
-    job = read_instructions if row["data"] == "instructions" else partial(read_task, row["data"])
-    return Work(None, measured(job(folder, as_lists=row["way"] == "lists")))
+    read = read_instructions if row["data"] == "instructions" else partial(read_task, row["data"])
+    return Work(None, measured(read(folder, as_lists=row["way"] == "lists")))
 
 
 def write(folder: Path, count: int) -> None:
@@ -86,9 +102,6 @@ def write(folder: Path, count: int) -> None:
 
 def embedded(count: int) -> Iterator[Any]:
     """Yield embedded examples, from the first one again after the last."""
-    from llmdistill.data.sources import read_examples
-    from llmdistill.embedded import locate
-
     return islice(cycle(read_examples(locate("embedded:train"))), count)
 
 
@@ -112,10 +125,6 @@ def write_tasks(folder: Path, count: int) -> None:
 
 def read_instructions(folder: Path, *, as_lists: bool) -> Callable[[], object]:
     """Read every example as Python lists, or as the tokens on disk, which the first start makes."""
-    from llmdistill.data.example_store import open_examples, store_examples
-    from llmdistill.data.instruct import encode
-    from llmdistill.data.sources import read_examples
-
     (tokenizer, limits), rows = setting(), folder / "rows.jsonl"
     if as_lists:
         return lambda: encode(read_examples(rows), tokenizer, limits)
@@ -124,16 +133,6 @@ def read_instructions(folder: Path, *, as_lists: bool) -> Callable[[], object]:
 
 def read_task(kind: str, folder: Path, *, as_lists: bool) -> Callable[[], object]:
     """Read text and tokens of a task's training examples as Python objects, or as the tokens on disk."""
-    from transformers import BertConfig
-
-    from llmdistill.config import DataConfig, RunConfig, TaskConfig
-    from llmdistill.data.pairs import encode_pairs
-    from llmdistill.data.windows import WindowLimits, encode_windows
-    from llmdistill.embedded import locate
-    from llmdistill.objective import Objective
-    from llmdistill.tasks import make_task
-    from llmdistill.tasks.base import Models
-
     (tokenizer, _), config, path = setting(), BertConfig(), locate("embedded:teacher")
     name, length = TASK_KINDS[kind]
     data = DataConfig(kind="task", max_length=length, task=TaskConfig(name=name, dir=str(folder)))
@@ -152,14 +151,6 @@ def read_task(kind: str, folder: Path, *, as_lists: bool) -> Callable[[], object
 
 
 def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
-    """One rank's batches of a stream."""
-    import torch.distributed as dist
-
-    from llmdistill.data.collate import collate
-    from llmdistill.data.sampler import Share
-    from llmdistill.data.stream import StreamLoader
-    from llmdistill.runtime.exchange import open_exchange
-
     if size > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     tokenizer, limits = setting()
@@ -177,10 +168,6 @@ def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
 
 def setting() -> tuple[Any, Any]:
     """The tokenizer, which has been used once, and the limits."""
-    from llmdistill.data.instruct import Limits
-    from llmdistill.embedded import locate
-    from llmdistill.models.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(locate("embedded:teacher"))
     tokenizer(["a"])
     return tokenizer, Limits()
@@ -199,11 +186,11 @@ def measured(job: Callable[[], object]) -> dict[str, float]:
 def private_bytes() -> int:
     """Return the bytes of this process that are no file's; 0 where the system does not tell."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
     file = Path("/proc/self/smaps_rollup")
-    found = re.search(r"Anonymous:\s+(\d+) kB", file.read_text()) if file.is_file() else None
-    return 0 if found is None else int(found[1]) * 1024
+    if not file.is_file():
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)
+    return 1024 * int(re.findall(r"Anonymous:\s+(\d+) kB", file.read_text())[0])
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
     python scripts/bench/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
     python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
-Matrices are fp32. A whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by square
-ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and is factorized
-from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading is
-from_pretrained, of the student and of the dense model, whose files the system has just seen.
+Matrices are fp32, and only their decompositions take turns in processes of their own. A whole BERT-base is its 72
+linears and its embedding, by KroneckerBERT_21's shapes and by square ones. The model has random bf16 weights and
+Llama-3.2-1B's shapes (two of its layers without --full), and is factorized from a folder into a folder, as `llmdistill
+compress` does; what the rank would enlarge stays dense. Loading is from_pretrained, of the student and of the dense
+model, whose files the system has just seen.
 
 The last line is JSON with the value of each measure.
 """
@@ -23,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, run, time_ratio
+from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
 from torch import Tensor
-
-Factors = tuple[Tensor, Tensor, Tensor]
 
 LLAMA = {
     "hidden_size": 2048,
@@ -41,17 +40,9 @@ LLAMA = {
 """Llama-3.2-1B's config."""
 TWO_LAYERS = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 16384}
 SMALL = {**TWO_LAYERS, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8}
-RANK = {"full": 606, "quick": 64}
-"""Of the layers' linears; what such a rank would enlarge stays dense."""
 
 
-def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"work": svd, bert, model or text, ...}."""
-    rows = {"svd": svd_row, "bert": bert_row, "model": model_row, "text": text_row}
-    return rows[row["work"]](row, device)
-
-
-def full_svd(matrix: Tensor, rank: int) -> Factors:
+def full_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The reference: all singular values and vectors, then the first k."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     return u[:, :rank], s[:rank], vh[:rank]
@@ -67,91 +58,22 @@ def make_matrix(n: int, m: int, spectrum: str, device: torch.device) -> Tensor:
     return matrix.to(device)
 
 
-def error(matrix: Tensor, factors: Factors) -> float:
-    """Frobenius norm of what the approximation misses, in fp64."""
-    u, s, vh = (factor.double() for factor in factors)
-    return torch.linalg.norm(matrix.double() - (u * s) @ vh).item()
-
-
-def svd_row(row: dict[str, Any], device: torch.device) -> Work:
-    """One decomposition, ours or the full one; and how far from the optimum its error is."""
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One decomposition, ours or the full one; and how far from the matrix it is, as a Frobenius norm in fp64."""
     from llmdistill.factorize.svd import truncated_svd
 
     matrix = make_matrix(row["n"], row["m"], row["spectrum"], device)
     function = truncated_svd if row["way"] == "ours" else full_svd
-    facts = {"error": error(matrix, function(matrix, row["rank"]))}
-    return Work(lambda: function(matrix, row["rank"])[1].shape, facts)
-
-
-def bert_row(row: dict[str, Any], device: torch.device) -> Work:
-    """Seconds for the nearest Kronecker products of all linears of a BERT and of its embedding, one after the other."""
-    from transformers import BertConfig, BertModel
-
-    from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.convert import factorize
-    from llmdistill.factorize.sizes import plan
-
-    torch.manual_seed(0)
-    model = BertModel(BertConfig(num_hidden_layers=row["layers"]))
-    shapes = {"*.attention.*": "384x48", "*.intermediate.dense": row["up"], "*.output.dense": row["down"]}
-    planned = plan(model, FactorizeConfig(shapes=shapes, embedding_columns=16), "kronecker")
-    seconds = _seconds(lambda: factorize(model, planned, device=device))
-    return Work(None, {"matrices": len(planned.sizes) + 1, "seconds": seconds})
-
-
-def model_row(row: dict[str, Any], device: torch.device) -> Work:
-    """Seconds to factorize a folder's model into another folder, and to load each of both."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.convert import compress
-    from llmdistill.factorize.counting import build_reference, layer_linears
-
-    config = LlamaConfig(**row["config"])
-    # Keys and values are narrower than the rank, which `rank` alone would refuse.
-    linears = layer_linears(build_reference(config))
-    ranks = {name: row["rank"] for name, (m, n) in linears.items() if row["rank"] * (n + m) < n * m}
-    settings = FactorizeConfig(ranks=ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        dense, student = Path(folder) / "dense", Path(folder) / "student"
-        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
-        seconds = _seconds(lambda: compress(dense, student, settings, device=device))
-        facts = {"matrices": len(ranks), "compress_seconds": seconds}
-        for name, path in (("student", student), ("dense", dense)):
-            load = partial(LlamaForCausalLM.from_pretrained, path)
-            facts[f"load_{name}_seconds"] = statistics.median(_seconds(load) for _ in range(3))
-    return Work(None, facts)
-
-
-def text_row(row: dict[str, Any], _device: torch.device) -> Work:
-    """Seconds to tokenize a text, and to have it a second time."""
-    from transformers import AutoTokenizer
-
-    from llmdistill.data.corpus import tokenize
-    from llmdistill.embedded import locate
-
-    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text.txt"
-        text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(row["lines"])))
-        first = _seconds(lambda: tokenize(text, tokenizer, cache_dir=folder))
-        again = _seconds(lambda: tokenize(text, tokenizer, cache_dir=folder))
-        tokens = len(tokenize(text, tokenizer, cache_dir=folder).tokens)
-    return Work(None, {"tokens": tokens, "first_seconds": first, "cached_seconds": again})
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+    u, s, vh = (factor.double() for factor in function(matrix, row["rank"]))
+    missed = torch.linalg.norm(matrix.double() - (u * s) @ vh).item()
+    return Work(lambda: function(matrix, row["rank"])[1].shape, {"error": missed})
 
 
 def bench_svd(settings: Settings, table: Table) -> None:
-    """Three matrices, ours against the full SVD."""
     n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
     for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
-        row = {"work": "svd", "n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
-        found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, weighed=())
+        row = {"n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
+        found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, memory=False)
         ours, full = found["ours"], found["full"]
         excess = ours.facts["error"] / full.facts["error"] - 1
         detail = f"{in_seconds(ours, full)}, error over the optimum's - 1: {excess:.1e}"
@@ -160,36 +82,79 @@ def bench_svd(settings: Settings, table: Table) -> None:
 
 
 def bench_kronecker(settings: Settings, table: Table) -> None:
-    """All of BERT-base, by KroneckerBERT_21's shapes and by square ones in the feed-forward layers."""
+    """All linears of BERT-base and its embedding, by KroneckerBERT_21's shapes and by square ones."""
+    from transformers import BertConfig, BertModel
+
+    from llmdistill.config import FactorizeConfig
+    from llmdistill.factorize.convert import factorize
+    from llmdistill.factorize.sizes import plan
+
     layers = 1 if settings.quick else 12
-    ways = {"thin": {"up": "16x2", "down": "2x16"}, "square": {"up": "64x24", "down": "24x64"}}
-    for name, shapes in list(ways.items())[: 1 if settings.quick else None]:
-        facts = facts_of(__file__, {"work": "bert", "layers": layers, **shapes}, settings)
+    for name, up, down in [("thin", "16x2", "2x16"), ("square", "64x24", "24x64")][: 1 if settings.quick else 2]:
+        model = BertModel(BertConfig(num_hidden_layers=layers))
+        shapes = {"*.attention.*": "384x48", "*.intermediate.dense": up, "*.output.dense": down}
+        planned = plan(model, FactorizeConfig(shapes=shapes, embedding_columns=16), "kronecker")
+        took = _seconds(partial(factorize, model, planned, device=torch.device(settings.device)))
         text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
-        table.add(Line(text, facts["seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
+        table.add(Line(text, took, None, f"{len(planned.sizes) + 1} matrices", unit=" s"))
 
 
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
-    config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
-    layers, rank = config["num_hidden_layers"], RANK["quick" if config is SMALL else "full"]
-    facts = facts_of(__file__, {"work": "model", "config": config, "rank": rank}, settings)
-    name = f"{layers} Llama layers {config['hidden_size']} wide, rank {rank}"
-    student, dense = facts["load_student_seconds"], facts["load_dense_seconds"]
-    table.add(Line(f"{name}: compress", facts["compress_seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
-    table.add(Line(f"{name}: load student / dense", student / dense, None, f"{student:.3f} s / {dense:.3f} s"))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmdistill.config import FactorizeConfig
+    from llmdistill.factorize.convert import compress
+    from llmdistill.factorize.counting import build_reference, layer_linears
+
+    config = LlamaConfig(**(LLAMA if full else SMALL if settings.quick else TWO_LAYERS))
+    rank = 64 if settings.quick and not full else 606
+    # Keys and values are narrower than the rank, which `rank` alone would refuse.
+    linears = layer_linears(build_reference(config))
+    ranks = {name: rank for name, (m, n) in linears.items() if rank * (n + m) < n * m}
+    with tempfile.TemporaryDirectory() as folder:
+        dense, student = Path(folder) / "dense", Path(folder) / "student"
+        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
+        device = torch.device(settings.device)
+        took = _seconds(lambda: compress(dense, student, FactorizeConfig(ranks=ranks), device=device))
+        load = [
+            statistics.median(_seconds(lambda path=path: LlamaForCausalLM.from_pretrained(path)) for _ in range(3))
+            for path in (student, dense)
+        ]
+    name = f"{config.num_hidden_layers} Llama layers {config.hidden_size} wide, rank {rank}"
+    table.add(Line(f"{name}: compress", took, None, f"{len(ranks)} matrices", unit=" s"))
+    table.add(Line(f"{name}: load student / dense", load[0] / load[1], None, f"{load[0]:.3f} s / {load[1]:.3f} s"))
 
 
 def bench_text(settings: Settings, table: Table) -> None:
-    facts = facts_of(__file__, {"work": "text", "lines": 5_000 if settings.quick else 200_000}, settings)
-    first, again = facts["first_seconds"], facts["cached_seconds"]
-    detail = f"{again:.4f} s / {first:.3f} s, {facts['tokens']:,} tokens"
+    from transformers import AutoTokenizer
+
+    from llmdistill.data.corpus import tokenize
+    from llmdistill.embedded import locate
+
+    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
+    with tempfile.TemporaryDirectory() as folder:
+        text, count = Path(folder) / "text.txt", 5_000 if settings.quick else 200_000
+        text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(count)))
+        first, again = (_seconds(lambda: tokenize(text, tokenizer, cache_dir=folder)) for _ in range(2))
+        tokens = len(tokenize(text, tokenizer, cache_dir=folder).tokens)
+    detail = f"{again:.4f} s / {first:.3f} s, {tokens:,} tokens"
     table.add(Line("text from the cache / tokenized", again / first, None, detail))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
 
 
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
     settings, arguments = parse(parser, build)
+    from llmdistill.runtime.terminal import quiet_libraries
+
+    quiet_libraries()
+    torch.set_num_threads(settings.threads)
     table = Table(settings)
     bench_svd(settings, table)
     bench_kronecker(settings, table)

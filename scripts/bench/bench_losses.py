@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import loss_cases
+import plain_losses
 import torch
 from benching import Settings, Work, bench_parser, measure, parse, run
 from benching_table import Table
@@ -36,13 +36,13 @@ RELATION_MEMORY = 0.12
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"loss": a case of loss_cases, "way": fused, naive or products, "sizes": of the case}."""
-    draw = loss_cases.Draw(device, torch.bfloat16 if row.get("bf16") else torch.float32)
+    """One row: {"loss": a case of plain_losses, "way": fused, naive or products, "sizes": of the case}."""
+    draw = plain_losses.Draw(device, torch.bfloat16 if row.get("bf16") else torch.float32)
     if row["way"] == "products":
-        student, teacher = loss_cases.head_inputs(draw, **row["sizes"])
+        student, teacher = plain_losses.head_inputs(draw, **row["sizes"])
         return Work(lambda: _products(student, teacher).is_sparse)
     more = {"terms": [TokenTerm("kl", FORWARD_KL)]} if row["loss"] == "head_losses" else {"batch": 1}
-    leaves, call = getattr(loss_cases, row["loss"])(draw, row["way"] == "naive", **row["sizes"], **more)
+    leaves, call = getattr(plain_losses, row["loss"])(draw, row["way"] == "naive", **row["sizes"], **more)
 
     def both_ways() -> None:
         call().backward()
@@ -53,7 +53,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 @torch.no_grad()
-def _products(student: loss_cases.HeadInputs, teacher: loss_cases.HeadInputs) -> Tensor:
+def _products(student: plain_losses.HeadInputs, teacher: plain_losses.HeadInputs) -> Tensor:
     """The four bare matrix products, with nothing in between; the last of them."""
     derivative_NV = student.rows @ student.weight.T
     teacher.rows @ teacher.weight.T

@@ -17,21 +17,24 @@ The last line is JSON with the value of each measure.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import step_rows
 import torch
-from benching import Measured, Settings, Work, bench_parser, measure, parse, run, time_ratio
+from benching import Measured, Row, Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
-from step_setting import make_setting
 from torch import nn
+
+from llmdistill.config import TrainConfig
+from llmdistill.runtime.distributed import init_distributed
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import build_engine, split_batch, student_ds_config
+from llmdistill.runtime.launch import free_port
+from llmdistill.runtime.terminal import quiet_libraries
+from llmdistill.runtime.tracing import Tracer
 
 EFFICIENCY = 0.85
 STAGES = ("zero2", "zero1", "zero3")
@@ -48,8 +51,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: a step of bench_step, or with {"ranks": ..., "ds_config": ..., "apart": ...} one of several ranks."""
     if "ranks" in row:
         return ranked(row, device)
-    from llmdistill.runtime.tracing import Tracer
-
     work = step_rows.build(row, device)
     assert work.call is not None
     tracer = Tracer()
@@ -59,57 +60,33 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def ranked(row: dict[str, Any], device: torch.device) -> Work:
-    """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
-    others: list[subprocess.Popen[str]] = []
-    if "RANK" not in os.environ:
-        from llmdistill.runtime.launch import free_port
-
-        joined = "1" if row["apart"] else str(row["ranks"])
-        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
-        for rank in range(row["ranks"]):
-            port = str(free_port()) if rank == 0 or row["apart"] else os.environ["MASTER_PORT"]
-            place = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {**size, **place, "RANK": "0" if row["apart"] else str(rank)}
-            if rank == 0:
-                os.environ.update(variables)
-            else:
-                others.append(start_rank(row, device, variables))
+    """A step on one rank, or on two: this process is rank 0 then, and a row with a `rank` is that of the other one."""
+    rank, alone = row.get("rank", 0), row["apart"] or row["ranks"] == 1
+    port = str(free_port()) if alone or rank == 0 else row["port"]
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), "1" if alone else "2")
+    os.environ |= {"RANK": "0" if alone else str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    others = []
+    if rank == 0 and row["ranks"] == 2:
+        settings = Settings(quick=True, device=device.type, threads=torch.get_num_threads(), repeats=1)
+        others.append(Row(__file__, {**row, "rank": 1, "port": port}, settings))
     step = engine_step(row, device)
+    if others:  # the other rank steps once before it says that it is there
+        step()
+        others[0].answer()
 
     def on_all_ranks() -> float:
         for other in others:
-            print("step", file=other.stdin, flush=True)
+            other.ask("time")
         loss = step()
         for other in others:
-            assert other.stdout is not None
-            if "done\n" not in other.stdout:  # which reads up to that line
-                raise RuntimeError(f"another rank ended with {other.wait()}")
+            other.answer()
         return loss
 
-    if os.environ["LOCAL_RANK"] == "0":
-        return Work(on_all_ranks)
-    for _ in sys.stdin:
-        step()
-        print("done", flush=True)
-    sys.exit(0)
-
-
-def start_rank(row: dict[str, Any], device: torch.device, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Another rank, which ends when this process does, as its standard input then ends."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--row", json.dumps(row), "--device", device.type]
-    command += ["--threads", str(torch.get_num_threads())]
-    environment = {**os.environ, **variables}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return Work(on_all_ranks)
 
 
 def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
-    """A step by the package's trainer and DeepSpeed's engine, with the shipped ds_config."""
-    from llmdistill.config import TrainConfig
-    from llmdistill.runtime.distributed import init_distributed
-    from llmdistill.runtime.ds_config import read_ds_config
-    from llmdistill.runtime.engine import build_engine, split_batch, student_ds_config
-    from llmdistill.runtime.terminal import quiet_libraries
-
     world = init_distributed()
     quiet_libraries()
     batch = row["batch"]
@@ -122,7 +99,7 @@ def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float
     def make_engine(student: nn.Module) -> Any:
         return build_engine(student, ds_config, train)  # type: ignore[arg-type]
 
-    return step_rows.ours(make_setting(row, world.device), row, make_engine, world)
+    return step_rows.ours(step_rows.make_setting(row, world.device), row, make_engine, world)
 
 
 def ranks(settings: Settings, table: Table) -> None:
@@ -132,7 +109,7 @@ def ranks(settings: Settings, table: Table) -> None:
     for ds_config in STAGES[:1] if settings.quick else STAGES:
         row = {**row, "ds_config": ds_config, "apart": False}
         rows = {"one": {**row, "ranks": 1}, "two": {**row, "ranks": 2}, "apart": {**row, "ranks": 2, "apart": True}}
-        found = measure(__file__, rows, settings, weighed=())
+        found = measure(__file__, rows, settings, memory=False)
         one, two, apart = (found[name] for name in ("one", "two", "apart"))
         name = f"{ds_config}, {row['batch']}×{row['tokens']} a rank"
         efficiency = time_ratio(one, two), EFFICIENCY, in_seconds(one, two)
@@ -151,7 +128,7 @@ def growth(settings: Settings, table: Table) -> None:
         f"vocabulary {base['vocabulary'] * 4}": {**base, "vocabulary": base["vocabulary"] * 4},
         f"layers {layers}": {**base, "layers": layers, "student_layers": layers},
     }
-    found = measure(__file__, rows, settings, weighed=())
+    found = measure(__file__, rows, settings, memory=False)
     start = found.pop("base")
     for name, larger in found.items():
         table.add(grew(name, start, larger))

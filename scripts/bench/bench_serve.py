@@ -34,6 +34,14 @@ from typing import Any
 import torch
 from benching import Settings, Work, bench_parser, measure, parse, positive, run, time_ratio
 from benching_table import Line, Table
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import llmdistill  # also lets transformers load students
+from llmdistill.embedded import locate
+from llmdistill.factorize.counting import build_reference
+from llmdistill.factorize.onnx_export import export_onnx
+from llmdistill.models.configs import load_config
 
 SHARE = 0.8
 RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")
@@ -69,10 +77,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 def _transformers(folder: str) -> tuple[Step, Any]:
     """A step, and what stands for no keys and values."""
-    from transformers import AutoModelForCausalLM
-
-    import llmdistill  # noqa: F401  # lets transformers load students
-
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def step(tokens: Any, past: Any) -> tuple[Any, Any]:
@@ -137,11 +141,6 @@ def _vllm(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], None]:
 
 def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> dict[str, float]:
     """Multiply-adds of a call of each work, counted on the meta device; those of a step grow by as many each time."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from llmdistill.factorize.counting import build_reference
-    from llmdistill.models.configs import load_config
-
     model: Any = build_reference(load_config(folder), "lm_head").eval()
 
     def of_call(count: int, cache: Any, keep: int) -> tuple[float, Any]:
@@ -163,8 +162,6 @@ def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
         return model, sum(each.stat().st_size for each in Path(model).glob("*.safetensors"))
     folder = graphs / name
     if not folder.exists():
-        from llmdistill.factorize.onnx_export import export_onnx
-
         export_onnx(model, folder, int8=True)
     file = folder / {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}[runtime]
     return str(file), sum(each.stat().st_size for each in folder.glob(f"{file.name}*"))
@@ -179,7 +176,7 @@ def compare(
     for work in WORKS:
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
         pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
-        found = measure(__file__, rows, settings, weighed=(), pythons=pythons)
+        found = measure(__file__, rows, settings, memory=False, pythons=pythons)
         tokens = row["tokens"] if work == "prefill" else row["new"]
         for name, measured in found.items():
             speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
@@ -195,10 +192,6 @@ def compare(
 
 def small(folder: Path) -> dict[str, str]:
     """A random Llama and a student of it, for --quick."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import llmdistill
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=512, max_position_embeddings=128)
     LlamaForCausalLM(config).save_pretrained(folder / TEACHER)
@@ -233,11 +226,7 @@ def main() -> None:
             arguments.graphs, arguments.tokens, arguments.new = Path(scratch) / "graphs", 32, 8
             models = small(Path(scratch))
         else:
-            from llmdistill.embedded import locate
-
             models = {TEACHER: str(locate(arguments.teacher)), **dict(arguments.student)}
-        from llmdistill.models.configs import load_config
-
         vocabulary = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
         row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}

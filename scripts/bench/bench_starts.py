@@ -26,9 +26,7 @@ from typing import Any, cast
 
 import torch
 from benching import run
-from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +48,9 @@ from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
-from llmdistill.report.plots import INK, STYLE, WIDTH, legend_columns, method_styles, new_figure, short_number
+from llmdistill.report.panels import plot_size
+from llmdistill.report.plots import method_styles
+from llmdistill.report.score import PERPLEXITY
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
@@ -256,13 +256,6 @@ class Bench:
         score = score_sets(self.model, self.tokenizer, sets, settings, limits)["prompts"]
         return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
 
-    def score_student(self, given: str) -> dict[str, Any]:
-        """The row of a trained student, LABEL=DIR."""
-        label, folder = given.split("=", 1)
-        student = load_model(folder, dtype=torch.float32, device=self.world.device).eval()
-        scores = score_windows(student, self.windows, batch_size=4, world=self.world)
-        return {"start": label, **scores, "all": count_parameters(student) / self.whole}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -297,12 +290,16 @@ def main() -> None:
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(f"{start}, {100 * share:.0f} %: perplexity {row['perplexity']:.5g}, {row['seconds']:.0f} s", flush=True)
-    trained = [bench.score_student(given) for given in options.student]
-    for row in trained:
+    trained = []
+    for label, folder in (given.split("=", 1) for given in options.student):
+        student = load_model(folder, dtype=torch.float32, device=bench.world.device).eval()
+        scores = score_windows(student, bench.windows, batch_size=4, world=bench.world)
+        row = {"start": label, **scores, "all": count_parameters(student) / bench.whole}
+        trained.append(row)
         print(f"{row['start']}, {100 * row['all']:.0f} % of all: perplexity {row['perplexity']:.5g}", flush=True)
     print(table(rows))
     if options.figure is not None:
-        draw([*rows, *trained], bench.whole).savefig(options.figure, dpi=160)
+        draw([*rows, *trained], bench.whole, Path(options.test).stem).savefig(options.figure, dpi=160)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -320,30 +317,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, f"\nteacher: {found.get(('teacher', 1.0), '')}"])
 
 
-@rc_context(STYLE)
-def draw(rows: Sequence[Mapping[str, Any]], whole: int) -> Figure:
+def draw(rows: Sequence[Mapping[str, Any]], whole: int, name: str) -> Figure:
     """Plot the perplexity over the number of parameters, a line for each start, single points for trained students."""
-    figure = new_figure(WIDTH, 3.6)
-    axes = figure.subplots()
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if row["start"] == "teacher":
-            axes.axhline(row["perplexity"], color=INK, linewidth=1, dashes=(4, 3), label="teacher")
-        else:
-            lines.setdefault(row["start"], []).append((row["all"] * whole, row["perplexity"]))
-    for (label, points), style in zip(lines.items(), method_styles(list(lines)).values(), strict=True):
-        look = {"color": style.color, "marker": style.marker, "dashes": style.dashes}
-        axes.plot(*zip(*sorted(points), strict=True), label=label, markersize=4, **look)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("parameters")
-    axes.set_ylabel("perplexity")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
-    return figure
+        lines.setdefault(row["start"], []).append((round(row["all"] * whole), row["perplexity"]))
+    ((_, teacher),) = lines.pop("teacher")
+    styles = method_styles(list(lines))
+    return plot_size([(label, styles[label], points) for label, points in lines.items()], teacher, PERPLEXITY, [name])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from benching import Measured, RowFailed, Settings, bench_parser, measure, parse, run
+from benching import Measured, Settings, bench_parser, measure, parse, run
 from benching_table import Line, Table
 from step_rows import build
 
@@ -41,14 +41,9 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> None:
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
     rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
-    found: dict[str, Measured] = {}
     if peers_python is not None:
-        with_trl = {**rows, **rows_of("kd", ("trl",), sizes)}
-        try:
-            found = measure(__file__, with_trl, settings, pythons={"trl": peers_python})
-        except RowFailed as failure:
-            table.say(f"TRL's row failed and is left out: {failure}")
-    found = found or measure(__file__, rows, settings)
+        rows |= rows_of("kd", ("trl",), sizes)
+    found = measure(__file__, rows, settings, pythons={"trl": peers_python or sys.executable})
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
     against_floor(table, name, found["ours"], found["floor"], time=1.03, memory=0.92)
     against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], time=0.85, memory=0.75)
@@ -70,7 +65,7 @@ def makd_step(settings: Settings, table: Table) -> None:
     table.memory(f"{name}: memory / naive", ours, naive, 0.5)
     if not settings.quick:
         long = {**sizes, "batch": 1, "tokens": 1024}
-        found = measure(__file__, rows_of("makd", ("ours", "naive"), long), settings, timed=())
+        found = measure(__file__, rows_of("makd", ("ours", "naive"), long), settings, times=False)
         table.memory("MaKD step 1×1024: memory / naive", found["ours"], found["naive"], 0.25)
 
 

@@ -25,10 +25,16 @@ import torch
 import yaml
 from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table
-from step_setting import bert, gpt2
+from step_rows import bert, gpt2
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.command_line import recipe_path
+from llmdistill.factorize.install import install
+from llmdistill.factorize.sizes import plan
+from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 
 SHARE = 0.8
 
@@ -49,21 +55,8 @@ JOBS: dict[str, dict[str, Any]] = {
 of the model; where it is missing the recipe's section of that name does. `against` makes another student, which takes
 the place of the dense teacher."""
 
-_SMALL = {"width": 256, "heads": 4, "vocabulary": 8192, "layers": 4}
-_SMALL_PIVOTED = {"factorize": {"target_params": "70%", "form": "pivoted"}, "against": {"target_params": "70%"}}
-_FEED_FORWARD = {"*.intermediate.dense": "8x2", "*.output.dense": "2x8"}
-_SMALL_21 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x16", **_FEED_FORWARD}, "embedding_columns": 16}}
-_SMALL_8 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x128", **_FEED_FORWARD}, "embedding_columns": 8}}
-QUICK: dict[str, dict[str, Any]] = {
-    "prefill": {**_SMALL, "factorize": {"rank": 64}, "tokens": 128},
-    "generate": {**_SMALL, "factorize": {"rank": 64}, "tokens": 8, "new": 8},
-    "prefill_pivoted": {**_SMALL, **_SMALL_PIVOTED, "tokens": 128},
-    "generate_pivoted": {**_SMALL, **_SMALL_PIVOTED, "tokens": 8, "new": 8},
-    "encode_21": {**_SMALL_21, "batch": 8},
-    "encode_21_one": _SMALL_21,
-    "encode_8": {**_SMALL_8, "batch": 8},
-    "encode_8_one": _SMALL_8,
-}
+QUICK = {"layers": 2, "vocabulary": 8192, "batch": 1}
+QUICK_PIVOTED = {"factorize": {"target_params": "70%", "form": "pivoted"}, "against": {"target_params": "70%"}}
 """What is smaller with --quick."""
 
 
@@ -71,10 +64,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: the work of JOBS, with or without what makes the model a student."""
     model = gpt2({**row, "way": "generate"}, row["layers"]) if "new" in row else bert(row, row["layers"])
     if "factorize" in row:
-        from llmdistill.config import FactorizeConfig
-        from llmdistill.factorize.install import install
-        from llmdistill.factorize.sizes import plan
-
         # Factors of random weights: a call costs the same whatever they hold.
         factorize = row["factorize"]
         install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))
@@ -92,9 +81,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Callable[[], None]:
-    """Answers of so many tokens each, by the package's own generation."""
-    from llmdistill.generation.decode import Decoding, HuggingFaceEngine
-
     # An end token that no answer holds: all rows then write the same number of tokens.
     tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
     engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=False), max_new_tokens=new)
@@ -107,18 +93,15 @@ def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Call
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> None:
-    """One job: tokens a second of both, and their ratio."""
     dense = {key: value for key, value in work.items() if key not in ("factorize", "recipe", "against")}
     dense["profile"] = profiled
     student = {**dense, "factorize": work.get("factorize")}
     if "recipe" in work and "factorize" not in work:
-        from llmdistill.config.command_line import recipe_path
-
         recipe = yaml.safe_load(recipe_path(work["recipe"]).read_text(encoding="utf-8"))
         student["factorize"] = recipe["student"]["factorize"]
     whole = {**dense, "factorize": work["against"]} if "against" in work else dense
     name = "plain student" if "against" in work else "teacher"
-    found = measure(__file__, {"student": student, name: whole}, settings, weighed=())
+    found = measure(__file__, {"student": student, name: whole}, settings, memory=False)
     one, other = found["student"], found[name]
     speedup = time_ratio(other, one)
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
@@ -137,7 +120,9 @@ def main() -> None:
     settings, arguments = parse(parser, build)
     table = Table(settings)
     for job in arguments.only or JOBS:
-        work = {**JOBS[job], **(QUICK[job] if settings.quick else {})}
+        work = {**JOBS[job], **(QUICK if settings.quick else {})}
+        if settings.quick and "new" in work:
+            work |= {"new": min(work["new"], 8), **(QUICK_PIVOTED if "against" in work else {})}
         compare(settings, table, job, work, profiled=arguments.profile)
     table.finish()
 

@@ -20,12 +20,13 @@ import ctypes
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +59,6 @@ Build = Callable[[dict[str, Any], torch.device], Work]
 
 @dataclass
 class Measured:
-    """What a row has said."""
-
     seconds: list[float] = field(default_factory=list)
     """One a round; empty where no time was asked for."""
     bytes: float = float("nan")
@@ -79,8 +78,6 @@ def time_ratio(one: Measured, other: Measured) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
-
     quick: bool
     device: str
     threads: int
@@ -88,14 +85,15 @@ class Settings:
     clock: str = "wall"
 
 
-class RowFailed(RuntimeError):
-    """A row's process came to an end of its own; the message holds the last it wrote."""
-
-
-class _Row:
-    """The bench's end of a row's process."""
-
-    def __init__(self, script: str, row: Mapping[str, Any], settings: Settings, python: str, *, mapped: bool) -> None:
+class Row:
+    def __init__(
+        self,
+        script: str,
+        row: Mapping[str, Any],
+        settings: Settings,
+        python: str = sys.executable,
+        mapped: bool = False,
+    ) -> None:
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
         arguments += ["--clock", settings.clock]
@@ -111,12 +109,10 @@ class _Row:
             env={"GOMP_SPINCOUNT": "1000", **os.environ, **pinned, **more, "HF_HUB_OFFLINE": "1"},
         )
 
-    def asked(self, order: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
+    def ask(self, order: str) -> None:
+        """Order a call, whose "time" or "memory" the next answer has; the process ends when this one does."""
         with suppress(BrokenPipeError):  # answer() says why
-            self._process.stdin.write(f"{order}\n")
-            self._process.stdin.flush()
-        return self.answer()
+            print(order, file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -127,7 +123,7 @@ class _Row:
         self._process.wait()
         self._errors.seek(0)
         last = "".join(self._errors.readlines()[-12:])
-        raise RowFailed(f"a row's process ended with {self._process.returncode}:\n{last}")
+        raise RuntimeError(f"a row's process ended with {self._process.returncode}:\n{last}")
 
     def close(self) -> None:
         self._process.kill()
@@ -140,8 +136,8 @@ def measure(
     rows: Mapping[str, Mapping[str, Any]],
     settings: Settings,
     *,
-    timed: Sequence[str] | None = None,
-    weighed: Sequence[str] | None = None,
+    times: bool = True,
+    memory: bool = True,
     pythons: Mapping[str, str] | None = None,
 ) -> dict[str, Measured]:
     """Take times in turn, then memory, each from processes started for it; facts come from either.
@@ -150,49 +146,38 @@ def measure(
         script: the bench's own file.
         rows: descriptions by name.
         settings: of the command line.
-        timed: names of the rows to time; None for all.
-        weighed: names of the rows whose memory counts; None for all.
+        times: whether times are taken.
+        memory: whether memory is measured.
         pythons: interpreters of rows that need another than this one.
 
     Raises:
-        RowFailed: a row's process died.
+        RuntimeError: a row's process died; the message holds the last it wrote.
     """
     found = {name: Measured() for name in rows}
-    turn = [name for name in rows if timed is None or name in timed]
-    heavy = [name for name in rows if weighed is None or name in weighed]
-    apart = bool(turn) and bool(heavy) and not settings.quick and settings.device == "cpu"
-
-    def start(stack: ExitStack, names: Sequence[str], *, mapped: bool) -> dict[str, _Row]:
-        running = {}
-        for name in names:
-            python = (pythons or {}).get(name, sys.executable)
-            running[name] = stack.enter_context(closing(_Row(script, rows[name], settings, python, mapped=mapped)))
-        for name, row in running.items():
-            found[name].facts = {**row.answer(), **found[name].facts}
-        return running
-
-    def weigh(running: Mapping[str, _Row]) -> None:
-        for name in heavy:
-            found[name].bytes = running[name].asked("memory")["bytes"]
-
-    with ExitStack() as stack:
-        running = start(stack, turn if apart else list(rows), mapped=not apart and bool(heavy))
-        for repeat in range(-1, settings.repeats):
-            for name in turn if repeat % 2 == 0 else reversed(turn):
-                seconds = running[name].asked("time")["seconds"]
-                if repeat >= 0:  # the one before warms up
-                    found[name].seconds.append(seconds)
-        if not apart:
-            weigh(running)
-    if apart:
+    apart = times and memory and not settings.quick and settings.device == "cpu"
+    for timing, weighing in [(True, False), (False, True)] if apart else [(times, memory)]:
         with ExitStack() as stack:
-            weigh(start(stack, heavy, mapped=True))
+            running = {}
+            for name, row in rows.items():
+                python = (pythons or {}).get(name, sys.executable)
+                running[name] = stack.enter_context(closing(Row(script, row, settings, python, mapped=weighing)))
+            for name, process in running.items():
+                found[name].facts |= process.answer()
+            for repeat in range(-1, settings.repeats if timing else -1):
+                for name in rows if repeat % 2 == 0 else reversed(rows):
+                    running[name].ask("time")
+                    seconds = running[name].answer()["seconds"]
+                    if repeat >= 0:  # the one before warms up
+                        found[name].seconds.append(seconds)
+            for name in rows if weighing else ():
+                running[name].ask("memory")
+                found[name].bytes = running[name].answer()["bytes"]
     return found
 
 
 def facts_of(script: str, row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The facts of one row of a bench, whose process is neither timed nor weighed."""
-    return measure(script, {"row": row}, settings, timed=(), weighed=())["row"].facts
+    return measure(script, {"row": row}, settings, times=False, memory=False)["row"].facts
 
 
 def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: str = "wall") -> None:
@@ -208,9 +193,17 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: s
             facts["first"] = first
         del first
     say(facts)
+    now = time.process_time if clock == "processor" else time.perf_counter
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
-        say({"seconds": _seconds(work.call, on, clock)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
+        if order.strip() == "memory":
+            say({"bytes": _peak(work.call, on)})
+            continue
+        wait(on)
+        begun = now()
+        work.call()
+        wait(on)
+        say({"seconds": now() - begun})
 
 
 def say(answer: Mapping[str, Any]) -> None:
@@ -231,15 +224,6 @@ def heard(line: str) -> dict[str, Any] | None:
     return answer
 
 
-def _seconds(call: Callable[[], object], device: torch.device, clock: str) -> float:
-    now = time.process_time if clock == "processor" else time.perf_counter
-    wait(device)
-    begun = now()
-    call()
-    wait(device)
-    return now() - begun
-
-
 def wait(device: torch.device) -> None:
     """Until a GPU has done what it was given."""
     if device.type == "cuda":
@@ -258,9 +242,7 @@ def _peak(call: Callable[[], object], device: torch.device) -> float:
     if not sys.platform.startswith("linux"):
         return float("nan")
     gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = _resident("VmRSS")
     call()
@@ -268,10 +250,7 @@ def _peak(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _resident(key: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024.0 * int(line.split()[1])
-    return float("nan")
+    return 1024.0 * int(re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 def bench_parser(description: str | None) -> argparse.ArgumentParser:

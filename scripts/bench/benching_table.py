@@ -14,8 +14,6 @@ from benching import Measured, Settings, time_ratio
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table."""
-
     measure: str
     value: float
     target: float | None = None
@@ -55,11 +53,9 @@ class Table:
         self.say(f"{line.measure:<58} {value + line.unit:>9} {target:>9} {verdict:<5} {line.detail}")
 
     def time(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> None:
-        """Print one's time over the other's."""
         self.add(Line(measure, time_ratio(one, other), target, in_seconds(one, other)))
 
     def memory(self, measure: str, one: Measured, other: Measured, target: float | None = None) -> None:
-        """Print one's memory over the other's."""
         detail = f"{one.bytes / 1e6:.0f} MB / {other.bytes / 1e6:.0f} MB"
         self.add(Line(measure, one.bytes / other.bytes, target, detail))
 

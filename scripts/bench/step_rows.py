@@ -1,30 +1,97 @@
 """The rows of bench_step: one training step, by the package or by hand.
 
-The optimizer is torch's fused AdamW, its state fp32.
+Models have random fp32 weights, and dropout is off everywhere (as TRL's trainers have it). The optimizer is torch's
+fused AdamW, its state fp32.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from benching import Work
-from step_setting import IGNORE, Setting, make_setting
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+if TYPE_CHECKING:  # TRL's row runs in an environment without the package
+    from llmdistill.config import FactorizeConfig
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is made on; every row of a comparison builds the same."""
+
+    teacher: Any
+    student: Any
+    ids: Tensor
+    """(B, T)."""
+    labels: Tensor
+    """(B, T), -100 where none; all of them for an encoder, which has `targets`."""
+    targets: Tensor | None
+    """(B,) classes, of an encoder."""
+
+
+def make_setting(row: dict[str, Any], device: torch.device) -> Setting:
+    """The models and the batch. A share of the labels, at the end of each sequence, is the response."""
+    torch.manual_seed(0)
+    tokens, share = row["tokens"], row.get("labeled", 1.0)
+    build_model = bert if row["task"] == "encoder" else gpt2
+    teacher, student = (build_model(row, layers) for layers in (row["layers"], row["student_layers"]))
+    if "rank" in row:
+        from llmdistill.config import FactorizeConfig
+
+        low_rank(student, FactorizeConfig(rank=row["rank"]))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(teacher.config.vocab_size, (row["batch"], tokens), generator=generator)
+    labels, targets = ids.masked_fill(torch.arange(tokens) < round((1 - share) * tokens), IGNORE), None
+    if row["task"] == "encoder":
+        labels.fill_(IGNORE)
+        targets = torch.randint(2, (row["batch"],), generator=generator).to(device)
+    teacher.eval().requires_grad_(False)
+    return Setting(teacher.to(device), student.to(device).train(), ids.to(device), labels.to(device), targets)
+
+
+def gpt2(row: dict[str, Any], layers: int) -> PreTrainedModel:
+    sizes = {"n_embd": row["width"], "n_head": row["heads"], "vocab_size": row["vocabulary"]}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    # The naive step reads the attention maps off both models, and only eager attention has them.
+    attention = "eager" if row["way"] == "naive" else "sdpa"
+    return GPT2LMHeadModel._from_config(GPT2Config(n_layer=layers, **sizes, **dropout), attn_implementation=attention)
+
+
+def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
+    sizes = {"hidden_size": row["width"], "intermediate_size": 4 * row["width"], "num_attention_heads": row["heads"]}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = BertConfig(num_hidden_layers=layers, vocab_size=row["vocabulary"], **sizes, **dropout)
+    return BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
+
+
+def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
+    """Factorized modules of random weights: a step costs the same whatever they hold."""
+    from llmdistill.factorize.install import install
+    from llmdistill.factorize.modules import LowRankLinear
+    from llmdistill.factorize.sizes import plan
+
+    install(model, plan(model, factorize))
+    for module in model.modules():
+        if isinstance(module, LowRankLinear):
+            nn.init.normal_(module.A.weight, std=0.02)
+            # The product is as large as a dense weight.
+            nn.init.normal_(module.B.weight, std=module.A.in_features**-0.5)
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: {"task": kd, makd or encoder, "way": floor, ours, naive, dense or trl, and sizes}."""
     setting = make_setting(row, device)
-    if row["way"] == "trl":
-        from step_trl import trl_gkd  # the package's own environment has no trl
-
-        return Work(trl_gkd(setting, adamw(setting.student)))
-    ways = {"floor": floor, "ours": ours, "naive": naive_makd, "dense": partial(ours, forward_of=densely)}
+    dense = partial(ours, forward_of=densely)
+    ways = {"floor": floor, "ours": ours, "naive": naive_makd, "dense": dense, "trl": trl_gkd}
     return Work(ways[row["way"]](setting, row))
 
 
@@ -125,7 +192,6 @@ def ours(
 
 
 def trainer_of(engine: Any, student: Any, teacher: Any, method: Any, world: Any, train: Any = None) -> Any:
-    """A trainer whose steps are given their batches."""
     from llmdistill.config import TrainConfig
     from llmdistill.run.trainer import Trainer
 
@@ -177,21 +243,18 @@ def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
     return build_method(names, settings, teacher, student, objective)
 
 
-class _Kept:
+def _kept(model: Any) -> dict[tuple[str, int], Tensor]:
     """GPT-2's inner tensors by plain hooks, all of them kept until the loss has been taken."""
+    outputs: dict[tuple[str, int], Tensor] = {}
 
-    def __init__(self, model: Any) -> None:
-        self.outputs: dict[tuple[str, int], Tensor] = {}
-        for layer, block in enumerate(model.transformer.h):
-            inner = {"qkv": block.attn.c_attn, "up": block.mlp.c_fc, "down": block.mlp.c_proj, "hidden": block}
-            for name, module in inner.items():
-                module.register_forward_hook(self._keep(name, layer))
+    def keep(_module: nn.Module, _inputs: Any, output: Any, *, name: str, layer: int) -> None:
+        outputs[name, layer] = output[0] if isinstance(output, tuple) else output
 
-    def _keep(self, name: str, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self.outputs[name, layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    for layer, block in enumerate(model.transformer.h):
+        inner = {"qkv": block.attn.c_attn, "up": block.mlp.c_fc, "down": block.mlp.c_proj, "hidden": block}
+        for name, module in inner.items():
+            module.register_forward_hook(partial(keep, name=name, layer=layer))
+    return outputs
 
 
 def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
@@ -201,7 +264,7 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
     tokens but a sequence's first are labels.
     """
     optimizer = adamw(setting.student)
-    kept = {"student": _Kept(setting.student), "teacher": _Kept(setting.teacher)}
+    of_student, of_teacher = _kept(setting.student), _kept(setting.teacher)
     wanted = {"use_cache": False, "output_attentions": True}
     inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids), **wanted}
     layers = len(setting.student.transformer.h)
@@ -210,7 +273,6 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
         with torch.no_grad():
             teacher = setting.teacher(**inputs)
         student = setting.student(**inputs)
-        of_student, of_teacher = kept["student"].outputs, kept["teacher"].outputs
         total = torch.zeros((), device=setting.ids.device)
         for layer in range(layers):
             if layer < layers // 2:
@@ -226,8 +288,8 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
         total = total - (p * log_p).sum(-1).mean()
         del student, teacher, log_p, p
         _update(total, optimizer)
-        for each in kept.values():
-            each.outputs.clear()
+        of_student.clear()
+        of_teacher.clear()
         return float(total.detach())
 
     return step
@@ -235,3 +297,45 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
 
 def _matrices(outputs: dict[tuple[str, int], Tensor], layer: int) -> list[Tensor]:
     return [*outputs["qkv", layer].chunk(3, -1), outputs["up", layer], outputs["down", layer]]
+
+
+def trl_gkd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
+    """TRL's GKD trainer off-policy (lmbda 0), KL(T‖S): its training_step with our optimizer, where trl is installed."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    optimizer = adamw(setting.student)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    on_gpu = setting.ids.device.type == "cuda"
+    arguments = GKDConfig(
+        output_dir=tempfile.mkdtemp(),
+        lmbda=0.0,
+        beta=0.0,
+        temperature=1.0,
+        bf16=False,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,
+        report_to=[],
+        max_grad_norm=0.0,
+    )
+    trainer = GKDTrainer(
+        model=setting.student,
+        teacher_model=setting.teacher,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"messages": []}]),  # it wants one, but its step is given a batch
+        data_collator=lambda rows: rows,
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1  # its own loop would have set that
+    inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids), "labels": setting.labels}
+
+    def step() -> float:
+        loss = trainer.training_step(setting.student, dict(inputs))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return step

@@ -54,8 +54,6 @@ LIBRARIES = ("torch", "triton", "deepspeed", "transformers", "trl")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part."""
-
     about: str
     """What it looks at, in a few words."""
     look: Callable[[torch.device], Iterator[Line | str]]
@@ -148,8 +146,6 @@ PARTS = {
 
 @dataclass
 class Result:
-    """What a part has found."""
-
     state: Literal["ok", "failed", "out of time", "left out"]
     why: str = ""
     """Why it was left out or failed."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_rows import Engine, trainer_of
-from step_setting import low_rank
+from step_rows import Engine, low_rank, trainer_of
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -186,70 +185,42 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
 
 def measure(setting: Setting, world: World) -> dict[str, int]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
-    memory = CudaMemory(world.device) if world.device.type == "cuda" else CpuMemory()
+    before = allocated(world.device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(setting, world, Path(folder))
         batches = [batch_of(setting)] * setting.accumulation_steps
         trainer.train_step(batches)  # the first step makes the optimizer's state
-        resident = memory.resident()
-        return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches))}
+        resident = allocated(world.device) - before
+        return {"resident": resident, "peak": peak(lambda: trainer.train_step(batches), world.device)}
 
 
-class CudaMemory:
-    """What torch's allocator on a GPU has given out since now."""
+def allocated(device: torch.device) -> int:
+    """The bytes that torch's allocator on a GPU has given out, or those of the storages of all tensors on the CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = self._allocated()
 
-    def _allocated(self) -> int:
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.memory_allocated(self._device)
-
-    def resident(self) -> int:
-        return self._allocated() - self._before
-
-    def peak(self, work: Callable[[], object]) -> int:
-        """The most bytes during the work, above those before it."""
-        resident = self._allocated()
-        torch.cuda.reset_peak_memory_stats(self._device)
+def peak(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that were allocated at the same time during the work, above those before it."""
+    if device.type == "cuda":
+        before = allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         work()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - resident
-
-
-class CpuMemory:
-    """The storages of tensors on the CPU that are new since now."""
-
-    def __init__(self) -> None:
-        self._before = self._storages()
-
-    @staticmethod
-    def _storages() -> dict[int, int]:
-        """Address -> bytes."""
-        gc.collect()
-        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-        found = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
-        return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
-
-    def resident(self) -> int:
-        return sum(size for key, size in self._storages().items() if key not in self._before)
-
-    def peak(self, work: Callable[[], object]) -> int:
-        """The most bytes that were allocated at the same time during the work, above those before it.
-
-        The least of five times: gloo's threads let go of their buffers some time after the exchange.
-        """
-        return min(self._once(work) for _ in range(5))
-
-    @staticmethod
-    def _once(work: Callable[[], object]) -> int:
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    peaks = []
+    for _ in range(5):  # the least of them, as gloo's threads let go of their buffers some time after the exchange
         with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiler:
             work()
         events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
         sizes = (each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
-        return max(accumulate(sizes, initial=0))
+        peaks.append(max(accumulate(sizes, initial=0)))
+    return min(peaks)
 
 
 def forecast(setting: Setting, ranks: int) -> dict[str, float]:

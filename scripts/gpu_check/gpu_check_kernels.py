@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import loss_cases
+import plain_losses as cases
 import torch
 from benching_table import Line
-from loss_cases import Draw, Made
+from plain_losses import Draw, Made
 from torch import Tensor
 
 from llmdistill.losses import divergence
@@ -59,23 +59,23 @@ def kernels(device: torch.device) -> Iterator[Line | str]:
     vocabulary = f"V = {sizes['vocabulary']:,}"
     checks: dict[str, Make] = {
         **{
-            f"attention KL(S‖T), heads of {width}, GQA": partial(loss_cases.attention_kl, **tokens, width=width)
+            f"attention KL(S‖T), heads of {width}, GQA": partial(cases.attention_kl, **tokens, width=width)
             for width in HEAD_WIDTHS
         },
         **{
-            f"LM head, {name}, {vocabulary}": partial(loss_cases.head_losses, terms=terms, **of_head)
+            f"LM head, {name}, {vocabulary}": partial(cases.head_losses, terms=terms, **of_head)
             for name, terms in TERMS.items()
         },
-        "attention KL(T‖S), heads of 64, GQA": partial(loss_cases.attention_kl, **tokens, direction="teacher_student"),
-        "attention scores, heads of 64, GQA": partial(loss_cases.attention_score_mse, **tokens),
-        "relation KL, 48 heads of 16": partial(loss_cases.relation_kl, **tokens),
+        "attention KL(T‖S), heads of 64, GQA": partial(cases.attention_kl, **tokens, direction="teacher_student"),
+        "attention scores, heads of 64, GQA": partial(cases.attention_score_mse, **tokens),
+        "relation KL, 48 heads of 16": partial(cases.relation_kl, **tokens),
         **{
             f"squared error of queries and keys, heads of {width}, GQA": partial(
-                loss_cases.matrix_mse, **tokens, width=width
+                cases.matrix_mse, **tokens, width=width
             )
             for width in HEAD_WIDTHS
         },
-        "squared error over the mean square, 1,100 features": partial(loss_cases.normalized_mse, **tokens),
+        "squared error over the mean square, 1,100 features": partial(cases.normalized_mse, **tokens),
     }
     for dtype, (short, limit) in FORMATS.items():
         for name, make in checks.items():
@@ -85,7 +85,6 @@ def kernels(device: torch.device) -> Iterator[Line | str]:
 
 
 def differences(make: Make, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Of the loss, and the largest of its gradients."""
     found: list[tuple[Tensor, list[Tensor]]] = []
     for draw, plain in ((Draw(device, dtype, dtype), False), (Draw(device, torch.float64, dtype), True)):
         torch.manual_seed(0)
@@ -99,5 +98,4 @@ def differences(make: Make, dtype: torch.dtype, device: torch.device) -> tuple[f
 
 
 def difference(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference, as a share of the norm that there should be."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())

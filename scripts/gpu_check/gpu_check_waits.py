@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,9 @@ class AskedValues(TorchDispatchMode):
 
 @cache
 def _folders() -> dict[str, str]:
-    """Each of ORIGINS that is installed, and where its files are."""
-    found = {}
-    for name in ORIGINS:
-        library, *inner = name.split("/")
-        spec = find_spec(library)
-        if spec is not None and spec.origin is not None:
-            found[name] = f"{Path(spec.origin).parent.joinpath(*inner)}/"
-    return found
+    parts = {name: name.split("/") for name in ORIGINS}
+    places = {name: Path(str(import_module(library).__file__)).parent for name, (library, *_) in parts.items()}
+    return {name: f"{place.joinpath(*parts[name][1:])}/" for name, place in places.items()}
 
 
 def origin(place: Stack) -> str | None:

@@ -48,7 +48,7 @@ BREAKS = [
     # single benches
     Break(
         "labels-at-the-start",
-        f"{BENCH}/step_setting.py",
+        f"{BENCH}/step_rows.py",
         "torch.arange(tokens) < round((1 - share) * tokens)",
         "torch.arange(tokens) >= round(share * tokens)",
         f"{BENCHES}::test_labeled_share_stands_at_the_end",
@@ -109,6 +109,13 @@ BREAKS = [
         "    for frame in reversed(place):\n        for name, folder",
         "    for frame in place:\n        for name, folder",
         f"{OF_GPU}::test_a_wait_belongs_to_the_innermost_library",
+    ),
+    Break(
+        "late-part-is-not-told",
+        f"{GPU}/gpu_check.py",
+        "            late = True",
+        "            late = False",
+        f"{OF_GPU}::test_no_part_stops_another_and_each_is_reported",
     ),
     # torture and fuzz
     Break(

@@ -16,9 +16,8 @@ import benching
 import pytest
 import step_rows
 import torch
-from benching import Measured, Settings, measure, time_ratio
+from benching import Measured, Settings, facts_of, measure, time_ratio
 from benching_table import Line, Table
-from step_setting import make_setting
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmdistill
@@ -132,20 +131,19 @@ def test_rows_are_processes_of_their_own_that_take_turns(script):
     described = {
         "small": {"kind": "work", "seconds": 0.01, "megabytes": 20},
         "large": {"kind": "work", "seconds": 0.03, "megabytes": 80},
-        "facts": {"kind": "facts"},
     }
-    found = measure(str(script), described, SETTINGS, timed=("small", "large"), weighed=("small", "large"))
-    assert len({one.facts["process"] for one in found.values()}) == 3
-    assert all((one.facts["threads"], one.facts["omp"]) == (1, "1") for one in found.values())
+    found = measure(str(script), described, SETTINGS)
+    facts = [*(one.facts for one in found.values()), facts_of(str(script), {"kind": "facts"}, SETTINGS)]
+    assert len({each["process"] for each in facts}) == 3
+    assert all((each["threads"], each["omp"]) == (1, "1") for each in facts)
     assert found["small"].facts["first"] == 1.0
-    assert [len(one.seconds) for one in found.values()] == [3, 3, 0]
+    assert [len(one.seconds) for one in found.values()] == [3, 3]
     assert all(seconds >= 0.03 for seconds in found["large"].seconds)
     assert all(seconds >= 0.01 for seconds in found["small"].seconds)
     if sys.platform.startswith("linux"):
         # What was alive at once, neither the two calls' together nor what the allocator keeps.
         assert found["small"].bytes / 1e6 == pytest.approx(20, abs=2)
         assert found["large"].bytes / 1e6 == pytest.approx(80, abs=2)
-    assert str(found["facts"].bytes) == "nan"
 
 
 def test_naive_makd_is_the_same_loss_as_ours():
@@ -160,7 +158,7 @@ def test_naive_makd_is_the_same_loss_as_ours():
 def test_steps_leave_no_gradient_and_barely_move(task, sizes):
     row = {"task": task, "way": "ours", **TINY, **sizes}
     for way in (step_rows.floor, step_rows.ours):
-        setting = make_setting(row, CPU)
+        setting = step_rows.make_setting(row, CPU)
         step = way(setting, row)
         first, second = step(), step()
         assert first == pytest.approx(second, rel=1e-4)
@@ -169,7 +167,7 @@ def test_steps_leave_no_gradient_and_barely_move(task, sizes):
 
 def test_labeled_share_stands_at_the_end():
     row = {"task": "kd", "way": "floor", **TINY, "tokens": 10, "labeled": 0.4}
-    setting = make_setting(row, CPU)
+    setting = step_rows.make_setting(row, CPU)
     assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
 
@@ -188,7 +186,7 @@ def test_calibration_counts_what_a_pass_measures():
         work = bench_calibration.build({**row, "work": way}, CPU)
         assert work.call is not None
         work.call()
-    assert bench_calibration.build({"work": "decompose", "m": 70, "n": 80}, CPU).facts["seconds"] > 0
+    assert bench_calibration.decomposed(70, 80, CPU) > 0
 
 
 def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products():
