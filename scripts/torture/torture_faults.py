@@ -186,12 +186,11 @@ def launched(shop: Shop, number: int) -> Case:
             code = command.wait()
         finally:
             with suppress(psutil.NoSuchProcess):
-                for each in command.children(recursive=True):
+                for each in [*command.children(recursive=True), command]:
                     each.kill()
-            command.kill()
             command.wait()
         case.grace, case.struck = time.monotonic() - began, 1
-        case.counts.append((f"{case.what}: exit code {code} after {case.grace:.1f} s, runs", ""))
+        case.counts.append((case.what, f"exit code {code} after {case.grace:.1f} s"))
         logged, saved = _logged_and_saved(folder / "run")
         if case.grace > _GRACE or code == 0 or (not again and logged != saved):
             said = (folder / "output").read_text()[-300:]

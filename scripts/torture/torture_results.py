@@ -57,7 +57,7 @@ class Tally:
         for kind, value in (counted for case in cases for counted in case.counts):
             kinds.setdefault(kind, Counter())[value] += 1
         for kind, values in kinds.items():
-            tally.figures.append((f"  {kind}", ", ".join(f"{value} {n}" for value, n in values.most_common())))
+            tally.figures.append((f"  {kind}", ", ".join(f"{n} {value}" for value, n in values.most_common())))
         last = max(cases, key=lambda each: each.grace)
         tally.figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
         for each in cases:

@@ -66,7 +66,7 @@ def test_flipped_bytes_are_named_and_one_that_nothing_looks_at_is_reported(shop,
     beside = Damaged("a file that no command knows", lambda _: folder, answers.scenario, within="more", finished=True)
     tally = bytes_flipped(shop, targets=(answers, beside))
     assert dict(tally.figures)["bytes"] == "4 in 4 runs, of which 2 survived"
-    assert dict(tally.figures)["  answers, same command"] == "named 2"
+    assert dict(tally.figures)["  answers, same command"] == "2 named"
     assert all("more.bin" in failure for failure in tally.failures)
 
 
