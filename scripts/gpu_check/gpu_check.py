@@ -226,8 +226,10 @@ def read_result(output: Sequence[str], code: int) -> Result:
         result.state, result.why = "failed", f"exit code {code}: {last.strip()}"
     elif broken:
         result.state, result.why = "failed", f"{len(broken)} over the limit: {', '.join(broken)}"
-    elif not result.lines:
+    elif not result.lines and result.left_out:
         result.state, result.why, result.left_out = "left out", "; ".join(result.left_out), []
+    elif not result.lines:
+        result.state, result.why = "failed", "it measured nothing"
     return result
 
 
