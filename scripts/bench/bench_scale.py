@@ -17,14 +17,18 @@ The last line is JSON with the value of each measure.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import step_rows
 import torch
-from benching import Measured, Row, Settings, Work, bench_parser, measure, parse, run, time_ratio
+from benching import Measured, Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
 from torch import nn
 
@@ -60,30 +64,45 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def ranked(row: dict[str, Any], device: torch.device) -> Work:
-    """A step on one rank, or on two: this process is rank 0 then, and a row with a `rank` is that of the other one."""
-    rank, alone = row.get("rank", 0), row["apart"] or row["ranks"] == 1
-    port = str(free_port()) if alone or rank == 0 else row["port"]
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), "1" if alone else "2")
-    os.environ |= {"RANK": "0" if alone else str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    others = []
-    if rank == 0 and row["ranks"] == 2:
-        settings = Settings(quick=True, device=device.type, threads=torch.get_num_threads(), repeats=1)
-        others.append(Row(__file__, {**row, "rank": 1, "port": port}, settings))
+    """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
+    others: list[subprocess.Popen[str]] = []
+    if "RANK" not in os.environ:
+        joined = "1" if row["apart"] else str(row["ranks"])
+        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
+        for rank in range(row["ranks"]):
+            port = str(free_port()) if rank == 0 or row["apart"] else os.environ["MASTER_PORT"]
+            place = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {**size, **place, "RANK": "0" if row["apart"] else str(rank)}
+            if rank == 0:
+                os.environ.update(variables)
+            else:
+                others.append(start_rank(row, device, variables))
     step = engine_step(row, device)
-    if others:  # the other rank steps once before it says that it is there
-        step()
-        others[0].answer()
 
     def on_all_ranks() -> float:
         for other in others:
-            other.ask("time")
+            print("step", file=other.stdin, flush=True)
         loss = step()
         for other in others:
-            other.answer()
+            assert other.stdout is not None
+            if "done\n" not in other.stdout:  # which reads up to that line
+                raise RuntimeError(f"another rank ended with {other.wait()}")
         return loss
 
-    return Work(on_all_ranks)
+    if os.environ["LOCAL_RANK"] == "0":
+        return Work(on_all_ranks)
+    for _ in sys.stdin:
+        step()
+        print("done", flush=True)
+    sys.exit(0)
+
+
+def start_rank(row: dict[str, Any], device: torch.device, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Another rank, which ends when this process does, as its standard input then ends."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--row", json.dumps(row), "--device", device.type]
+    command += ["--threads", str(torch.get_num_threads())]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
