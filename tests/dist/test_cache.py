@@ -16,7 +16,7 @@ from support import interrupted_copy, largest_difference, logged
 
 pytestmark = pytest.mark.dist
 
-ASKED = ("--method", "kd", "--scoring.models", "[]")
+ASKED = ("--method", "kd", "--scoring.models", "[]", "--data.train", "embedded:valid")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def cached(launch, settings, tmp_path_factory):
 
     def make(*arguments: str, ranks: int = 1) -> Path:
         folder = tmp_path_factory.mktemp("cache") / "cache"
-        own = ("--output", str(folder), "--cache.shard_tokens", "20000")
+        own = ("--output", str(folder), "--cache.shard_tokens", "2000")
         launch("cache", *settings, *ASKED, *own, *arguments, program="llmdistill.cli", ranks=ranks)
         return folder
 
@@ -77,36 +77,6 @@ def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, laun
     write_json(folder / "run.json", record)
     said = launch(*words, "--teacher.cache", str(alone), code=2).stderr
     assert "content of teacher.cache was sha256:0" in said
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> tuple[str, ...]:
-    """Settings of a training on a text, several epochs, with a validation text."""
-    folder = tmp_path_factory.mktemp("text")
-    for name, numbers in {"train": range(60), "valid": range(100, 120)}.items():
-        lines = "\n\n".join(f"In year {n} the baker counted {'so ' * (n % 5)}{7 * n} loaves." for n in numbers)
-        (folder / f"{name}.txt").write_text(lines + "\n", encoding="utf-8")
-    words = (
-        "--data.kind",
-        "text",
-        "--data.train",
-        str(folder / "train.txt"),
-        "--data.valid",
-        str(folder / "valid.txt"),
-    )
-    return (*words, "--data.max_length", "32", "--data.cache_dir", str(folder / "tokens"), "--train.steps", "8")
-
-
-def test_texts_are_learned_from_it_as_from_the_teacher(trained, cached, text):
-    live = trained(*ASKED, *text)
-    both = cached(*text, ranks=2)
-    expected = [logged(live, key) for key in ("loss", "valid_loss")]
-    assert len(expected[1]) == 2, "before and after the training"
-    run = trained(*ASKED, *text, "--teacher.cache", str(both), ranks=2)
-    found = [logged(run, key) for key in ("loss", "valid_loss")]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert largest_difference(run, live) < 1e-5
 
 
 def test_damage_ends_both_ranks_with_one_sentence(alone, launch, settings, tmp_path):

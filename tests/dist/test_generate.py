@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.dist
 
-BATCHES = 24
+BATCHES = 12
 
 
 def asked(teacher: Path, output: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,27 +19,8 @@ pytestmark = pytest.mark.dist
 LORA = ("--student.lora.rank", "4")
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the files of a run's last checkpoint, by rank and name."""
-    files = sorted((folder / "checkpoints" / "step-5").glob("*.safetensors"))
-    assert files
-    return {f"{file.stem}/{name}": value for file in files for name, value in load_file(file).items()}
-
-
-def adapter_parameters(folder: Path) -> int:
-    """Parameters of rank-4 adapters on every linear of the untrained student's layers, factors included."""
-    untrained = load_file(folder / "untrained" / "model.safetensors")
-    return sum(4 * sum(value.shape) for name, value in untrained.items() if ".layers." in name and value.ndim == 2)
-
-
-@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
-def test_two_ranks_equal_one(trained, ds_config):
-    assert largest_difference(trained(*LORA), trained(*LORA, ranks=2, ds_config=ds_config)) < 1e-6
-
-
-def test_activation_checkpointing_changes_nothing(trained):
-    lean = trained(*LORA, "--train.activation_checkpointing", "true", ds_config="zero3")
-    assert largest_difference(trained(*LORA), lean) < 1e-6
+def test_two_ranks_equal_one(trained):
+    assert largest_difference(trained(*LORA), trained(*LORA, ranks=2, ds_config="zero3")) < 1e-6
 
 
 def test_student_has_the_structure_of_the_untrained_one(trained):
@@ -55,22 +35,6 @@ def test_student_has_the_structure_of_the_untrained_one(trained):
     configs = [json.loads((folder / name / "config.json").read_text()) for name in ("untrained", "student")]
     assert configs[0] == configs[1]
     assert configs[0]["quantization_config"]["modules"]
-    model = AutoModelForCausalLM.from_pretrained(folder / "student")
-    assert model(torch.arange(8)[None]).logits.isfinite().all()
-    losses = logged(folder, "loss")
-    assert losses[-1] < losses[0]
-    assert {file.name for file in (folder / "student").glob("tokenizer*")} == {
-        file.name for file in (folder / "untrained").glob("tokenizer*")
-    }
-
-
-@pytest.mark.parametrize(("ranks", "ds_config"), [(1, "zero2"), (2, "zero3")])
-def test_checkpoints_hold_adapters_alone(trained, ranks, ds_config):
-    folder = trained(*LORA, ranks=ranks, ds_config=ds_config)
-    tensors = checkpoint_tensors(folder)
-    assert all("lora_" in name for name in tensors)
-    # fp32 weights and Adam's two moments.
-    assert sum(value.numel() for value in tensors.values()) == 3 * adapter_parameters(folder)
 
 
 def test_resumed_run_is_bit_equal(trained, launch, settings, tmp_path):
@@ -78,9 +42,6 @@ def test_resumed_run_is_bit_equal(trained, launch, settings, tmp_path):
     folder = interrupted_copy(whole, tmp_path / "resumed")
     launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), *LORA, ranks=2)
     assert largest_difference(whole, folder) == 0
-    rows = [(whole / "metrics.jsonl").read_text(), (folder / "metrics.jsonl").read_text()]
-    losses = [[json.loads(line)["loss"] for line in each.splitlines()] for each in rows]
-    assert losses[0] == losses[1]
 
 
 def test_bf16_adapters_train(trained):
@@ -93,7 +54,7 @@ def test_bf16_adapters_train(trained):
 
 
 def test_adapter_as_teacher(trained, tiny_teacher, tmp_path):
-    """A teacher that is an adapter folder equals one that is the merged model; sharded as well as whole."""
+    """In shards it equals the merged model, as a whole one does in tests/unit/models/test_adapters.py."""
     torch.manual_seed(0)
     settings = PeftConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_teacher), settings)
@@ -103,6 +64,5 @@ def test_adapter_as_teacher(trained, tiny_teacher, tmp_path):
     for file in tiny_teacher.glob("tokenizer*"):
         shutil.copy(file, merged)
     expected = trained("--teacher.model", str(merged))
-    assert largest_difference(expected, trained("--teacher.model", str(adapter))) < 1e-6
     sharded = trained("--teacher.model", str(adapter), "--teacher.sharding", "zero3", ranks=2, ds_config="zero3")
     assert largest_difference(expected, sharded) < 1e-6

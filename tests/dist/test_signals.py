@@ -66,20 +66,14 @@ def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, argume
     assert weights(folder).keys() == weights(trained(ranks=2)).keys()
 
 
-def test_elsewhere_the_command_ends_at_once(rank_server, arguments, tmp_path):
+@pytest.mark.parametrize(("ranks", "rank", "place"), [(1, 0, ""), (2, 1, " (rank 1)")])
+def test_elsewhere_the_command_ends_at_once_and_the_rank_says_so(rank_server, arguments, tmp_path, ranks, rank, place):
     scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
-    done = stopped(rank_server, ("scoring", "SIGTERM", "0"), (*arguments, *scored), tmp_path / "run", ranks=1)
-    assert done.returncode == 143
-    assert "error: stopped by SIGTERM; the same command goes on from what is finished" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_signal_to_one_rank_elsewhere_is_said_by_that_rank(rank_server, arguments, tmp_path):
-    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
-    done = stopped(rank_server, ("scoring", "SIGTERM", "1"), (*arguments, *scored), tmp_path / "run")
+    done = stopped(rank_server, ("scoring", "SIGTERM", str(rank)), (*arguments, *scored), tmp_path / "run", ranks)
     assert done.returncode == 143
     said = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert said == ["error: stopped by SIGTERM; the same command goes on from what is finished (rank 1)"]
+    assert said == [f"error: stopped by SIGTERM; the same command goes on from what is finished{place}"]
+    assert "Traceback" not in done.stderr
 
 
 def take_terminal() -> None:

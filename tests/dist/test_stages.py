@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from glue_tasks import TOKENS, noise, write_task
 from transformers import BertForPreTraining
 from word_models import save_bert, save_tokenizer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-
-TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +29,9 @@ def settings(teacher, tmp_path_factory) -> list[str]:
     """A short first stage on a text, and STS-B after it, whose scores show the smallest difference."""
     folder = tmp_path_factory.mktemp("data")
     generator = torch.Generator().manual_seed(0)
-
-    def noise(count: int) -> str:
-        return " ".join(f"w{int(n)}" for n in torch.randint(9, (count,), generator=generator))
-
-    documents = ["\n".join(noise(6) for _ in range(4)) for _ in range(20)]
+    documents = ["\n".join(" ".join(noise(generator, 6)) for _ in range(4)) for _ in range(20)]
     (folder / "text.txt").write_text("\n\n".join(documents))
-    (folder / "STS-B").mkdir()
-    for split, size in (("train", 29), ("dev", 13)):
-        lines = ["index\tsentence1\tsentence2\tscore\n"]
-        for number in range(size):
-            right = int(torch.randint(2, (), generator=generator))
-            words = f"{['no', 'yes'][right]} {noise(1 + number % 3)}"
-            lines.append(f"{number}\t{words}\t{noise(1)}\t{5.0 * right}\n")
-        (folder / f"STS-B/{split}.tsv").write_text("".join(lines))
+    write_task(folder, "STS-B", {"train": 29, "dev": 13})
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         f"teacher: {{model: {teacher}}}\n"

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
+from glue_tasks import write_task
 
 from support import interrupted_copy, largest_difference, log_rows
 
@@ -21,17 +21,8 @@ SETTINGS = shlex.split(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """A task in the format of RTE, decided by one word."""
     folder = tmp_path_factory.mktemp("glue")
-    (folder / "RTE").mkdir()
-    generator = torch.Generator().manual_seed(0)
-    for split, size in (("train", 40), ("dev", 13)):
-        lines = ["index\tsentence1\tsentence2\tlabel\n"]
-        for number in range(size):
-            right = int(torch.randint(2, (), generator=generator))
-            word, label = ("Anna", "entailment") if right else ("baker", "not_entailment")
-            lines.append(f"{number}\t{word} and so on\tthen{number % 3}\t{label}\n")
-        (folder / f"RTE/{split}.tsv").write_text("".join(lines), encoding="utf-8")
+    write_task(folder, "RTE", {"train": 40, "dev": 13})
     return folder
 
 

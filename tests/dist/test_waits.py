@@ -12,11 +12,10 @@ pytestmark = pytest.mark.dist
 WAITING_RUN = str(Path(__file__).parents[1] / "waiting_run.py")
 
 
-@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
-def test_only_the_optimizers_step_looks_at_a_value(launch, settings, tmp_path, ds_config):
+def test_only_the_optimizers_step_looks_at_a_value(launch, settings, tmp_path):
     # One example a micro batch has no padding.
-    more = ("--train.micro_batch_size", "1", "--train.steps", "4", "--train.dtype", "bf16")
-    folder = ("--output_dir", str(tmp_path / "run"), "--ds_config", f"ds_configs/{ds_config}.json")
+    more = ("--train.micro_batch_size", "1", "--train.steps", "3", "--train.dtype", "bf16")
+    folder = ("--output_dir", str(tmp_path / "run"), "--ds_config", "ds_configs/zero3.json")
     done = launch(*settings, *folder, *more, program=WAITING_RUN)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["timer"] is False

@@ -85,12 +85,10 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((f"{FACTORIZE}rank", "5000"), "5000"),
         (
             ("--student.model", "embedded:teacher", *WEIGHTED),
             "student.factorize.weighting is gradients, but student.model embedded:teacher is not factorized",
         ),
-        ((*IMPORTANT, "2x96x3"), "3 heads cannot share keys and values 2 at a time"),
         ((*IMPORTANT, "2x64x4", f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
         ((*BY_LOSS, "null"), "give target_params and weighting gradients"),
         (
@@ -106,11 +104,6 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
 )
 def test_settings_that_do_not_fit(fails, arguments, said):
     assert said in fails(*arguments)
-
-
-def test_ds_config_that_disagrees(fails, tmp_path):
-    path = rows(tmp_path / "z.json", json.dumps({"train_batch_size": 7, "zero_optimization": {"stage": 2}}))
-    assert "z.json: train_batch_size is 7, but the run says" in fails(ds_config=path)
 
 
 def test_architectures_that_a_method_does_not_know(fails, tmp_path):
@@ -186,7 +179,6 @@ def encoder(tmp_path, kind=BertConfig, architecture="BertForPreTraining"):
 
 
 MINILMV2 = ("--method", "minilmv2", "--student.shape", "2x32x4")
-FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +191,6 @@ FEW_HEADS = (*MINILMV2, "--minilmv2.relation_heads", "4")
             "data.text.next_sentence is true, but data.text.pairs is false",
         ),
         (("--method", "minilmv2", "--minilmv2.teacher_layer", "auto"), "name a text there"),
-        ((*FEW_HEADS, "--minilmv2.teacher_layer", "7"), "minilmv2.teacher_layer"),
     ],
 )
 def test_settings_that_do_not_fit_an_encoder(fails, text, tmp_path, arguments, said):
@@ -211,28 +202,18 @@ def test_heads_that_a_teacher_lacks(fails, text, tmp_path):
     roberta = encoder(tmp_path, RobertaConfig, "RobertaForMaskedLM")
     said = fails(*text, *roberta, *rank, "--data.text.next_sentence", "true")
     assert "roberta has no next-sentence head" in said
-    said = fails(*text, *encoder(tmp_path, architecture="BertModel"), *rank)
-    assert "is a BertModel without language-model head, but logits compare its output" in said
     decoder = ("--method", "kd", "--student.shape", "2x32x4", "--data.text.pairs", "true")
     assert "data.text.pairs is true, but llama is a decoder" in fails(*text, *decoder)
-
-
-CHAIN = (*FEW_HEADS, "--student.assistants", "4x32x4")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--student.factorize.rank", "4", "--data.train", "nowhere.txt"), "nowhere.txt: no such file"),
         (("--method", "seqkd"), "method seqkd learns answers"),
         (("--data.train", "embedded:train"), "holds instructions, but data.kind is text"),
         (("--data.tests.a", "b.jsonl"), "data.tests.a b.jsonl is no text, but data.kind is text"),
         (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
         (("--student.assistant_training.steps", "9"), "give student.assistants"),
-        (
-            (*CHAIN, "--student.assistant_training.stepps", "9"),
-            "student.assistant_training.stepps: there is no such setting; did you mean student.assistant_training.s",
-        ),
         (("--minilm.teacher_layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
         (("--distilbert.soft", "0", "--distilbert.label", "0", "--distilbert.cosine", "0"), "no term is left"),
     ],

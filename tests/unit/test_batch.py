@@ -23,7 +23,8 @@ def test_which_sequences_have_a_target(targets, known):
     ids = torch.ones(3, 5, dtype=torch.long)
     batch = Batch(ids, ids, ids, targets=targets, sample_ids=((1,), (2,), (3,)))
     assert batch.has_target().tolist() == known
-    assert int(batch.counts()["sequences"]) == sum(known)
+    counts = {name: int(count) for name, count in batch.counts().items()}
+    assert counts == {"tokens": 15, "labels": 12, "sequences": sum(known)}, "a first token is no label"
     assert batch.to("cpu").sample_ids == ((1,), (2,), (3,))
 
 

@@ -153,6 +153,7 @@ def examples_of(documented: Any) -> str:
     found = "\n".join(textwrap.dedent(part) for part in parts if part.startswith("    "))
     assert found, f"{documented} has no example"
     shorter = {"steps=200": "steps=2", "rank=48": "rank=8", '"40%"': '"90%"', 'to="onnx", int8=True': 'to="dense"'}
+    shorter["calibration=rows)"] = 'calibration={"data": rows, "examples": 8, "held_out": 4})'
     for long, short in shorter.items():
         found = found.replace(long, short)
     return found

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from plain_engine import PlainEngine
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -80,21 +81,6 @@ class SlowCopies(TorchFunctionMode):
         return result
 
 
-class Engine:
-    """Autograd and an optimizer in DeepSpeed's clothes."""
-
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def make_model(family: str) -> PreTrainedModel:
     kind, config = MODELS[family]
     with torch.device("meta"):
@@ -122,7 +108,7 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
         {name: nn.Linear(*widths, bias=False, device="meta") for name, widths in method.projections.items()}
     )
     return Trainer(
-        engine=Engine(student),
+        engine=PlainEngine(student),
         student=TappedModel(student, Recorder(student, method.student_taps, projectors)),
         teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
         method=method,

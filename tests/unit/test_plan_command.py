@@ -159,25 +159,11 @@ def test_cache_is_no_choice_where_the_run_can_have_none(capsys, run, folders):
 
 def test_counted_data_have_their_own_size(capsys):
     run = ("--count_data", *KD, "--train.steps", "1000", "--train.micro_batch_size", "4", "--gpus", "8")
-    found = planned(capsys, *run)
+    found = planned(capsys, *run, "--cache_space", "1MB")
     assert found["cache"]["counts"]["sequences"] == 2000
     assert found["cache"]["counts"]["labels"] < 0.5 * found["cache"]["counts"]["tokens"]
-    assert found["proposal"]["teacher"] == "cached", "an epoch has 62 steps, and the cache is made once"
-    small = planned(capsys, *run, "--cache_space", "1MB")
-    assert small["cache"]["bytes"] > 1e6
-    assert small["proposal"]["teacher"] == "replicated", "the disk has no room for it"
-
-
-def test_a_cache_out_of_proportion_to_the_teacher_is_not_proposed(capsys):
-    """Of 100,000 steps, each example once: 0.1 TB in place of a teacher of 2.4 MB."""
-    run = (*KD, "--train.steps", "100000", "--train.micro_batch_size", "4", "--gpus", "8")
-    # A slow GPU, so that the cache's reading is faster than the teacher.
-    found = planned(capsys, *run, "--tflops", "0.1")
-    assert found["cache"]["bytes"] > 100 * 2 * found["teacher_params"]
-    cached = by_teacher(found["choices"], "cached")
-    assert cached["fits"]
-    assert cached["step_seconds"] < 0.9 * by_teacher(found["choices"], "replicated")["step_seconds"]
-    assert found["proposal"]["teacher"] == "replicated"
+    assert found["cache"]["bytes"] > 1e6
+    assert found["proposal"]["teacher"] == "replicated", "the disk has no room for it"
 
 
 def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
@@ -199,18 +185,10 @@ def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
     assert here["tflops"] < 50, "measured"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("--recipe", "makd/bert-256", "--student.factorize.rank", "8", "--makd.logits", "1"),
-        ("--recipe", "finetune", "--data.task.name", "rte", "--method", "kd", "--student.model", "encoder"),
-    ],
-    ids=["makd", "task"],
-)
-def test_encoders(folders, settings, capsys):
+def test_a_task_of_an_encoder(folders, capsys):
     encoder = str(folders["encoder"])
-    named = [encoder if word == "encoder" else word for word in settings]
-    found = planned(capsys, *named, "--teacher.model", encoder, "--ds_config", "zero1", "--gpus", "8")
+    task = ("--recipe", "finetune", "--data.task.name", "rte", "--method", "kd", "--student.model", encoder)
+    found = planned(capsys, *task, "--teacher.model", encoder, "--ds_config", "zero1", "--gpus", "8")
     assert max(choice["memory_bytes"]["activations"] for choice in found["choices"]) > 0
     assert found["proposal"]["fits"]
 
@@ -235,10 +213,7 @@ def test_micro_batches_between_two_traces(run):
     [
         (["--gpu_memory", "80XB"], "--gpu_memory is '80XB': give a number with one of the units MB, GB, TB"),
         (["--gpus", "7"], "train.global_batch_size 32 does not divide by 7 ranks: the nearest that does is 35"),
-        (["--nodes", "0"], "--nodes is 0: give 1 or more"),
         (["--gpu", "8"], "--gpu: there is no such setting"),
-        (["--product_share", "1.5"], "--product_share is 1.5: give a share over 0 and up to 1"),
-        (["--ds_config", "zero9"], "--ds_config zero9: neither a file nor a shipped configuration"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, arguments, said):

@@ -125,11 +125,8 @@ def test_teacher_and_student_stand_side_by_side(
     for name, values in means.items():
         assert results["models"][name]["kl"]["mean"] == pytest.approx(np.mean(values), abs=1e-5)
     assert means["student"][0] > 0.001
-    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert "![a b c d](attention-1.png)" in report
-    assert "![e a a](attention-2.png)" in report
-    assert f"| student | {results['models']['student']['params']:,} | 2 | " in report
-    assert (tmp_path / "out" / "attention-2.svg").is_file()
+    assert "![e a a](attention-2.png)" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "attention-2.png").is_file()
 
 
 def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,12 +154,10 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     two = ["--model", f"a={teacher},b={teacher}"]
     mistakes = [
         (model, "--text or --data: give one of them"),
-        ([*model, "--data", str(tmp_path / "none.txt")], "none.txt: no such file; give a plain text file"),
         ([*model, "--data", str(file), "--examples", "2"], "--examples 2: "),
         ([*two, *text, "--layers", "0,1"], f"--layers 0: the a ({teacher}) has the layers 1 to 3"),
         ([*model, *text, "--layers", "1,2"], "--layers [1, 2]: there are 1 models; give one layer, or one for each"),
         ([*model, *text, "--heads", "5"], "has the heads 1 to 4"),
-        ([*model, *text, "--max_length", "2"], "max_length is 2: the tokenizer's own marks take 2"),
         (["--model", f"{teacher},embedded:teacher", *text], "cuts the text into other tokens than"),
     ]
     for words, message in mistakes:

@@ -7,7 +7,8 @@ from itertools import count
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel
+from word_models import save_bert, save_tokenizer
 
 from llmdistill.commands.side_by_side import main
 from llmdistill.runtime import speed
@@ -18,14 +19,10 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "
 
 @pytest.fixture
 def bert(tmp_path):
-    folder = tmp_path / "bert"
-    folder.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "is", "it", "a", "tool", "?"]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(words), num_hidden_layers=4, **SIZES)).save_pretrained(folder)
-    return folder
+    save_bert(tmp_path / "bert", words, BertModel, num_hidden_layers=4, **SIZES)
+    save_tokenizer(tmp_path / "bert", words, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    return tmp_path / "bert"
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def run(tmp_path, *arguments):
     return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
-def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock, capsys):
+def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock):
     options = ("--batches", 3, "--batch_size", 2, "--max_length", 20, "--warmup", 1, "--dtype", "fp32")
     found = run(tmp_path, "--model", bert, "--shapes", "2x16x2", *options)
     # The passes take turns: 1 and 2 are the warm-up, then 3 5 7 are the model's and 4 6 8 the shape's.
@@ -61,7 +58,6 @@ def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock, capsys
     assert first["params"]["embedding"] == whole.embeddings.word_embeddings.weight.numel()
     assert first["params"]["transformer"] == sum(weight.numel() for weight in whole.encoder.parameters())
     assert 2 * second["params"]["transformer"] == first["params"]["transformer"]
-    assert "2x16x2" in capsys.readouterr().out
     assert "| 15.0 s | 1.0x |" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -101,8 +97,6 @@ def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
     [
         (("--max_length", "30"), "has positions for 24 tokens; give 24 or less"),
         (("--shapes", "2x15x2"), "--shapes 2x15x2: 2 heads do not divide the width 15"),
-        (("--shapes", "2x16x2,2x16x2"), "give each once"),
-        (("--batches", "0"), "--batches is 0"),
         (("--task", "squad1"), "--task squad1: take the examples of a task of GLUE (cola, "),
         (("--task", "rte", "--data_dir", "nowhere"), "nowhere"),
     ],

@@ -285,11 +285,3 @@ def test_the_sizes_of_a_start_share_a_calibration(tmp_path):
     assert len(of_gradients) == len(of_loss) == 1
     assert of_gradients != of_loss
     assert all(Path(*each).is_relative_to(study.root / "calibration") for each in (of_gradients, of_loss))
-
-
-def test_a_given_folder_of_calibration_has_a_part_for_each_start(tmp_path):
-    given = ["--student.factorize.calibration.folder", str(tmp_path / "given")]
-    study = make_study(tmp_path, StandIn(), *given, methods=["none"], starts=["gradients", "loss"])
-    parts = [Path(study.base(start).config.student.factorize.calibration.folder) for start in study.starts]
-    assert {part.parent for part in parts} == {tmp_path / "given"}
-    assert len(set(parts)) == 2

@@ -62,23 +62,16 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
     assert "| Mine &lt;6x768&gt; | 75.5  | –  | 71.0 ± 1.4 (76.4) | 80.0  | 1,234 |" in text
     assert "| Teacher | (82.0) |  | (76.8) | (87.25) | – |" in text
     assert "Failed: Broken: no memory" in text
-    assert "The paper's figures for MRPC are of GLUE's test sets, ours of the dev sets." in text
-    assert "Not run: Theirs: no weights are published" in text
     assert "| Theirs | (1.5) | (−80.5) | (1.0) | (2.0) | – |" in text
     taught = replace(MINE, scores={key: [90.0] for key in MINE.scores})
     write_published(tmp_path / "taught", replace(REPORT, measured={**MEASURED, "teacher": taught}))
     assert "| 75.5  | −14.5  | 71.0" in (tmp_path / "taught/report.md").read_text(encoding="utf-8")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "71.0 ± 1.4<br><small>76.4</small>" in page
-    assert "Mine &lt;6x768&gt;: the teacher scores at chance" in page
+    assert "71.0 ± 1.4<br><small>76.4</small>" in (tmp_path / "report.html").read_text(encoding="utf-8")
     print_published(REPORT)
-    shown = capsys.readouterr().out
-    assert "71.0 ± 1.4 (76.4)" in shown
-    assert "Broken FAILED: no memory" in shown
-    assert "Theirs" not in shown
+    assert "71.0 ± 1.4 (76.4)" in capsys.readouterr().out
 
 
-def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
+def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
     rows, measured = list[TableRow](), {}
     for at, line, scores, published in (
         (6, "A", [80.0, 82.0], 79.0),
@@ -93,8 +86,6 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
     table = PublishedTable(name="t", title="T", tasks=("mnli",), columns=columns, rows=tuple(rows), axis="layer")
     report = PublishedReport(table=table, measured=measured, facts={})
 
-    results = write_published(tmp_path, report)
-
     (drawing,) = draw_rows(report)
     (panel,) = drawing.figure.axes
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
@@ -105,11 +96,6 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
     }
     band = {tuple(point) for point in panel.collections[0].get_paths()[0].vertices}
     assert band == {(3, 70.0), (6, 80.0), (6, 82.0)}
-    assert drawing.figure.get_supxlabel() == "layer"
-    assert [each["at"] for each in results["rows"]] == [6, 3, 9, 3]
-    assert (tmp_path / "plots" / "scores.png").is_file()
-    assert "(plots/scores.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "<svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert draw_rows(replace(report, table=replace(table, rows=[replace(each, at=None) for each in rows]))) == []
 
 

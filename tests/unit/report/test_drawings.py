@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from llmdistill.report.drawings import draw_comparison, row_styles
-from llmdistill.report.plots import GRAY
+from llmdistill.report.drawings import draw_comparison
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY
 
@@ -32,14 +31,6 @@ def comparison():
         start="loss", label="", size=TABLE_SIZE, folder="b", params=500, average=1.0, weighting={"ranks": ranks}
     )
     return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], beginnings=[weighted])
-
-
-def test_color_says_the_method_and_marker_the_start(comparison):
-    styles = row_styles(comparison.rows)
-    assert styles["makd-plain"].color == styles["makd-loss"].color != styles["kd-loss"].color
-    assert styles["makd-plain"].marker == styles["kd-plain"].marker != styles["kd-loss"].marker
-    assert styles["none-loss"].color == GRAY
-    assert len({styles[row.key] for row in comparison.rows if row.trained}) == 4
 
 
 def test_each_start_has_its_curves_and_its_ranks(comparison):
@@ -71,4 +62,3 @@ def test_perplexities_have_logarithmic_axes(comparison):
     assert "each method's own loss" in drawn["learning_curves_loss"].caption
     plain = {drawing.name: drawing for drawing in draw_comparison(comparison)}
     assert plain["scores"].figure.axes[0].get_xscale() == plain["size"].figure.axes[0].get_yscale() == "linear"
-    assert "own loss" not in plain["learning_curves_loss"].caption

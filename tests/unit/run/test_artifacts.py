@@ -162,12 +162,3 @@ def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
     with temporary_folder(run / "inputs" / "student") as living:  # of a call from Python that prepares the same run
         claim(parse())
         assert [each.name for each in run.rglob("*.part")] == [living.name]
-
-
-def test_a_file_in_place_of_the_folder_is_one_sentence(parse, tmp_path):
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(UserError, match=r"^output_dir \S+/run: it is a file; choose another output_dir or remove"):
-        claim(parse())
-    with pytest.raises(UserError, match=r"below/run\.json: the system refuses it \(not a directory\): choose another"):
-        claim(parse(folder="run/below"))
-    assert (tmp_path / "run").read_text() == "mine"

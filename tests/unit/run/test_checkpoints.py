@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_engine import PlainEngine
 from torch import nn
 
 from llmdistill.artifacts import MANIFEST
@@ -18,27 +19,16 @@ from llmdistill.runtime.distributed import World
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-class Engine:
-    """A small model and AdamW in DeepSpeed's clothes."""
+class Engine(PlainEngine):
+    """A small model, part of it frozen, that learns a number at each step."""
 
     def __init__(self, width: int = 4) -> None:
         torch.manual_seed(0)
-        self.module = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
-        self.module[1].bias.requires_grad_(False)
-        self.optimizer = torch.optim.AdamW([p for p in self.module.parameters() if p.requires_grad], lr=0.1)
-        self.global_steps = self.global_samples = self.micro_steps = 0
-        self.skipped_steps = 0
+        module = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+        module[1].bias.requires_grad_(False)
+        super().__init__(module, accumulation=2)
 
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    def train_batch_size(self) -> int:
-        return 8
-
-    def gradient_accumulation_steps(self) -> int:
-        return 2
-
-    def train(self, steps: range) -> None:
+    def learn(self, steps: range) -> None:
         for step in steps:
             self.module(torch.full((2, 3), step + 1.0)).square().sum().backward()
             self.optimizer.step()
@@ -52,14 +42,14 @@ class Engine:
 def save(folder: Path, engine: Engine, *steps: int, keep: int = 2) -> None:
     """Save checkpoints of an engine, which learns a step before each."""
     for step in steps:
-        engine.train(range(step - 1, step))
+        engine.learn(range(step - 1, step))
         save_checkpoint(engine, folder, step, keep, WORLD)
 
 
 def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
     first, second = Engine(), Engine()
     assert load_checkpoint(second, tmp_path, WORLD) is None
-    first.train(range(4))
+    first.learn(range(4))
     first.skipped_steps = 2
     save(tmp_path, first, 5)
     found = load_checkpoint(second, tmp_path, WORLD)
@@ -67,7 +57,7 @@ def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> 
     assert (found.step, second.global_steps, second.micro_steps, second.global_samples) == (5, 5, 10, 40)
     assert second.skipped_steps == 2
     for engine in (first, second):
-        engine.train(range(5, 8))
+        engine.learn(range(5, 8))
     assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
 
 

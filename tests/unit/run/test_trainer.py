@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from plain_engine import PlainEngine
 from references import token_loss
 
-from llmdistill.batch import Batch, LossSum, Outputs, Taps
+from llmdistill.batch import LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import scoring_batches
@@ -30,36 +31,19 @@ from support import log_rows, train_loader
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-class Engine:
-    """Plain SGD in DeepSpeed's clothes: gradients are averaged over the accumulation steps."""
+class Engine(PlainEngine):
+    """Plain SGD of one weight; remembers its modes, and skips steps."""
 
     def __init__(self, weight, accumulation):
-        self.weight, self.accumulation, self.count = weight, accumulation, 0
-        self.optimizer = torch.optim.SGD([weight], lr=0.0)
-        self.monitor = None
-        self.module = torch.nn.ParameterList([weight])
-        self.modes, self.skipped_steps, self.skips = [], 0, ()
+        module = torch.nn.ParameterList([weight])
+        super().__init__(module, torch.optim.SGD([weight], lr=0.0), accumulation=accumulation)
+        self.modes, self.skips = [], ()
 
     def train(self):
         self.modes.append("train")
 
     def eval(self):
         self.modes.append("eval")
-
-    def backward(self, loss):
-        (loss / self.accumulation).backward()
-
-    def step(self):
-        self.count += 1
-        if self.count % self.accumulation == 0:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def get_global_grad_norm(self):
-        return 0.0
-
-    def zero_optimization_stage(self):
-        return 0
 
     def was_step_applied(self):
         return self.count // self.accumulation not in self.skips
@@ -243,17 +227,6 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path, monkeypatch):
     assert all(row["peak_memory_bytes"] > 10**6 for row in rows)
 
 
-def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
-    class OwnAnswers(Squares):
-        def terms(self, values, batch):
-            return {"all": super().terms(values, batch)["all"]}
-
-    _, trainer = make_trainer(8, method=OwnAnswers())
-    ((totals,), _) = trainer.train_step(trainer.loader.micro_batches(0))
-    assert totals[0] > 0
-    assert totals[1] == 0
-
-
 def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
     _, trainer = make_trainer(4, steps=6)
     trainer.engine.backward = lambda loss: None
@@ -287,13 +260,3 @@ def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, monk
     )
     train(trainer, tmp_path)
     assert saved == expected
-
-
-@pytest.mark.parametrize(
-    ("targets", "sequences"),
-    [(None, 0), (torch.tensor([1, -100, 0]), 2), (torch.tensor([0.5, float("nan"), float("nan")]), 1)],
-)
-def test_first_tokens_are_no_labels_and_sequences_count_where_they_have_a_target(targets, sequences):
-    ids = torch.ones(3, 4, dtype=torch.long)
-    counts = Batch(ids, ids, ids, targets=targets).counts()
-    assert {name: int(count) for name, count in counts.items()} == {"tokens": 12, "labels": 9, "sequences": sequences}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from glue_tasks import TOKENS, write_task
+from plain_engine import PlainEngine
 from transformers import PreTrainedModel
 from word_models import save_bert, save_tokenizer
 
@@ -20,50 +22,16 @@ from llmdistill.run import assemble
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import parameter_groups
 
-TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", "maybe", *(f"w{n}" for n in range(12))]
 
-
-class Engine:
-    """Plain AdamW in DeepSpeed's clothes."""
+class Engine(PlainEngine):
+    """Counts how often it is built."""
 
     built = 0
 
     def __init__(self, model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> None:
         type(self).built += 1
-        self.module, self.monitor, self.count = model.train(), None, 0
-        self.skipped_steps = 0
-        self.accumulation = ds_config["gradient_accumulation_steps"]
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), betas=settings.betas)
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self.module(**inputs)
-
-    def train(self) -> None:
-        self.module.train()
-
-    def eval(self) -> None:
-        self.module.eval()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.accumulation).backward()
-
-    def step(self) -> None:
-        self.count += 1
-        if self.count % self.accumulation == 0:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def get_global_grad_norm(self) -> float:
-        return 0.0
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    def was_step_applied(self) -> bool:
-        return True
-
-    def destroy(self) -> None:
-        pass
+        optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), betas=settings.betas)
+        super().__init__(model.train(), optimizer, accumulation=ds_config["gradient_accumulation_steps"])
 
 
 @pytest.fixture(scope="module")
@@ -127,46 +95,13 @@ def make_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     return lambda **settings: save_encoder(tmp_path_factory.mktemp("models") / "other", **settings)
 
 
-def noise(generator: torch.Generator, count: int) -> list[str]:
-    return [f"w{int(n)}" for n in torch.randint(12, (count,), generator=generator)]
-
-
-def write_task(folder: Path, task: str, sizes: dict[str, int], *, seed: int = 0) -> None:
-    """A split's file for each of `sizes`: what is right follows from one word of the first sentence."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = {
-        "RTE": {"yes": "entailment", "no": "not_entailment"},
-        "CoLA": {"yes": "1", "no": "0"},
-        "STS-B": {"yes": "5.0", "maybe": "2.5", "no": "0.0"},
-        "MNLI": {"yes": "entailment", "maybe": "neutral", "no": "contradiction"},
-    }[task]
-    for split, size in sizes.items():
-        rows = []
-        for number in range(size):
-            word = list(labels)[int(torch.randint(len(labels), (), generator=generator))]
-            count = 1 + int(torch.randint(6, (), generator=generator))
-            first, second = noise(generator, count), noise(generator, 2)
-            first[int(torch.randint(count, (), generator=generator))] = word
-            trials = [str(number), " ".join(first), " ".join(second), labels[word]]
-            rows.append([number, trials[1]] if task == "CoLA" and split == "test" else trials)
-            if task == "CoLA" and split != "test":
-                rows[-1] = ["source", labels[word], "", trials[1]]
-        label = {"STS-B": "score", "MNLI": "gold_label"}.get(task, "label")
-        header = ["index", "sentence1", "sentence2", label]
-        if task == "CoLA":
-            header = ["index", "sentence"] if split == "test" else []
-        lines = ["\t".join(map(str, row)) + "\n" for row in ([header] if header else []) + rows]
-        (folder / task).mkdir(parents=True, exist_ok=True)
-        (folder / task / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
-
-
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GLUE's folders of four small tasks; RTE and MNLI have test files."""
     folder = tmp_path_factory.mktemp("glue")
     write_task(folder, "RTE", {"train": 96, "dev": 41, "test": 7})
-    write_task(folder, "CoLA", {"train": 64, "dev": 30})
+    write_task(folder, "CoLA", {"train": 32, "dev": 30})
     write_task(folder, "STS-B", {"train": 96, "dev": 30})
-    mnli = {"train": 96, "dev_matched": 30, "dev_mismatched": 20, "test_matched": 5, "test_mismatched": 6}
+    mnli = {"train": 32, "dev_matched": 30, "dev_mismatched": 20, "test_matched": 5, "test_mismatched": 6}
     write_task(folder, "MNLI", mnli)
     return folder

@@ -84,9 +84,7 @@ def test_mistakes_in_a_further_set(engine, encoder, data, tmp_path, hans, capsys
     whole = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
     mistakes = [
         ({"HANS": {"file": "x"}}, "HANS.file: there is no such setting"),
-        ({"Mine": whole}, "Mine lacks task, labels"),
         ({"HANS": {**whole, "labels": {"entailment": "entailment"}}}, "give a label of the set for each class of RTE"),
-        ({"HANS": {**whole, "sentences": ["sentence1"]}}, "name as many"),
         ({"HANS": {**whole, "label": "gold"}}, "heuristics.txt:2: has no gold"),
         (
             {"HANS": {**whole, "labels": {"entailment": "entailment", "not_entailment": "neutral"}}},
@@ -149,12 +147,7 @@ def test_mistakes_in_xnli(engine, encoder, tmp_path, xnli, capsys) -> None:
     assert run(*words, *languages(["en", "zh"])) == 2
     assert "has no dev and test examples for zh, only for de, en, sw" in capsys.readouterr().err
     file = folder / "XNLI" / "xnli.test.tsv"
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("neutral", "unsure", 1), encoding="utf-8")
-    line = next(number for number, each in enumerate(text.splitlines(), start=1) if "neutral" in each)
-    assert run(*words) == 2
-    assert f"xnli.test.tsv:{line}: label 'unsure'" in capsys.readouterr().err
-    file.write_text(text.replace("sentence2", "hypothesis"), encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace("sentence2", "hypothesis"), encoding="utf-8")
     assert run(*words) == 2
     assert "expected sentence1, sentence2, gold_label" in capsys.readouterr().err
     assert engine.built == 0

@@ -15,7 +15,6 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfi
 import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.fine_tuning.results import results_table
 from llmdistill.factorize.convert import compress
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
@@ -76,13 +75,7 @@ def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(answer, engine
     assert scores["f1"] > 80
     assert scores["best_f1"] >= scores["f1"]
     assert task["examples"] == {"train": 96, "dev": 30}
-    _, header, ((_, *cells),) = results_table(results)
-    assert dict(zip(header[1:], cells, strict=True))["SQuAD2 best_f1"] == f"{scores['best_f1']:.1f}"
-    assert "SQuAD2 best_em" in header
     assert f"best_f1 {scores['best_f1']:.2f} on dev" in said
-    report = (tmp_path / "out/report.md").read_text()
-    assert "GLUE server" not in report
-    assert f"for F1 is {scores['best_f1_threshold']:.3f}" in report
     # what is saved is a stock model
     model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out/SQuAD2/best")
     assert type(model).__name__ == "BertForQuestionAnswering"

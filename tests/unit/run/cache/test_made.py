@@ -145,6 +145,10 @@ def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     models, counts = build_models(plan), PositionCounts(**cache.count_examples(plan, data))
     asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
     found = forecast_making(plan, asked, trace, Sizes.of(models.student, models.teacher), MachineConfig())
+    assert found.is_sensible
+    vast = replace(asked, counts=counts.times(10**6))
+    out_of_proportion = forecast_making(plan, vast, trace, Sizes.of(models.student, models.teacher), MachineConfig())
+    assert not out_of_proportion.is_sensible, "far larger than its teacher, though the disk has room"
     folder = made(*words, settings=settings)
     record = json.loads((folder / "cache.json").read_text())
     assert (counts.sequences, counts.tokens) == (record["examples"], record["tokens"])
