@@ -41,9 +41,14 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> None:
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
     rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
-    if peers_python is not None:
-        rows |= rows_of("kd", ("trl",), sizes)
-    found = measure(__file__, rows, settings, pythons={"trl": peers_python or sys.executable})
+    peers = {} if peers_python is None else rows_of("kd", ("trl",), sizes)
+    try:
+        found = measure(__file__, rows | peers, settings, pythons={"trl": peers_python or sys.executable})
+    except RuntimeError as failure:  # other releases of TRL have other trainers
+        if not peers:
+            raise
+        table.say(f"TRL's row failed and is left out: {failure}")
+        found = measure(__file__, rows, settings)
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
     against_floor(table, name, found["ours"], found["floor"], time=1.03, memory=0.92)
     against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], time=0.85, memory=0.75)
