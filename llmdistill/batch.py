@@ -264,6 +264,33 @@ class TopK(NamedTuple):
         return TopK(self.tokens[here], self.log_probs[here], {t: tail[here] for t, tail in self.tails.items()})
 
 
+class OtherTokens(NamedTuple):
+    """What a teacher with another tokenizer says of a batch: its own rows, and the rows of the student they belong to.
+
+    Both have read the same text. A span is a stretch of it, as short as it can be, that begins and ends at the same
+    bytes in both tokenizations. Of M rows of the teacher and N of the student:
+    """
+
+    head: HeadInputs
+    """The teacher's M rows, which predict the tokens of the spans in its own tokenization."""
+    labels: Tensor
+    """(M,): the token that each of them predicts."""
+    spans: Tensor
+    """(M,): the span of this token, counted from 0; -1 for a pair."""
+    pairs: Tensor
+    """(N,): for each row of the student whose token both tokenizers know, as a span of its own, the row of the teacher
+    that predicts it; else -1."""
+    student_spans: Tensor
+    """(N,): for each other row of the student the span of the token that it predicts, -1 if it is in none."""
+    starts: Tensor
+    """(N,): for the row that predicts the first token of a span of `student_spans`, the row of the teacher that does;
+    else -1."""
+    num_spans: int
+    """The number of the spans that are no pairs."""
+    shared: tuple[Tensor, Tensor]
+    """The ids of the K tokens that both tokenizers know, (K,) in the student's and (K,) in the teacher's numbers."""
+
+
 @dataclass
 class Outputs:
     """The outputs of a model for one batch."""
@@ -275,6 +302,6 @@ class Outputs:
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
     for spans, with K = 2 for start and end and C = T, -inf at padding; or the embeddings of sentences (B, W), if these
     are learned; None without such a head."""
-    lm_head: Mapping[Positions, HeadInputs | TopK] = field(default_factory=dict)
+    lm_head: Mapping[Positions, HeadInputs | TopK | OtherTokens] = field(default_factory=dict)
     """In place of the logits, for each kind of positions at which they are compared: the inputs and the parameters of
-    the LM head's last linear, or a teacher's most likely tokens."""
+    the LM head's last linear, or a teacher's most likely tokens, or what a teacher with another tokenizer says."""

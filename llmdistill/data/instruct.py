@@ -102,7 +102,7 @@ def encode_prompts(
         UserError: as in `render_prompt`; a prompt is too long and limits.long_prompts is "error"; or no prompt is left,
             unless may_be_empty.
     """
-    all_ids, limit = _prompt_ids(examples, tokenizer, limits.prompt), limits.max_prompt_length
+    all_ids, limit = prompt_ids(examples, tokenizer, limits.prompt), limits.max_prompt_length
     long = [index for index, ids in enumerate(all_ids) if len(ids) > limit]
     if long and limits.long_prompts == "error":
         first = examples[long[0]].source or f"prompt {long[0] + 1}"
@@ -115,7 +115,7 @@ def encode_prompts(
     return EncodedPrompts(ids, kept, dropped=len(dropped), truncated=len(long) - len(dropped))
 
 
-def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[list[int]]:
+def prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[list[int]]:
     """The tokens of each example's prompt, without a limit on their number."""
     plain = [render_prompt(example, prompt=prompt) for example in examples if not is_chat(example, prompt)]
     chatting = [as_chat(example) for example in examples if is_chat(example, prompt)]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, TopK
+from llmdistill.batch import HeadInputs, OtherTokens, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
+from llmdistill.losses.other_tokens import SpanRows
 from llmdistill.losses.terms import TokenTerm
 
 _CPU_CHUNK = 256
@@ -35,7 +36,7 @@ class TokenLosses(NamedTuple):
 
 def token_losses(
     student: HeadInputs,
-    teacher: HeadInputs | TopK | None,
+    teacher: HeadInputs | TopK | OtherTokens | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -53,7 +54,7 @@ def token_losses(
         student: rows, weight and bias of the student; the total is differentiable with respect to all three. Without a
             weight the rows are the logits.
         teacher: the same of the teacher, which get no gradient, or its most likely tokens (then a divergence is that of
-            `losses.top_k`); None if no term uses a divergence.
+            `losses.top_k`), or rows in other tokens (`losses.other_tokens`); None if no term uses a divergence.
         labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
         terms: the C terms.
         factors: (C,), the factor of each sum in the total.
@@ -85,7 +86,7 @@ class _TokenLosses(torch.autograd.Function):
         weight_VK: Tensor | None,
         bias_V: Tensor | None,
         needs: list[bool],
-        teacher: HeadInputs | TopK | None,
+        teacher: HeadInputs | TopK | OtherTokens | None,
         labels_N: Tensor,
         terms: tuple[TokenTerm, ...],
         factors: Tensor,
@@ -94,9 +95,15 @@ class _TokenLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         whole = HeadInputs(rows_NK, weight_VK, bias_V)
         student = _cut(whole, vocabulary)
-        teacher = _cut(teacher, vocabulary) if isinstance(teacher, HeadInputs) else teacher
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
+        taught: HeadInputs | TopK | SpanRows | None
+        if isinstance(teacher, HeadInputs):
+            taught = _cut(teacher, vocabulary)
+        elif isinstance(teacher, OtherTokens):
+            taught = SpanRows.of(student, teacher, labels_N, terms, exact)
+        else:
+            taught = teacher
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
         if dtype == torch.float16:
@@ -108,17 +115,18 @@ class _TokenLosses(torch.autograd.Function):
         half = (min(chunk, len(rows_NK)) + 1) // 2
         student_buffer = student.rows.new_empty(2 * half, _words(student))
         teacher_buffer = student_buffer
-        if isinstance(teacher, HeadInputs):
-            teacher_buffer = teacher.rows.new_empty(half, _words(teacher))
+        if isinstance(taught, HeadInputs):
+            teacher_buffer = taught.rows.new_empty(half, _words(taught))
         for start in range(0, len(rows_NK), 2 * half or 1):
             logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
-                teacher_logits = _logits(teacher, here, teacher_buffer) if isinstance(teacher, HeadInputs) else teacher
-                teacher_logits = teacher_logits.at(here) if isinstance(teacher_logits, TopK) else teacher_logits
-                sums += chunk_losses(
-                    part_NV, teacher_logits, labels_N[here], terms, inner_factors, with_gradient=any(needs)
-                )
+                compared: Tensor | TopK | SpanRows | None
+                if isinstance(taught, HeadInputs):
+                    compared = _logits(taught, here, teacher_buffer)
+                else:
+                    compared = None if taught is None else taught.at(here)
+                sums += chunk_losses(part_NV, compared, labels_N[here], terms, inner_factors, with_gradient=any(needs))
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, Taps
 
@@ -46,6 +46,8 @@ class TokenTerm:
     al. 2016, §7); only for the cross-entropy of the labels."""
     positions: Positions = "labels"
     """The positions whose predictions are compared: those that predict a label or, for a divergence, all tokens."""
+    spans: Literal["alm", "uld"] = "alm"
+    """How a divergence compares a span that teacher and student cut into other tokens; see `losses.other_tokens`."""
 
 
 @dataclass(frozen=True)

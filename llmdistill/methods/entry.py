@@ -58,6 +58,9 @@ class MethodEntry:
     """Whether the method trains the student."""
     on_policy: bool = False
     """Whether the student can learn from answers that it generates itself (data.on_policy)."""
+    other_tokens: bool = False
+    """Whether the teacher may have another tokenizer than the student: the method compares nothing but the
+    distributions at labels."""
     teacher_writes: bool = False
     """Whether the labels are answers that the teacher generated before training."""
     searches_layer: bool = False

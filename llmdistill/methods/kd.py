@@ -31,6 +31,10 @@ class KdConfig:
     ratio: float = 0.5
     """Weight of the divergence; the cross-entropy on the labels has weight 1 - ratio. With 1 the student learns from
     the teacher alone."""
+    spans: Literal["alm", "uld"] = "alm"
+    """If teacher and student have different tokenizers: how a stretch of text is compared that they cut into different
+    tokens. alm: by its likelihood (ALM); uld: by the sorted distributions over its first token (ULD). Tokens that both
+    know are compared by the divergence, over the tokens that both know."""
     positions: SoftPositions = "masked"
     """Tokens of an encoder at which the divergence is computed: the masked ones, as in MiniLM's MLM-KD (§4.2.2), or all
     real tokens. A decoder's are always those of the answers."""
@@ -76,6 +80,7 @@ def build_kd(
         divergence=divergence_of(settings),
         temperature=settings.temperature,
         positions=positions_of(settings.positions, causal=causal),
+        spans=settings.spans,
         sequence_name=f"sequence_{measure}",
     )
     terms = to_teacher | label_terms(1 - settings.ratio, objective)
@@ -96,6 +101,7 @@ KD = MethodEntry(
     check=check_kd,
     uses_output=True,
     on_policy=True,
+    other_tokens=True,
     grid={"kd.ratio": [0.5, 1.0]},
     presets={
         "reverse_kl": Preset(label="reverse KL", settings={"kd.divergence": "reverse_kl"}),

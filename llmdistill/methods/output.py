@@ -51,10 +51,12 @@ def divergence_terms(
     divergence: losses.Divergence,
     temperature: float,
     positions: Positions = "labels",
+    spans: Literal["alm", "uld"] = "alm",
     sequence_name: str | None = None,
 ) -> Terms:
     """A divergence for tokens and classes, times the squared temperature; squared error for scores."""
-    token_term = losses.TokenTerm(name, divergence, temperature, scale=temperature**2, positions=positions)
+    scale = temperature**2
+    token_term = losses.TokenTerm(name, divergence, temperature, scale=scale, positions=positions, spans=spans)
     compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
     return _terms(token_term, _to_teacher(sequence_name or f"sequence_{name}", compare, objective), weight, objective)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, Positions, Taps
+from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, Taps
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import LayerTerm, RunningTerms, Tap, add_losses
 from llmdistill.models.heads import whole
@@ -77,7 +77,8 @@ class HeadLosses:
             )
             factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
-            gathering = whole(teacher) if isinstance(teacher, HeadInputs) else nullcontext()
+            head_of = teacher.head if isinstance(teacher, OtherTokens) else teacher
+            gathering = whole(head_of) if isinstance(head_of, HeadInputs) else nullcontext()
             with gathering, without_autocast(labels_N.device):
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
             self.sums |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -20,6 +21,7 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.models.adapters import add_lora, is_adapter
+from llmdistill.models.families import max_positions
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.sharded_load import load_sharded
@@ -34,11 +36,12 @@ from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
-from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
+from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
@@ -200,6 +203,8 @@ def make_trainer(
     elif method.needs_teacher:
         live = teacher()
         trained_by = wired("teacher", live.model, forward=live.forward)
+        if plan.models.translates:
+            trained_by = translated(trained_by, plan, data, world)
     return Trainer(
         engine=engine,
         student=wired("student", engine.module, forward=engine, projectors=projectors),
@@ -210,6 +215,13 @@ def make_trainer(
         seed=config.seed,
         world=world,
     )
+
+
+def translated(teacher: Teacher, plan: Plan, data: TaskData, world: World) -> TranslatedTeacher:
+    """Return the teacher of a run as one that reads the batches of a student with another tokenizer."""
+    longest = max_positions(plan.models.teacher, sys.maxsize)
+    translation = Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
+    return TranslatedTeacher(teacher, translation, say=partial(print_main, world=world))
 
 
 def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:

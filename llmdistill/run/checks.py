@@ -38,6 +38,11 @@ def check_plan(plan: Plan) -> None:
     _check_teacher_head(plan)
     _check_keep_best(plan)
     _check_without_entry(plan)
+    if plan.models.translates and plan.config.data.streaming:
+        raise UserError(
+            "data.streaming is true, but a teacher with another tokenizer needs all prompts before the training: set "
+            "it to false, or take a student with the teacher's tokenizer"
+        )
     if plan.is_cached:
         check_can_cache(plan)
 
@@ -95,6 +100,11 @@ def check_can_cache(plan: Plan) -> None:
     if not plan.method.needs_teacher:
         names = " + ".join(plan.config.methods())
         raise UserError(f"method {names} has no teacher, so there is nothing to cache: take another method, such as kd")
+    if plan.models.translates:
+        raise UserError(
+            "a cache keeps the outputs of a teacher for the student's tokens, but teacher and student have different "
+            "tokenizers: train with the teacher itself (teacher.cache null)"
+        )
     changing = plan.task.changing_examples(causal=plan.models.causal)
     if changing is not None:
         raise UserError(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.progress import progress
-from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
+from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of, translated
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
@@ -30,6 +30,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.base import TaskData
+from llmdistill.teacher.cached import Teacher
 
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
@@ -92,10 +93,11 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
     model = teacher().model if plan.method.needs_teacher else None
-    if model is not None:
+    if model is not None and not plan.models.translates:
         yield above_chance(plan.models, model, batch)
-    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary)
-    if model is not None:
+    translate = partial(translated, plan=plan, data=data, world=world) if plan.models.translates else None
+    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, translate=translate)
+    if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
 
@@ -175,8 +177,11 @@ def term_sizes(
     *,
     vocabulary: int | None = None,
     gradients: bool = True,
+    translate: Callable[[Teacher], Teacher] | None = None,
 ) -> dict[str, TermSize]:
     """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
+
+    `translate` makes a teacher that reads other tokens one for this batch.
 
     The student runs once for each term, in evaluation mode, so that dropout makes no difference between models.
     """
@@ -184,19 +189,21 @@ def term_sizes(
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
     wired = {"student": learner}
+    teaching: Teacher | None = None
     if method.needs_teacher and teacher is not None:
         wired["teacher"] = tapped(method, "teacher", teacher, vocabulary=vocabulary)
+        teaching = wired["teacher"] if translate is None else translate(wired["teacher"])
     if method.token_terms:
-        check_losses(wired, batch, World.current())
+        check_losses(wired if translate is None else {"student": learner}, batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
         for name in progress(method.weights, "Checking", "terms of the loss"):
             teacher_outputs = None
-            if "teacher" in wired:
+            if teaching is not None:
                 with torch.no_grad():
-                    teacher_outputs = wired["teacher"].teach(batch, lm_head=method.teacher_positions)
+                    teacher_outputs = teaching.teach(batch, lm_head=method.teacher_positions)
             losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)

@@ -13,7 +13,13 @@ from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
-from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
+from llmdistill.models.tokenizer import (
+    brings_tokenizer,
+    check_tokens,
+    compare_vocabularies,
+    load_tokenizer,
+    same_tokens,
+)
 from llmdistill.run.checks import check_plan, check_weighting
 from llmdistill.run.resolved import (
     Pending,
@@ -123,9 +129,16 @@ def make_plan(
         method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
 
     # The tokens.
-    vocabulary, note = None, None
+    vocabulary, note, translates = None, None, False
     if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
-        if objective.tokens:
+        can_translate = all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher)
+        can_translate &= task.translates and is_causal(student_config) and is_causal(teacher_config)
+        if can_translate and not same_tokens(locate(teacher), locate(student)):
+            translates, note = (
+                True,
+                "teacher and student have different tokenizers: the text that both read is compared",
+            )
+        elif objective.tokens:
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
         else:
             check_tokens(locate(teacher), locate(student))
@@ -151,6 +164,7 @@ def make_plan(
         teacher_head=teacher_head,
         copies_classifier=has_copied_classifier(config, task, teacher_config, student_config),
         vocabulary=vocabulary,
+        translates=translates,
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
     planned = Plan(

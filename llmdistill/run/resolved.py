@@ -46,6 +46,8 @@ class RunModels(Models):
     """Whether the student's classifier is initialized from the teacher's."""
     vocabulary: int | None
     """The number of logits that teacher and student share; None if the logits are not compared."""
+    translates: bool
+    """Whether teacher and student have different tokenizers, and the method compares the text that both read."""
     teacher_origin: str | None
     """How the weights of the teacher were made, if they are those of a GGUF file."""
 

@@ -115,6 +115,13 @@ class TaskData(ABC):
         """Return the tokenizer with which the teacher is scored."""
         return self.tokenizer
 
+    def teacher_prompts(self) -> dict[int, list[int]] | None:
+        """Return the teacher's tokens of each prompt by the `sample_id` of the student's, for other tokenizers.
+
+        None if the sequences are plain text. Called only if the task `translates`.
+        """
+        raise AssertionError(f"{type(self).__name__} has one tokenizer for both models")
+
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """Return the score of a model on one of `sets` as plain JSON values; every rank must call this method."""
         raise AssertionError(f"{type(self).__name__} has no sets")
@@ -162,6 +169,8 @@ class Task(TaskData):
     validation_metric: ClassVar[str | None] = None
     """The name of the score of the validation set, which is better the larger it is; None if only a loss is measured on
     it."""
+    translates: ClassVar[bool] = False
+    """Whether the teacher of decoders may have another tokenizer than the student."""
     scored: tuple[str, ...] = ("teacher", "untrained", "student")
     """The models that can be scored on the task."""
 

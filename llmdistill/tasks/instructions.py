@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig, RunConfig
-from llmdistill.data.collate import Encoded, collate, collate_packed
+from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.columns import MappedItems
 from llmdistill.data.example_store import StoredExamples, open_examples, store_examples
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits
+from llmdistill.data.instruct import Limits, encode_prompts, prompt_ids
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_first_row, read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
@@ -46,6 +46,7 @@ class Instructions(Task):
     """The task of answering instructions."""
 
     validates_labels = True
+    translates = True
     validation_metric = "ROUGE-L"
     report = ""
     teachers_tokenizer: PreTrainedTokenizerBase
@@ -179,6 +180,14 @@ class Instructions(Task):
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
+
+    def teacher_prompts(self) -> dict[int, list[int]]:
+        """See Task. Each model is asked by its own chat template, if the prompt is that of a chat."""
+        examples = read_examples(locate(self.config.data.train))
+        prompts = encode_prompts(examples, self.tokenizer, self.limits)
+        kept = [examples[index] for index in prompts.kept]
+        theirs = prompt_ids(kept, self.teachers_tokenizer, self.limits.prompt)
+        return dict(zip(map(sample_id, prompts.ids), theirs, strict=True))
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.config.data

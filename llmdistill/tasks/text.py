@@ -35,6 +35,7 @@ from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 class Text(Task):
     """The task of learning a corpus of plain text."""
 
+    translates = True
     report = ""
     models: Models
     teachers_tokenizer: PreTrainedTokenizerBase
@@ -123,6 +124,9 @@ class Text(Task):
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
+
+    def teacher_prompts(self) -> None:
+        return None
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         return self.texts.score(name, scored)

@@ -11,6 +11,7 @@ from torch import Tensor
 from llmdistill.batch import TopK
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
+from llmdistill.losses.other_tokens import SpanRows, span_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.losses.top_k import merged, softened, spread
 
@@ -23,7 +24,7 @@ _DOUBTFUL = 1e3
 
 def chunk_losses(
     student_NV: Tensor,
-    teacher_NV: Tensor | TopK | None,
+    teacher_NV: Tensor | TopK | SpanRows | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -34,10 +35,13 @@ def chunk_losses(
 
     With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits. The
     logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
-    its most likely tokens instead. All computations on tokens use the dtype of the factors, (C,), at least fp32.
+    its most likely tokens or rows in other tokens instead. All computations on tokens use the dtype of the factors,
+    (C,), at least fp32.
     """
     if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
         return torch.zeros_like(factors)
+    if isinstance(teacher_NV, SpanRows):
+        return _in_spans(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     if isinstance(teacher_NV, TopK):  # neither the kernels nor the short way know classes of tokens
         return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, None, with_gradient=with_gradient)
@@ -48,6 +52,30 @@ def chunk_losses(
     # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
     short = _ShortWay.of(terms, factors) if student_NV.device.type == "cpu" else None
     return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, short, with_gradient=with_gradient)
+
+
+def _in_spans(
+    student_NV: Tensor,
+    teacher: SpanRows,
+    labels_N: Tensor,
+    terms: Sequence[TokenTerm],
+    factors: Tensor,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    """`chunk_losses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
+    sums, gradients = torch.zeros_like(factors), None
+    soft = [place for place, term in enumerate(terms) if term.divergence is not None]
+    hard = [place for place in range(len(terms)) if place not in soft]
+    sums[soft], gradients = span_losses(
+        student_NV, teacher, [terms[place] for place in soft], factors[soft], with_gradient=with_gradient
+    )
+    on_labels = [terms[place] for place in hard]
+    if hard:
+        sums[hard] = chunk_losses(student_NV, None, labels_N, on_labels, factors[hard], with_gradient=with_gradient)
+    if gradients is not None:
+        student_NV.copy_(student_NV + gradients if hard else gradients)
+    return sums
 
 
 def _in_blocks(

@@ -1,0 +1,139 @@
+"""The bytes that the tokens of a tokenizer stand for, by which the tokens of two tokenizers are compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.data.chat import end_of_turn
+from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBytes:
+    """A tokenizer whose tokens are pieces of UTF-8: byte-level BPE, or sentencepiece's BPE and Unigram."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """The bytes of each token by its id; none for special tokens, and for ids without a token.
+
+        Raises:
+            UserError: the tokenizer's tokens are no pieces of a text, such as those of WordPiece.
+        """
+        kinds = self._decoders
+        if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+            raise UserError(
+                f"the tokenizer of {self.tokenizer.name_or_path or 'the model'} is a {type(self.tokenizer).__name__}, "
+                "whose tokens are no pieces of the text: another tokenizer than the teacher's needs byte-level BPE or "
+                "sentencepiece on both sides; learn from the teacher's text: llmdistill generate, then --method seqkd"
+            )
+        of_token = _byte_level if "ByteLevel" in kinds else _sentencepiece
+        added = self.tokenizer.added_tokens_decoder
+        vocabulary = self.tokenizer.get_vocab()
+        found = [b""] * (max(vocabulary.values()) + 1)
+        for token, index in vocabulary.items():
+            if index not in added:
+                found[index] = of_token(token)
+            elif not added[index].special:
+                found[index] = added[index].content.encode()
+        return found
+
+    @property
+    def _decoders(self) -> set[str]:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        decoder: Any = None if backend is None else json.loads(backend.to_str())["decoder"]
+        parts = [] if decoder is None else decoder.get("decoders", [decoder])
+        return {part["type"] for part in parts}
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return frozenset(index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The end token, and the token that ends a turn of a chat; often they are the same."""
+        return self.tokenizer.eos_token_id, end_of_turn(self.tokenizer)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the first token of a text begins with a space that the text does not have, as in sentencepiece."""
+        return self.pieces[self.encode("a")[0]].startswith(b" ")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens around it."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def split(self, ids: Sequence[int], text: str | None = None) -> list[bytes]:
+        """Return the bytes of each of some tokens at the beginning of a text, without a space that is not its own.
+
+        Without the `text` a first space is taken for one that the tokenizer has added, if it adds one.
+        """
+        parts = [self.pieces[index] if index < len(self.pieces) else b"" for index in ids]
+        if not parts or not self._adds_space or not parts[0].startswith(b" "):
+            return parts
+        if text is None or b"".join(parts).startswith(b" " + text.encode()):
+            parts[0] = parts[0][1:]
+        return parts
+
+
+def _byte_level(token: str) -> bytes:
+    """The bytes of a token of byte-level BPE, in which each byte is written as a printable character (GPT-2)."""
+    return bytes(_BYTES[char] for char in token) if _BYTES.keys() >= set(token) else token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    """The bytes of a token of sentencepiece: ▁ is a space, and <0x0A> a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
+
+
+def _printable() -> dict[str, int]:
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _printable()
+
+
+def shared_tokens(one: TokenBytes, other: TokenBytes) -> dict[int, int]:
+    """Return the tokens that two tokenizers share: ids of `one` -> ids of `other`.
+
+    They stand for the same bytes, or are special and have the same name. The end tokens, whatever their names, are the
+    same token too.
+    """
+    of_other = {piece: index for index, piece in reversed(list(enumerate(other.pieces))) if piece}
+    firsts = {piece: index for index, piece in reversed(list(enumerate(one.pieces))) if piece}
+    found = {index: of_other[piece] for piece, index in firsts.items() if piece in of_other}
+    names = {token.content: index for index, token in other.tokenizer.added_tokens_decoder.items() if token.special}
+    named = ((index, one.tokenizer.added_tokens_decoder[index].content) for index in sorted(one.special))
+    found |= {index: names[name] for index, name in named if name in names}
+    return found | dict(zip(one.ends, other.ends, strict=True))
+
+
+def equal_spans(one: Sequence[bytes], other: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Number the spans of equal bytes of one text in two tokenizations: the span of each token, on either side.
+
+    A span is as short as it can be: both sides begin and end it at the same byte. It is -1 for tokens from the first
+    byte in which the two differ, and for the last ones if one side goes on where the other has ended within a token.
+    """
+    texts = [b"".join(each) for each in (one, other)]
+    ends, others_ends = (np.cumsum([len(part) for part in each], dtype=np.int64) for each in (one, other))
+    equal = min(map(len, texts))
+    if texts[0][:equal] != texts[1][:equal]:
+        equal = next(place for place in range(equal) if texts[0][place] != texts[1][place])
+    common = np.intersect1d(ends, others_ends)
+    common = common[common <= equal]
+    found, others_found = (np.searchsorted(common, each) for each in (ends, others_ends))
+    return np.where(found < len(common), found, -1), np.where(others_found < len(common), others_found, -1)

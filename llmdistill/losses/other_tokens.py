@@ -1,0 +1,201 @@
+"""Divergences from a teacher with another tokenizer, which has read the same text in its own tokens.
+
+Where both have a token of their own for the same bytes (a pair), a divergence of `losses.divergence` compares their
+distributions over the K tokens that both know, with all other tokens together as one more class. A span that they cut
+into other tokens is compared in one of two ways:
+
+    alm   the likelihood of the whole span (ALM, arXiv 2503.20083): with p and q for the product of the probabilities of
+          its tokens in teacher and student, raised to the power 1/τ, τ (p log(p/q) + (1-p) log((1-p)/(1-q)));
+    uld   the distributions over its first token, sorted (ULD, arXiv 2402.12030): Σ |p_(i) - q_(i)|, the shorter one
+          filled up with zeros.
+
+The factor τ keeps the size of the first one: for large τ it becomes |log P| log(log P / log Q) - |log P| + |log Q|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import HeadInputs, OtherTokens
+from llmdistill.losses.divergence import LOG_FLOOR
+from llmdistill.losses.terms import TokenTerm
+
+TAU = 100.0
+"""τ of the likelihoods of spans, as in the paper."""
+_CHUNK = 256
+"""Rows whose logits are computed at a time for the likelihoods of spans."""
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """What is compared at some rows of the student; spans are measured whole, also where other rows are in them."""
+
+    teacher: OtherTokens
+    labels: Tensor
+    """(n,): the token that each row predicts."""
+    pairs: Tensor
+    """(n,), as in OtherTokens."""
+    starts: Tensor
+    """(n,), as in OtherTokens."""
+    values: Tensor
+    """(n,): the loss of a span at the row of its first token; 0 elsewhere."""
+    pulls: Tensor
+    """(n,): its derivative with respect to the log-probability of the token that the row predicts."""
+
+    @classmethod
+    def of(
+        cls, student: HeadInputs, teacher: OtherTokens, labels_N: Tensor, terms: Sequence[TokenTerm], dtype: torch.dtype
+    ) -> SpanRows:
+        """Measure the likelihoods of the spans, if a term compares them; `dtype` is that of the losses."""
+        values, pulls = (torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device) for _ in range(2))
+        if teacher.num_spans > 0 and any(term.divergence is not None and term.spans == "alm" for term in terms):
+            log_p_S = _likelihoods(teacher.head, teacher.labels, teacher.spans, teacher.num_spans)
+            log_q_S = _likelihoods(student, labels_N, teacher.student_spans, teacher.num_spans)
+            loss_S, derivative_S = likelihood_loss(log_p_S, log_q_S)
+            inside = teacher.student_spans >= 0
+            pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
+            first = teacher.starts >= 0
+            values[first] = loss_S[teacher.student_spans[first]].to(dtype)
+        return cls(teacher, labels_N, teacher.pairs, teacher.starts, values, pulls)
+
+    def at(self, here: slice) -> SpanRows:
+        """Some of the rows."""
+        parts = (self.labels, self.pairs, self.starts, self.values, self.pulls)
+        return SpanRows(self.teacher, *(each[here] for each in parts))
+
+
+def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss `alm` of spans from their log-likelihoods in teacher and student, and its derivative by the latter."""
+    least = -1e-6  # a certain span: the logarithm of 1 - p would be infinite
+    p, q = ((each.double().clamp(max=least) / TAU).exp() for each in (log_p_S, log_q_S))
+    rest_p, rest_q = (-torch.expm1(each.double().clamp(max=least) / TAU) for each in (log_p_S, log_q_S))
+    loss_S = TAU * (p * (p / q).log() + rest_p * (rest_p / rest_q).log())
+    return loss_S, (rest_p - rest_q) / rest_q
+
+
+@torch.no_grad()
+def _likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans: int) -> Tensor:
+    """(S,) fp64: the log-likelihood of each span, the sum over its tokens."""
+    found = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
+    for rows_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
+        log_q_nV = _logits(head, rows_n).log_softmax(-1)
+        found.index_add_(0, spans_N[rows_n], log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].double())
+    return found
+
+
+def _logits(head: HeadInputs, rows_n: Tensor) -> Tensor:
+    """(n, V), at least fp32: the logits of some rows."""
+    rows_nK = head.rows.index_select(0, rows_n)
+    logits_nV = (
+        rows_nK if head.weight is None else functional.linear(rows_nK.to(head.weight.dtype), head.weight, head.bias)
+    )
+    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+
+
+def span_losses(
+    student_NV: Tensor, teacher: SpanRows, terms: Sequence[TokenTerm], factors: Tensor, *, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of each divergence over the rows of a chunk, and the derivative of Σ factor · sum by the logits.
+
+    Args:
+        student_NV: the student's logits.
+        teacher: what is compared at these rows.
+        terms: the terms, all with a divergence.
+        factors: the factor of each sum, in the dtype of the results.
+        with_gradient: whether the derivative is computed; else it is None.
+    """
+    logits_NV = student_NV.to(factors.dtype)
+    gradient = torch.zeros_like(logits_NV) if with_gradient else None
+    sums = torch.zeros_like(factors)
+    for place, term in enumerate(terms):
+        for one in (_pairs, _sorted_starts if term.spans == "uld" else _likely_spans):
+            rows_n, value, derivative = one(logits_NV, teacher, term)
+            sums[place] += value
+            if gradient is not None and len(rows_n) > 0:
+                gradient.index_add_(0, rows_n, derivative * factors[place])
+    return sums, gradient
+
+
+def _pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose tokens both know: the rows, the sum of the divergence, and its derivative by their logits."""
+    assert term.divergence is not None
+    rows_n, t = (teacher.pairs >= 0).nonzero()[:, 0], term.temperature
+    p_logits_nV = _logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
+    log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
+    ours, theirs = (
+        _Classes.of(ids, words)
+        for ids, words in zip(teacher.teacher.shared, (logits_NV.shape[1], p_logits_nV.shape[1]), strict=True)
+    )
+    has_rest = ours.has_rest or theirs.has_rest
+    log_p_nC = theirs.merged((p_logits_nV / t).log_softmax(-1), has_rest=has_rest).clamp(min=LOG_FLOOR)
+    merged_nC = ours.merged(log_q_nV, has_rest=has_rest)
+    log_q_nC = merged_nC.clamp(min=LOG_FLOOR)
+    value = term.scale * term.divergence.value(log_p_nC, log_q_nC).sum()
+    of_class = term.divergence.derivative(log_p_nC, log_q_nC).masked_fill(merged_nC < LOG_FLOOR, 0.0)
+    derivative_nV = ours.spread(of_class, log_q_nV, merged_nC)
+    derivative_nV -= log_q_nV.exp() * derivative_nV.sum(-1, keepdim=True)
+    return rows_n, value, derivative_nV * (term.scale / t)
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """The tokens of one vocabulary as K shared ones and the rest."""
+
+    shared: Tensor
+    """(K,)"""
+    rest: Tensor
+    """The ids of all other tokens."""
+
+    @classmethod
+    def of(cls, shared_K: Tensor, words: int) -> _Classes:
+        is_rest = torch.ones(words, dtype=torch.bool, device=shared_K.device)
+        is_rest[shared_K] = False
+        return cls(shared_K, is_rest.nonzero()[:, 0])
+
+    @property
+    def has_rest(self) -> bool:
+        return len(self.rest) > 0
+
+    def merged(self, log_q_nV: Tensor, *, has_rest: bool) -> Tensor:
+        """(n, K) or, with the rest as the last class, (n, K + 1): the log-probabilities of the classes."""
+        shared_nK = log_q_nV.index_select(1, self.shared)
+        if not has_rest:
+            return shared_nK
+        # Of no token the mass is 0, and logsumexp of an empty row is -inf.
+        return torch.cat([shared_nK, log_q_nV.index_select(1, self.rest).logsumexp(-1, keepdim=True)], dim=1)
+
+    def spread(self, of_class_nC: Tensor, log_q_nV: Tensor, merged_nC: Tensor) -> Tensor:
+        """(n, V): the derivative by log q of each token; a token's share of the rest is its share of the mass."""
+        found_nV = torch.zeros_like(log_q_nV).index_copy_(1, self.shared, of_class_nC[:, : len(self.shared)])
+        if self.has_rest:
+            share = (log_q_nV.index_select(1, self.rest) - merged_nC[:, -1:]).exp()
+            found_nV.index_copy_(1, self.rest, share * of_class_nC[:, -1:])
+        return found_nV
+
+
+def _likely_spans(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows within spans, by the likelihood of the spans; results as in `_pairs`."""
+    rows_n = (teacher.pulls != 0).nonzero()[:, 0]
+    derivative_nV = logits_NV[rows_n].softmax(-1).mul_(-teacher.pulls[rows_n, None])
+    derivative_nV[torch.arange(len(rows_n)), teacher.labels[rows_n]] += teacher.pulls[rows_n]
+    return rows_n, teacher.values.sum(), derivative_nV
+
+
+def _sorted_starts(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that predict the first token of a span, by their sorted distributions; results as in `_pairs`."""
+    rows_n = (teacher.starts >= 0).nonzero()[:, 0]
+    q_nV = logits_NV[rows_n].softmax(-1)
+    p_nV = _logits(teacher.teacher.head, teacher.starts[rows_n]).to(logits_NV.dtype).softmax(-1)
+    sorted_q_nV, order_nV = q_nV.sort(-1, descending=True)
+    sorted_p_nV = p_nV.sort(-1, descending=True).values
+    missing = q_nV.shape[1] - p_nV.shape[1]
+    gap_nV = sorted_q_nV - functional.pad(sorted_p_nV, (0, missing))[:, : q_nV.shape[1]]
+    # Tokens of the teacher beyond the student's number of tokens meet zeros.
+    beyond = sorted_p_nV[:, q_nV.shape[1] :].sum()
+    sign_nV = torch.zeros_like(q_nV).scatter_(1, order_nV, gap_nV.sign())
+    return rows_n, gap_nV.abs().sum() + beyond, q_nV * (sign_nV - (q_nV * sign_nV).sum(-1, keepdim=True))

@@ -1,0 +1,218 @@
+"""A teacher with another tokenizer than its student: it reads the text of each batch in its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
+from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
+from llmdistill.teacher.cached import Teacher
+
+
+class _Translated(NamedTuple):
+    """A sequence in the tokens of the teacher."""
+
+    ids: np.ndarray
+    spans: np.ndarray
+    """The span of each of the teacher's tokens; -1 for a token in none."""
+    student_spans: np.ndarray
+    """The same of the student's tokens that have a label."""
+    pairs: np.ndarray
+    """For each span whether it is one token on both sides, which both know."""
+
+
+class Translation:
+    """Turns batches of a student's tokens into batches of the teacher's."""
+
+    def __init__(
+        self,
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        *,
+        prompts: Mapping[int, Sequence[int]] | None,
+        longest: int,
+    ) -> None:
+        """Find the tokens that both know.
+
+        Args:
+            student: the student's tokenizer.
+            teacher: the teacher's.
+            prompts: the teacher's tokens of each prompt, by the `sample_id` of the student's; None if sequences are
+                plain text, which the teacher reads as it is.
+            longest: the most tokens that the teacher reads; what is beyond is not compared.
+
+        Raises:
+            UserError: the tokens of one of them are no pieces of a text.
+        """
+        self._student, self._teacher = TokenBytes(student), TokenBytes(teacher)
+        self._prompts, self._longest = prompts, longest
+        self._pad = int(teacher.pad_token_id)
+        alone = self._teacher.encode("a")
+        whole: list[int] = teacher("a")["input_ids"]
+        self._starts = whole[: whole.index(alone[0])]
+        self._ends = dict(zip(self._student.ends, self._teacher.ends, strict=True))
+        shared = shared_tokens(self._student, self._teacher)
+        self.shared = torch.tensor([*shared]), torch.tensor([*shared.values()])
+        self._partner = np.full(max(shared, default=0) + 1, -1)
+        self._partner[[*shared]] = [*shared.values()]
+
+    def __call__(self, batch: Batch) -> tuple[Batch, OtherTokens]:
+        """Return the teacher's batch, whose labels are the tokens that are compared, and what it is compared with.
+
+        The head of the OtherTokens is still empty.
+        """
+        ids_BT, mask_BT = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy()
+        labels_BT = batch.labels.cpu().numpy().copy()
+        labels_BT[:, 0] = IGNORE_INDEX  # no token before it predicts it
+        sequences = [
+            self._sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
+            for ids_T, mask_T, labels_T in zip(ids_BT, mask_BT, labels_BT, strict=True)
+            for number in range(1, int(mask_T.max()) + 1)
+        ]
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("spans", "pairs", "student_spans", "starts")}
+        rows, num_spans = 0, 0
+        for each in sequences:
+            spans_m = each.spans[each.spans >= 0]
+            # Row of the teacher and number in the batch of each span; the last entry stands for no span.
+            first_row = np.append(rows + np.searchsorted(spans_m, np.arange(len(each.pairs))), -1)
+            number = np.append(np.where(each.pairs, -1, num_spans + np.cumsum(~each.pairs) - 1), -1)
+            is_pair = np.append(each.pairs, False)
+            spans_n = each.student_spans
+            is_first = np.diff(spans_n, prepend=-1) != 0
+            columns["spans"].append(number[spans_m])
+            columns["pairs"].append(np.where(is_pair[spans_n], first_row[spans_n], -1))
+            columns["student_spans"].append(number[spans_n])
+            columns["starts"].append(np.where(is_first & ~is_pair[spans_n], first_row[spans_n], -1))
+            rows, num_spans = rows + len(spans_m), num_spans + int((~each.pairs).sum())
+        labels = [np.where(each.spans >= 0, each.ids, IGNORE_INDEX) for each in sequences]
+        taught = Batch(
+            padded([each.ids for each in sequences], self._pad),
+            padding_mask([each.ids for each in sequences]),
+            padded(labels, IGNORE_INDEX),
+        )
+        found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+        compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
+        empty = HeadInputs(torch.empty(0), None, None)
+        return taught, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **found)
+
+    def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
+        """Translate one sequence; only spans of which both models predict all tokens are kept."""
+        begin, context = 0, self._starts
+        if self._prompts is not None:
+            begin = int(labeled.argmax()) if labeled.any() else len(ids)
+            # Without a prompt the first token of an answer is no label either.
+            begin = begin if sample_id(ids[:begin]) in self._prompts else 0
+            context = list(self._prompts[sample_id(ids[:begin])])
+        theirs, student_spans, spans = self._translate(ids[begin:].tolist())
+        context_ids = np.array([*context, *theirs], dtype=np.int64)[: self._longest]
+        whole = np.concatenate([np.full(len(context), -1), spans]).astype(np.int64)
+        ours = np.concatenate([np.full(begin, -1), student_spans]).astype(np.int64)
+        count = int(max(ours.max(initial=-1), whole.max(initial=-1))) + 1
+
+        def tokens(spans: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            inside = spans >= 0
+            return tuple(np.bincount(spans[chosen], minlength=count) for chosen in (inside, inside & predicted))  # type: ignore[return-value]
+
+        place = np.arange(len(whole))
+        of_teacher, predicted_by_teacher = tokens(whole, (place > 0) & (place < self._longest))
+        of_student, predicted_by_student = tokens(ours, labeled)
+        kept = (of_teacher == predicted_by_teacher) & (of_student == predicted_by_student)
+        kept &= (of_teacher > 0) & (of_student > 0)
+        # Numbers without gaps, and -1 for no span.
+        again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
+        whole, ours = again[whole][: self._longest], again[ours]
+        single = (of_teacher[kept] == 1) & (of_student[kept] == 1)
+        pairs = np.zeros(int(kept.sum()), dtype=bool)
+        ours_of, theirs_of = np.zeros(len(pairs), dtype=np.int64), np.zeros(len(pairs), dtype=np.int64)
+        ours_of[ours[ours >= 0]], theirs_of[whole[whole >= 0]] = ids[ours >= 0], context_ids[whole >= 0]
+        known = ours_of < len(self._partner)
+        pairs[single & known] = (self._partner[np.where(known, ours_of, 0)] == theirs_of)[single & known]
+        return _Translated(context_ids, whole, ours[labeled], pairs)
+
+    def _translate(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the teacher's tokens of a text, and the spans of the student's tokens and of these.
+
+        The text ends before the first byte that is no UTF-8, as where an answer is cut within a character. An end token
+        becomes the teacher's; its other special tokens are not in the text.
+        """
+        found: list[int] = []
+        student_spans: list[np.ndarray] = []
+        spans: list[np.ndarray] = []
+        count = 0
+        for is_special, group in groupby(ids, self._student.special.__contains__):
+            part = list(group)
+            if is_special:
+                for index in part:
+                    end = self._ends.get(index)
+                    student_spans.append(np.array([-1 if end is None else count]))
+                    if end is not None:
+                        found.append(end)
+                        spans.append(np.array([count]))
+                        count += 1
+                continue
+            pieces = self._student.split(part)
+            text = _text(b"".join(pieces))
+            theirs = self._teacher.encode(text)
+            of_student, of_teacher = equal_spans(pieces, self._teacher.split(theirs, text))
+            student_spans.append(np.where(of_student >= 0, of_student + count, -1))
+            spans.append(np.where(of_teacher >= 0, of_teacher + count, -1))
+            found += theirs
+            count += int(of_student.max(initial=-1)) + 1
+        nothing = np.array([], dtype=np.int64)
+        return found, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
+
+
+def _text(whole: bytes) -> str:
+    """Return the text of bytes, up to the first byte that is no UTF-8."""
+    try:
+        return whole.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return whole[: error.start].decode("utf-8")
+
+
+@dataclass
+class TranslatedTeacher:
+    """Gives the outputs of a teacher that reads other tokens than the student."""
+
+    teacher: Teacher
+    translation: Translation
+    say: Callable[[str], None]
+    """Shows a note to the user."""
+    _is_told: bool = field(default=False, init=False)
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""
+        assert tuple(lm_head) == ("labels",), "the positions of other tokens are those of the labels"
+        device = batch.input_ids.device
+        taught, others = self.translation(batch)
+        if not self._is_told:
+            self.say(f"Note        the teacher has another tokenizer; of the first batch's labels {shares(others)}")
+            self._is_told = True
+        found = self.teacher.teach(taught.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        head = found.lm_head["labels"]
+        assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
+        moved = {
+            name: getattr(others, name).to(device) for name in ("labels", "spans", "pairs", "student_spans", "starts")
+        }
+        ours, theirs = others.shared
+        return Outputs(
+            logits=None,
+            taps=Taps(),
+            lm_head={"labels": others._replace(head=head, shared=(ours.to(device), theirs.to(device)), **moved)},
+        )
+
+
+def shares(others: OtherTokens) -> str:
+    """Return how many of the labels are compared, and how, as words."""
+    count = max(1, len(others.pairs))
+    pairs, spans = (int((each >= 0).sum()) / count for each in (others.pairs, others.student_spans))
+    missing = abs(1 - pairs - spans)  # not -0 %
+    return f"{pairs:.0%} are compared token by token, {spans:.0%} within spans of several, {missing:.0%} not"

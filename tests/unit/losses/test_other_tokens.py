@@ -1,0 +1,180 @@
+"""Losses across tokenizers, against loops written from the formulas, and against plain KD where tokens are the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from llmdistill.batch import HeadInputs, OtherTokens
+from llmdistill.losses.divergence import FORWARD_KL, REVERSE_KL, jsd_with_derivative
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.other_tokens import TAU
+from llmdistill.losses.terms import TokenTerm
+
+N, M, V, V_TEACHER, K, K_TEACHER = 7, 6, 11, 14, 5, 3
+LABELS = torch.tensor([3, 4, 0, 2, 9, 1, 5])
+TEACHERS_LABELS = torch.tensor([2, 13, 6, 7, 1, 0])
+# Rows 0 and 6 are pairs; rows 1 and 2 are a span of the teacher's rows 1, 2 and 3; row 3 is in none; rows 4 and 5 are a
+# span of the teacher's row 4.
+PAIRS = [0, -1, -1, -1, -1, -1, 5]
+STUDENTS_SPANS = [-1, 0, 0, -1, 1, 1, -1]
+STARTS = [-1, 1, -1, -1, 4, -1, -1]
+TEACHERS_SPANS = [-1, 0, 0, 0, 1, -1]
+SHARED = [3, 5, 7, 8], [2, 0, 9, 11]
+
+
+def heads(*, bias: bool = True) -> tuple[HeadInputs, HeadInputs]:
+    torch.manual_seed(0)
+    sizes = [(N, V, K), (M, V_TEACHER, K_TEACHER)]
+    made = [[torch.randn(*size, dtype=torch.float64) for size in ((n, k), (v, k), (v,))] for n, v, k in sizes]
+    student, teacher = (HeadInputs(rows, weight, of_bias if bias else None) for rows, weight, of_bias in made)
+    return HeadInputs(*(None if each is None else each.requires_grad_() for each in student)), teacher
+
+
+def others(teacher: HeadInputs) -> OtherTokens:
+    as_tensor = torch.tensor
+    return OtherTokens(
+        head=teacher,
+        labels=TEACHERS_LABELS,
+        spans=as_tensor(TEACHERS_SPANS),
+        pairs=as_tensor(PAIRS),
+        student_spans=as_tensor(STUDENTS_SPANS),
+        starts=as_tensor(STARTS),
+        num_spans=2,
+        shared=(as_tensor(SHARED[0]), as_tensor(SHARED[1])),
+    )
+
+
+def probabilities(head: HeadInputs, temperature: float = 1.0) -> np.ndarray:
+    logits = head.rows @ head.weight.T + (0 if head.bias is None else head.bias)
+    exps = np.exp(logits.detach().numpy() / temperature)
+    return exps / exps.sum(1, keepdims=True)
+
+
+def of_pairs(student: HeadInputs, teacher: HeadInputs, temperature: float, kind: str) -> float:
+    q, p, total = probabilities(student, temperature), probabilities(teacher, temperature), 0.0
+    for row, taught in enumerate(PAIRS):
+        if taught < 0:
+            continue
+        of_classes = []
+        for one, ids, place in ((q, SHARED[0], row), (p, SHARED[1], taught)):
+            shared = [one[place, index] for index in ids]
+            of_classes.append([*shared, 1 - sum(shared)])
+        for q_c, p_c in zip(*of_classes, strict=True):
+            mean = (q_c + p_c) / 2
+            total += {
+                "forward": p_c * math.log(p_c / q_c),
+                "reverse": q_c * math.log(q_c / p_c),
+                "jsd": (p_c * math.log(p_c / mean) + q_c * math.log(q_c / mean)) / 2,
+            }[kind]
+    return total
+
+
+def of_spans(student: HeadInputs, teacher: HeadInputs) -> float:
+    q, p, total = probabilities(student), probabilities(teacher), 0.0
+    for span in range(2):
+        ours = math.prod(q[row, LABELS[row]] for row in range(N) if STUDENTS_SPANS[row] == span) ** (1 / TAU)
+        theirs = math.prod(p[row, TEACHERS_LABELS[row]] for row in range(M) if TEACHERS_SPANS[row] == span) ** (1 / TAU)
+        total += TAU * (theirs * math.log(theirs / ours) + (1 - theirs) * math.log((1 - theirs) / (1 - ours)))
+    return total
+
+
+def of_starts(student: HeadInputs, teacher: HeadInputs) -> float:
+    q, p, total = probabilities(student), probabilities(teacher), 0.0
+    for row, taught in enumerate(STARTS):
+        if taught >= 0:
+            ours, theirs = sorted(q[row], reverse=True), sorted(p[taught], reverse=True)
+            longest = max(len(ours), len(theirs))
+            ours, theirs = ([*each, *[0.0] * (longest - len(each))] for each in (ours, theirs))
+            total += sum(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    return total
+
+
+DIVERGENCES = {"forward": FORWARD_KL, "reverse": REVERSE_KL, "jsd": jsd_with_derivative(0.5)}
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("spans", ["alm", "uld"])
+@pytest.mark.parametrize("chunk", [2, 4, 100])
+def test_values_are_those_of_plain_loops(kind, spans, chunk):
+    student, teacher = heads()
+    term = TokenTerm("soft", DIVERGENCES[kind], 2.0, 4.0, spans=spans)
+    factors = torch.tensor([0.7])
+    losses = token_losses(student, others(teacher), LABELS, [term], factors, chunk=chunk)
+    expected = 4 * of_pairs(student, teacher, 2.0, kind)
+    expected += (of_spans if spans == "alm" else of_starts)(student, teacher)
+    assert losses.sums.item() == pytest.approx(expected, abs=1e-9)
+    assert losses.total.item() == pytest.approx(0.7 * expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("spans", ["alm", "uld"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_those_of_the_values(spans, bias):
+    student, teacher = heads(bias=bias)
+    terms = [TokenTerm("soft", FORWARD_KL, 2.0, 4.0, spans=spans), TokenTerm("label", None)]
+    factors = torch.tensor([0.7, 0.3], dtype=torch.float64)
+
+    def total() -> torch.Tensor:
+        return token_losses(student, others(teacher), LABELS, terms, factors).total
+
+    total().backward()
+    for each in (given for given in student if given is not None):
+        expected = torch.zeros_like(each)
+        with torch.no_grad():
+            for place in np.ndindex(each.shape):
+                for step in (1e-6, -1e-6):
+                    each[place] += step
+                    expected[place] += total() / (2 * step)
+                    each[place] -= step
+        torch.testing.assert_close(each.grad, expected, rtol=0, atol=1e-7)
+
+
+def test_labels_are_learned_beside_it_as_without():
+    student, teacher = heads()
+    soft, label = TokenTerm("soft", FORWARD_KL), TokenTerm("label", None)
+    both = token_losses(student, others(teacher), LABELS, [soft, label], torch.ones(2))
+    alone = token_losses(student, None, LABELS, [label], torch.ones(1))
+    assert both.sums[1] == pytest.approx(alone.sums[0].item())
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_with_the_same_tokens_it_is_plain_kd(kind):
+    torch.manual_seed(1)
+    rows = [torch.randn(N, 4, dtype=torch.float64) for _ in range(2)]
+    weights = [torch.randn(V, 4, dtype=torch.float64) for _ in range(2)]
+    terms = [TokenTerm("soft", DIVERGENCES[kind], 1.5, 2.25), TokenTerm("label", None)]
+    everything, none = torch.arange(V), torch.full((N,), -1)
+    found = []
+    for is_other in (False, True):
+        student = HeadInputs(*(each.clone().requires_grad_() for each in (rows[0], weights[0])), None)
+        teacher = HeadInputs(rows[1], weights[1], None)
+        same = OtherTokens(teacher, LABELS, none, torch.arange(N), none, none, 0, (everything, everything))
+        losses = token_losses(student, same if is_other else teacher, LABELS, terms, torch.tensor([0.5, 0.5]))
+        losses.total.backward()
+        found.append([losses.sums, student.rows.grad, student.weight.grad])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(plain, other, rtol=0, atol=1e-9)
+
+
+def test_a_student_whose_spans_are_as_likely_as_the_teachers_has_no_loss_on_them():
+    logits = torch.log(torch.tensor([[0.5, 0.5], [0.25, 0.75]], dtype=torch.float64)).requires_grad_()
+    teacher = HeadInputs(torch.log(torch.tensor([[0.125, 0.875]], dtype=torch.float64)), None, None)
+    none, shared = torch.tensor([-1, -1]), torch.tensor([], dtype=torch.long)
+    span = OtherTokens(
+        teacher,
+        torch.tensor([0]),
+        torch.tensor([0]),
+        none,
+        torch.tensor([0, 0]),
+        torch.tensor([0, -1]),
+        1,
+        (shared, shared),
+    )
+    term = TokenTerm("soft", FORWARD_KL)
+    losses = token_losses(HeadInputs(logits, None, None), span, torch.tensor([0, 0]), [term], torch.ones(1))
+    losses.total.backward()
+    assert losses.sums.item() == pytest.approx(0, abs=1e-12)
+    assert logits.grad.abs().max() < 1e-12

@@ -1,0 +1,214 @@
+"""A batch of a student's tokens in the tokens of a teacher with another tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from byte_tokenizers import byte_level, sentencepiece_like
+from tiny import tiny_model
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Taps
+from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
+from llmdistill.data.token_bytes import TokenBytes
+from llmdistill.methods.kd import KdConfig, build_kd
+from llmdistill.run.wiring import tapped
+from llmdistill.teacher.translated import TranslatedTeacher, Translation, shares
+
+STUDENT = byte_level(290)
+TEACHERS = {
+    "byte-level": byte_level(420, end="</end>", start="<begin>"),
+    "sentencepiece": sentencepiece_like(),
+}
+PAIRS = [
+    ("The cat sat", "on the mat, and the dog"),
+    ("日本語の", "文字。 Ünïcödé 🙂!"),
+    ("Name the month after October.", "It is November."),
+    ("", "a"),
+]
+
+
+def encoded(prompt: str, answer: str) -> Encoded:
+    ids = [STUDENT(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer)]
+    return Encoded(ids[0], [*ids[1], STUDENT.eos_token_id])
+
+
+def asked(teacher, pairs=PAIRS):
+    """The prompts of the teacher by the id of the student's, each with two words of its own before it."""
+    return {
+        sample_id(encoded(prompt, answer).prompt_ids): teacher(f"You ask: {prompt}")["input_ids"]
+        for prompt, answer in pairs
+    }
+
+
+def translation(teacher, *, prompts=True, longest=100, pairs=PAIRS) -> Translation:
+    return Translation(STUDENT, teacher, prompts=asked(teacher, pairs) if prompts else None, longest=longest)
+
+
+def batch_of(pairs=PAIRS) -> Batch:
+    return collate([encoded(*pair) for pair in pairs], STUDENT.pad_token_id).with_label_rows(shift=True)
+
+
+def texts_of_spans(batch: Batch, taught: Batch, others: OtherTokens, teacher) -> list[tuple[bytes, bytes]]:
+    """What stands in each pair and in each span, in the student's and in the teacher's tokens; ends as `END`."""
+    ours, theirs = TokenBytes(STUDENT), TokenBytes(teacher)
+
+    def text(tokens: TokenBytes, ids: torch.Tensor) -> bytes:
+        return b"".join(b"END" if index in tokens.ends else tokens.pieces[index] for index in ids.tolist())
+
+    labels = batch.row_labels(shift=True)
+    found = [
+        (text(ours, labels[n : n + 1]), text(theirs, others.labels[m : m + 1]))
+        for n, m in enumerate(others.pairs.tolist())
+        if m >= 0
+    ]
+    for span in range(others.num_spans):
+        found.append(
+            (text(ours, labels[others.student_spans == span]), text(theirs, others.labels[others.spans == span]))
+        )
+    assert torch.equal(others.labels, taught.with_label_rows(shift=True).row_labels(shift=True))
+    return found
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_each_span_has_the_same_text_on_both_sides(name):
+    batch, teacher = batch_of(), TEACHERS[name]
+    taught, others = translation(teacher)(batch)
+    found = texts_of_spans(batch, taught, others, teacher)
+    # sentencepiece has a space before the first word of a text.
+    assert all(one == other or one == other.removeprefix(b" ") for one, other in found)
+    assert b"".join(one for one, _ in found).count(b"END") == len(PAIRS)
+    compared = (others.pairs >= 0) ^ (others.student_spans >= 0)
+    assert compared.all()
+    assert len(compared) == len(batch.label_rows)
+    assert (others.pairs >= 0).any()
+    assert others.num_spans > 3
+    for ids_T, mask_T, (prompt, answer) in zip(taught.input_ids, taught.attention_mask, PAIRS, strict=True):
+        expected = [
+            *teacher(f"You ask: {prompt}")["input_ids"],
+            *TokenBytes(teacher).encode(answer),
+            teacher.eos_token_id,
+        ]
+        assert ids_T[mask_T == 1].tolist() == expected
+
+
+def test_a_span_begins_at_the_first_of_its_rows():
+    batch = batch_of()
+    _, others = translation(TEACHERS["byte-level"])(batch)
+    for span in range(others.num_spans):
+        rows = (others.student_spans == span).nonzero()[:, 0]
+        theirs = (others.spans == span).nonzero()[:, 0]
+        assert others.starts[rows].tolist() == [theirs[0], *[-1] * (len(rows) - 1)]
+    assert (others.starts[others.student_spans < 0] == -1).all()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_plain_text_is_read_whole(starts):
+    """The first token has no token before it that predicts it, unless a begin token of the teacher does."""
+    teacher = byte_level(420, end="</end>", start="<begin>" if starts else None)
+    text = "The cat sat on the mat, and the dog sat on the log."
+    ids = torch.tensor([STUDENT(text)["input_ids"]])
+    labels = ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    batch = Batch(ids, torch.ones_like(ids), labels).with_label_rows(shift=True)
+    taught, others = translation(teacher, prompts=False)(batch)
+    theirs = TokenBytes(teacher).encode(text)
+    assert taught.input_ids[0].tolist() == [*([teacher.bos_token_id] if starts else []), *theirs]
+    found = texts_of_spans(batch, taught, others, teacher)
+    assert all(one == other for one, other in found)
+    first = TokenBytes(teacher).pieces[theirs[0]]
+    compared = sum(len(one) for one, _ in found)
+    missing = len(text) - compared
+    assert 0 < missing <= max(len(first), len(TokenBytes(STUDENT).pieces[int(ids[0, 0])])) + 5
+
+
+def test_packed_rows_and_padding_on_the_left_change_nothing():
+    items, translate = [encoded(*pair) for pair in PAIRS[:3]], translation(TEACHERS["byte-level"])
+    plain = collate(items, STUDENT.pad_token_id)
+    packed = collate_packed(items, STUDENT.pad_token_id, max_length=200)
+    order = [sample[0] for sample in plain.sample_ids]
+    in_order = sorted(range(len(items)), key=lambda n: [s for row in packed.sample_ids for s in row].index(order[n]))
+    again = collate([items[n] for n in in_order], STUDENT.pad_token_id)
+    width = again.input_ids.shape[1]
+    rolled = [width - int(length) for length in again.attention_mask.sum(1)]
+    left = Batch(
+        *(
+            torch.stack([row.roll(more) for row, more in zip(each, rolled, strict=True)])
+            for each in (again.input_ids, again.attention_mask, again.labels)
+        )
+    )
+    taught, expected = translate(again)
+    for other in (packed, left):
+        its, found = translate(other)
+        assert torch.equal(taught.input_ids, its.input_ids)
+        for name in ("labels", "spans", "pairs", "student_spans", "starts"):
+            assert torch.equal(getattr(expected, name), getattr(found, name)), name
+
+
+def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
+    item = encoded("The cat", "on 🙂")
+    whole = len(item.response_ids)
+    cut = Encoded(item.prompt_ids, item.response_ids[: whole - 3])
+    batch = collate([cut], STUDENT.pad_token_id).with_label_rows(shift=True)
+    taught, others = translation(TEACHERS["byte-level"], pairs=[("The cat", "")])(batch)
+    found = texts_of_spans(batch, taught, others, TEACHERS["byte-level"])
+    assert b"".join(one for one, _ in found).replace(b"on", b"").strip() == b""
+    assert ((others.pairs < 0) & (others.student_spans < 0)).any()
+    assert "not" in shares(others)
+
+
+def test_what_the_teacher_cannot_read_is_not_compared():
+    batch, longest = batch_of(PAIRS[:1]), 8
+    taught, others = translation(TEACHERS["byte-level"], longest=longest)(batch)
+    assert taught.input_ids.shape[1] == longest
+    found = texts_of_spans(batch, taught, others, TEACHERS["byte-level"])
+    assert all(one == other for one, other in found)
+    assert len(others.labels) < longest
+
+
+def test_the_teacher_is_asked_for_the_tokens_of_spans_and_says_once_how_many():
+    batch, said = batch_of(), []
+
+    class Live:
+        def teach(self, taught, *, lm_head):
+            assert lm_head == ("labels",)
+            rows = torch.arange(len(taught.label_rows))[:, None].float()
+            return Outputs(logits=None, taps=Taps(), lm_head={"labels": HeadInputs(rows, None, None)})
+
+    teacher = TranslatedTeacher(Live(), translation(TEACHERS["byte-level"]), said.append)
+    for _ in range(2):
+        (others,) = teacher.teach(batch, lm_head=("labels",)).lm_head.values()
+        assert len(others.head.rows) == len(others.labels) == len(others.spans)
+    (note,) = said
+    assert "of the first batch's labels" in note
+    assert "% within spans" in note
+
+
+@pytest.mark.parametrize("spans", ["alm", "uld"])
+def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
+    items = [encoded(*pair) for pair in PAIRS[:3]]
+    teacher_tokens = TEACHERS["byte-level"]
+    models = {
+        role: tiny_model("llama", vocab_size=len(tokens), max_position_embeddings=64).double()
+        for role, tokens in (("student", STUDENT), ("teacher", teacher_tokens))
+    }
+    method = build_kd(KdConfig(spans=spans, temperature=2.0), models["teacher"].config, models["student"].config)
+    student = tapped(method, "student", models["student"])
+    teacher = TranslatedTeacher(
+        tapped(method, "teacher", models["teacher"]), translation(teacher_tokens), lambda _: None
+    )
+    whole = collate(items, STUDENT.pad_token_id).with_label_rows(shift=True)
+    divided = [
+        collate_packed(items[:2], STUDENT.pad_token_id, max_length=200),
+        collate(items[2:], STUDENT.pad_token_id),
+    ]
+    found = []
+    for batches in ([whole], divided):
+        models["student"].zero_grad()
+        for batch in batches:
+            with torch.no_grad():
+                taught = teacher.teach(batch.with_label_rows(shift=True), lm_head=("labels",))
+            student.learn(batch, method.running(taught, batch, whole.divisors())).total.backward()
+        found.append([parameter.grad.clone() for parameter in models["student"].parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert max(float(each.abs().max()) for each in found[0]) > 1e-3
