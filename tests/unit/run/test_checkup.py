@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from tiny import save_decoder
 
 from llmdistill import cli, losses
@@ -67,3 +68,14 @@ def test_command_ends_with_code_one_where_a_check_fails(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found[-1]["state"] == "failure"
     assert found[-1]["remedy"].startswith("/nowhere: no such folder")
+
+
+def test_a_teacher_with_another_tokenizer_is_compared_in_the_text(tmp_path, capsys):
+    tokenizer = byte_level(300)
+    save_decoder(tmp_path, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(tmp_path)
+    limits = ("--data.max_prompt_length", "400", "--data.max_length", "500", "--data.long_prompts", "drop")
+    found = findings("--method", "kd", "--student.model", str(tmp_path), "--student.factorize.rank", "null", *limits)
+    assert {state for state, _ in found.values()} == {"ok"}
+    assert found.keys() >= {"term forward_kl", "term label"}
+    assert "% are compared token by token" in capsys.readouterr().out

@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from byte_tokenizers import byte_level
+from tiny import save_decoder, tiny_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.commands.evaluate import default_output, set_names
 from llmdistill.config import GenerationConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding, generate_passes
+from llmdistill.methods import METHODS
+from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
 from llmdistill.tasks.rouge import rouge_l
@@ -143,3 +148,40 @@ def test_perplexity_is_that_of_first_references(tokenizer: PreTrainedTokenizerFa
     assert score["reference_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert score["perplexity"] == pytest.approx(math.exp(score["reference_loss"]))
     assert (score["examples"], score["total"]) == (2, 3)
+
+
+def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_path: Path) -> None:
+    turns = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+    tokenizers = {
+        "student": byte_level(300, chat_template=f"S: {turns} A: "),
+        "teacher": byte_level(420, end="</end>", start="<begin>", chat_template=f"<begin>{turns}?"),
+    }
+    for name, tokenizer in tokenizers.items():
+        save_decoder(tmp_path / name, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [{"messages": [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "sat"}]}]
+    rows += [{"instruction": "Name a colour", "input": "", "output": "red"}]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    given = [
+        "--ds_config",
+        "zero2",
+        "--method",
+        "kd",
+        "--data.train",
+        str(train),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    for name in tokenizers:
+        given += [f"--{name}.model", str(tmp_path / name)]
+    plan = make_plan(parse_run(given, METHODS)[0], ranks=1)
+    assert plan.models.translates
+    found = plan.task.read(plan.models).prepared(World.alone()).teacher_prompts()
+    for question in ("The cat", "Name a colour"):
+        ours, theirs = (
+            tokenizers[name](text, add_special_tokens=False)["input_ids"]
+            for name, text in (("student", f"S: {question} A: "), ("teacher", f"<begin>{question}?"))
+        )
+        assert found[sample_id(ours)] == theirs
+    assert len(found) == 2
