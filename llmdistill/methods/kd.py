@@ -112,6 +112,7 @@ KD = MethodEntry(
         "gkd": Preset(
             label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
         ),
+        "uld": Preset(label="KD, spans by ULD", settings={"kd.spans": "uld"}),
         "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),
     },
 )
