@@ -59,5 +59,33 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]))
 
 
+def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> list[str]:
+    """Return what a teacher of the same tokens was taught otherwise than its student is, each with what comes of it.
+
+    Both read the tokens that the student's tokenizer makes: a base student's end token, for example, under a teacher
+    whose answers end with another one.
+    """
+    gaps = []
+    (theirs, their_end), (ours, our_end) = (
+        (each.chat_template, each.convert_ids_to_tokens(end_of_turn(each))) for each in (teacher, student)
+    )
+    if their_end != our_end:
+        gaps.append(
+            f"the answers that are learned end with {our_end!r}, those of the teacher with {their_end!r}: a student "
+            "that learns from the teacher's distribution does not learn to stop"
+        )
+    if theirs is not None and theirs != ours:
+        has = "has none" if ours is None else "has another one"
+        gaps.append(f"the teacher has a chat template and the student {has}, by which the teacher is asked here too")
+    starts = [each("a")["input_ids"][:1] == [each.bos_token_id] for each in (teacher, student)]
+    if starts[0] != starts[1]:
+        token = (teacher if starts[0] else student).bos_token
+        gaps.append(
+            f"texts begin with {token!r} for the {'teacher' if starts[0] else 'student'} alone, and here "
+            f"{'without it for both' if starts[0] else 'with it for both'}"
+        )
+    return gaps
+
+
 def _place(example: Example) -> str:
     return f"{example.source}: " if example.source else ""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, RunConfig
+from llmdistill.data.chat import tokenizer_gaps
 from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
@@ -35,6 +36,8 @@ from llmdistill.teacher.cached import Teacher
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
 
+
+GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
 
 _MOST_SEQUENCES = 8
 """The most sequences in the batch of the checks."""
@@ -64,6 +67,10 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
             world = World.alone()
             data = plan.task.read(plan.models).prepared(world)
             yield Finding("ok", "settings and data", data.report or "read")
+            asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
+            if asks and not plan.models.translates:
+                for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
+                    yield Finding("warning", "tokenizers", gap, GAP_REMEDY)
             yield from _check_models(plan, data, world)
     except UserError as error:
         yield Finding("failure", "the run", "it cannot start", str(error))

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
+from llmdistill.data.chat import tokenizer_gaps
 from llmdistill.data.prompts import CHAT, resolve_prompt
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, build_method
@@ -129,7 +130,7 @@ def make_plan(
         method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
 
     # The tokens.
-    vocabulary, note, translates = None, None, False
+    vocabulary, note, translates, gaps = None, None, False, list[str]()
     if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
         can_translate = all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher)
         can_translate &= task.translates and is_causal(student_config) and is_causal(teacher_config)
@@ -142,6 +143,8 @@ def make_plan(
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
         else:
             check_tokens(locate(teacher), locate(student))
+        if config.data.kind == "instructions" and not translates and brings_tokenizer(locate(student)):
+            gaps = tokenizer_gaps(*(load_tokenizer(locate(each)) for each in (teacher, student)))
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.models.tokenizer_path
@@ -177,7 +180,7 @@ def make_plan(
         method=method,
         models=models,
         before=before,
-        notes=[] if note is None else [note],
+        notes=[*([] if note is None else [note]), *gaps],
     )
     check_plan(planned)
     return planned

@@ -15,6 +15,7 @@ from llmdistill.batch import LossSum
 from llmdistill.config.command_line import parse_run
 from llmdistill.methods import METHODS
 from llmdistill.methods import layers as method_layers
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.checkup import TermSize, check_run, dry_step
 
 SHORT = ("--ds_config", "zero2", "--train.global_batch_size", "4", "--student.factorize.rank", "6")
@@ -79,3 +80,16 @@ def test_a_teacher_with_another_tokenizer_is_compared_in_the_text(tmp_path, caps
     assert {state for state, _ in found.values()} == {"ok"}
     assert found.keys() >= {"term forward_kl", "term label"}
     assert "% are compared token by token" in capsys.readouterr().out
+
+
+def test_a_base_student_under_a_teacher_that_ends_otherwise_is_warned_of(tmp_path, capsys):
+    save_decoder(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.eos_token = next(token for token in tokenizer.get_vocab() if token.isalpha())
+    tokenizer.save_pretrained(tmp_path)
+    words = ["--method", "kd", "--student.model", str(tmp_path), "--student.factorize.rank", "null"]
+    state, said = findings(*words)["tokenizers"]
+    assert state == "warning"
+    assert "does not learn to stop" in said
+    assert cli.main(["train", *SHORT[:2], *words, "--dry_run"]) == 0
+    assert "Note        the answers that are learned end with" in capsys.readouterr().out
