@@ -88,10 +88,7 @@ class TestCompress:
 
     @pytest.mark.parametrize(
         ("settings", "said"),
-        [
-            ({"rnak": 8}, "rnak.*did you mean rank"),
-            ({"rank": 8, "shapes": {"*": "2x2"}}, "shapes.*kronecker"),
-        ],
+        [({"rnak": 8}, "rnak.*did you mean rank"), ({"rank": 8, "shapes": {"*": "2x2"}}, "shapes.*kronecker")],
     )
     def test_settings_that_do_not_fit(self, model, settings, said):
         with pytest.raises(UserError, match=said):

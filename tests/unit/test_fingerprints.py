@@ -49,9 +49,7 @@ def test_fingerprint_belongs_to_the_model_and_not_to_its_folder(teacher: Path, t
     assert fingerprint(copy) != own
 
 
-def test_fingerprint_shows_a_change_of_any_one_tensor_in_a_large_file(
-    teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_shows_a_change_of_any_one_tensor_in_a_large_file(teacher, monkeypatch):
     # As a file far beyond 64 samples would be: two samples of 16 bytes, and 8 bytes of each tensor.
     for name, value in (("_SAMPLES", 2), ("_SAMPLE_BYTES", 16), ("_TENSOR_BYTES", 8)):
         monkeypatch.setattr(fingerprints, name, value)

@@ -94,9 +94,7 @@ def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
         return model(**inputs, output_attentions=True).attentions[layer - 1][0].double().numpy()
 
 
-def test_teacher_and_student_stand_side_by_side(
-    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_teacher_and_student_stand_side_by_side(teacher, tmp_path, capsys):
     student, two = tmp_path / "student", tmp_path / "two"
     llmdistill.compress(str(teacher), rank=4, output=str(student))
     BertModel(BertConfig(**{**SIZES, "num_attention_heads": 2, "num_hidden_layers": 2})).save_pretrained(two)
@@ -144,9 +142,7 @@ def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pyt
     assert "KL of head 4" in capsys.readouterr().out
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(
-    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(teacher, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     file = tmp_path / "texts.txt"
     file.write_text("one line\n", encoding="utf-8")

@@ -163,9 +163,7 @@ def command(data: Path, *models: object, **settings: object) -> list[str]:
     return [*words, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
 
 
-def test_models_stand_side_by_side(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_stand_side_by_side(teacher, data, tmp_path, capsys, monkeypatch):
     student = tmp_path / "student"
     llmdistill.compress(str(teacher), rank=4, output=str(student))
     small = tmp_path / "small"
@@ -205,9 +203,7 @@ def test_models_stand_side_by_side(
     assert "spans ..." not in capsys.readouterr().out
 
 
-def test_what_was_not_read_and_what_was_missing_is_told(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_read_and_what_was_missing_is_told(teacher, data, tmp_path, capsys):
     long = tmp_path / "long.txt"
     cut = "\n".join(["the DT B-NP", *["cat NN I-NP"] * 30])  # 24 positions: 22 of its words are read
     long.write_text(f"{data.read_text(encoding='utf-8')}\n{cut}\n", encoding="utf-8")
@@ -221,9 +217,7 @@ def test_what_was_not_read_and_what_was_missing_is_told(
     assert "Warning: 9 words" in capsys.readouterr().out
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(teacher, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     same = tmp_path / "same.txt"
     same.write_text("the DT B-NP\n", encoding="utf-8")
@@ -241,9 +235,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         assert error.count("\n") == 1
 
 
-def test_a_table_shows_them_beside_the_paper_s(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_shows_them_beside_the_paper_s(teacher, data, tmp_path, capsys, monkeypatch):
     """MiniLM Table 10, with a student that has been trained already."""
     words = ["compare", "--suite", "minilm-table10", "--output_dir", str(tmp_path / "table"), "--tasks.seeds", "3,4"]
     words += ["--teacher.model", str(teacher), "--data.train", str(data), "--tasks.data_dir", str(tmp_path)]

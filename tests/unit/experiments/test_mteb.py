@@ -81,9 +81,7 @@ def spearman(model: BertModel, folder: Path, name: str) -> float:
     return float(stats.spearmanr(cosines, [row[2] for row in ROWS[name]]).statistic)
 
 
-def test_encoders_are_scored_side_by_side_and_finished_tasks_are_kept(
-    tasks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_encoders_are_scored_side_by_side_and_finished_tasks_are_kept(tasks, tmp_path, capsys):
     models = {name: encoder(tmp_path / name, seed=seed) for seed, name in enumerate(("teacher", "student"))}
     named = ",".join(f"{name}={tmp_path / name}" for name in models)
     command = ["--model", named, "--dtype", "fp32", "--output_dir", str(tmp_path / "out"), "--batch_size", "2"]
@@ -158,9 +156,7 @@ def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_pa
         torch.testing.assert_close(embedding("c", name, kind, prompt_type), expected)
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     pictures = StandInTask("Pictures", [], modalities=("image", "text"))
     gone = StandInTask("Gone", [], error=ConnectionError("no route to the hub"))

@@ -89,11 +89,7 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
     (drawing,) = draw_rows(report)
     (panel,) = drawing.figure.axes
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
-    assert drawn == {
-        "A, ours": ([3, 6], [70.0, 81.0]),
-        "A, paper": ([6, 9], [79.0, 78.0]),
-        "B, ours": ([3], [60.0]),
-    }
+    assert drawn == {"A, ours": ([3, 6], [70.0, 81.0]), "A, paper": ([6, 9], [79.0, 78.0]), "B, ours": ([3], [60.0])}
     band = {tuple(point) for point in panel.collections[0].get_paths()[0].vertices}
     assert band == {(3, 70.0), (6, 80.0), (6, 82.0)}
     assert draw_rows(replace(report, table=replace(table, rows=[replace(each, at=None) for each in rows]))) == []

@@ -92,9 +92,7 @@ def shares(model_path: str | Path) -> tuple[float, float]:
     return right[0] / len(QUESTIONS), right[1] / len(QUESTIONS)
 
 
-def test_the_models_of_a_run_are_scored_side_by_side(
-    task_dir: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_models_of_a_run_are_scored_side_by_side(task_dir, run, capsys):
     command = ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--dtype", "fp32"]
 
     assert main("zero_shot", command) == 0
@@ -117,9 +115,7 @@ def test_the_models_of_a_run_are_scored_side_by_side(
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "on ages" in line] == ["trained"]
 
 
-def test_limits_reach_the_harness_and_code_in_the_folders_of_models_does_not_run(
-    task_dir: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_reach_the_harness_and_code_in_the_folders_of_models_does_not_run(task_dir, run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     plant(run, tmp_path / "code ran")
     command = ["--model", f"mine={run}", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
@@ -132,9 +128,7 @@ def test_limits_reach_the_harness_and_code_in_the_folders_of_models_does_not_run
     assert (entry["examples"], entry["num_fewshot"], results["limit"]) == (4, 2, 4)
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(
-    task_dir: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_a_model_is_loaded(task_dir, run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
     # The harness indexes its own thousands of tasks for seconds, and none of them is named alike.
     managers = importlib.import_module("lm_eval.tasks")

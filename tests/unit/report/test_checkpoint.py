@@ -28,11 +28,7 @@ COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 LLAMA = LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=False)
 MODELS = {
     # Beside each model the tensors that are embeddings or belong to the head, from its own structure.
-    "bert": (
-        BertForMaskedLM,
-        BertConfig(**COMMON, intermediate_size=48),
-        lambda model: [model.bert.embeddings],
-    ),
+    "bert": (BertForMaskedLM, BertConfig(**COMMON, intermediate_size=48), lambda model: [model.bert.embeddings]),
     "gpt2": (
         GPT2LMHeadModel,
         GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.report.starts import (
-    draw_predictions,
-    draw_weighting,
-    matrices,
-    plot_ranks,
-    plot_spectra,
-)
+from llmdistill.report.starts import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
 
 SAVED = {"layers.0.attn.k": [3.0, 2.0, 1.0], "layers.1.attn.k": [30.0, 20.0, 10.0], "layers.0.mlp.up": [0.3, 0.2, 0.1]}
 """What each singular value saves, by matrix; all matrices are (4, 12)."""

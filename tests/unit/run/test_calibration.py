@@ -25,9 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(("examples", "micro", "ranks"), [(24, 4, 2), (5, 8, 5)])
-def test_every_rank_gets_calibration_data_and_no_two_the_same(
-    monkeypatch, examples: int, micro: int, ranks: int
-) -> None:
+def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examples, micro, ranks):
     calibration = "--student.factorize.calibration."
     words = ["--recipe", "quickstart", f"{calibration}examples", str(examples), f"{calibration}held_out", "6"]
     words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", str(ROOT / "ds_configs/zero2.json")]

@@ -78,9 +78,7 @@ def test_the_main_job_looks_before_it_scores_and_not_again_after_the_training(tm
     check_disk(plan)
 
 
-def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_, **__: pytest.fail("the ranks join"))
     monkeypatch.setattr(answers, "evaluate_model", lambda *_, **__: pytest.fail("the model is loaded"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -13,7 +13,7 @@ CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "
 
 def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
     capsys, engine, encoder, data, tmp_path, monkeypatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "cola", *CUSTOM]
     assert cli.main(["evaluate", *given, "--suite", "glue"]) == 0

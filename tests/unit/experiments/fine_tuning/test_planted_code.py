@@ -7,7 +7,7 @@ from planted import plant
 
 def test_fine_tuning_runs_no_code_of_the_model_and_the_folders_it_reads(
     fine_tune, encoder, data, tmp_path, monkeypatch, capsys
-) -> None:
+):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker, output = tmp_path / "code ran", tmp_path / "out"
     for source in (encoder, data):

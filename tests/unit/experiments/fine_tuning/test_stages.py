@@ -213,7 +213,7 @@ def test_teachers_that_are_given_are_not_fine_tuned(arguments, done, copied, eng
 )
 def test_mistakes_are_found_before_the_first_stage(
     capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch, tasks, more, said
-) -> None:
+):
     (tmp_path / "text.txt").write_text("w1 w2 w3\n")
     monkeypatch.setattr(
         "llmdistill.runtime.distributed.init_distributed", lambda *_: pytest.fail("the first stage has begun")

@@ -139,9 +139,7 @@ def test_other_settings_examples_and_models_are_refused(evaluate, engine, learne
     assert engine.built == 0
 
 
-def test_what_is_finished_is_kept_and_an_interrupted_run_is_done_again_alone(
-    evaluate, engine, results, learned
-) -> None:
+def test_what_is_finished_is_kept_and_an_interrupted_run_is_done_again_alone(evaluate, engine, results, learned):
     words = ["--data_dir", learned / "data", *TASKS]
     again, said = evaluate(*words, folder=learned)
     assert engine.built == 0
@@ -156,9 +154,7 @@ def test_what_is_finished_is_kept_and_an_interrupted_run_is_done_again_alone(
     assert again["tasks"]["RTE"]["dev"] == results["tasks"]["RTE"]["dev"], "the seed decides on all"
 
 
-def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(
-    evaluate, monkeypatch, tmp_path
-) -> None:
+def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(evaluate, monkeypatch, tmp_path):
     learn = glue.run_config
 
     def run(config, world):

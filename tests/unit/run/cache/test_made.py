@@ -134,10 +134,7 @@ def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, ma
 
 @pytest.mark.parametrize(
     ("words", "settings"),
-    [
-        (["--method", "kd"], SMALL),
-        (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4)),
-    ],
+    [(["--method", "kd"], SMALL), (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4))],
     ids=["hidden states", "taps and top k"],
 )
 def test_forecast_of_its_size_is_its_size(planned, made, words, settings):

@@ -14,11 +14,7 @@ from llmdistill.runtime.tracing import Work
 
 RANKS = 4
 SIZES = Sizes(
-    student_bytes=2 * 10**9,
-    element_bytes=2,
-    trained=10**9,
-    teacher_bytes=16 * 10**9,
-    teacher_element_bytes=2,
+    student_bytes=2 * 10**9, element_bytes=2, trained=10**9, teacher_bytes=16 * 10**9, teacher_element_bytes=2
 )
 MOMENTS = [
     Moment(0, {"activations": 9e9, "taps": 1e9}),  # the backward pass begins
