@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-)
+from tiny import tiny_config, tiny_model
+from transformers import AutoModel, AutoTokenizer, BertModel
 from word_models import save_tokenizer
 
 import llmdistill
@@ -31,28 +21,17 @@ from llmdistill.losses import attention_kl
 from llmdistill.losses.attention import AttentionInputs
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
-LETTERS = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
-SIZES = {"vocab_size": 30, "max_position_embeddings": 24, "initializer_range": 0.5, **LETTERS}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "bert": BertConfig(**SIZES),
-    "distilbert": DistilBertConfig(vocab_size=30, dim=16, n_layers=3, n_heads=4, hidden_dim=24, initializer_range=0.5),
-    "gpt2": GPT2Config(vocab_size=30, n_embd=16, n_layer=3, n_head=4, initializer_range=0.5),
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
-    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3),
-}
 
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "llama", "mistral"])
 def test_maps_are_those_of_transformers(name: str) -> None:
-    config = CONFIGS[name]
-    torch.manual_seed(1)
-    model = AutoModel.from_config(deepcopy(config), attn_implementation="sdpa").eval()
-    eager = AutoModel.from_config(deepcopy(config), attn_implementation="eager").eval()
-    eager.load_state_dict(model.state_dict())
+    model = tiny_model(name, scale=20.0)
+    eager = tiny_model(name, scale=20.0)
+    eager.set_attn_implementation("eager")
     items = [EncodedPair(torch.randint(5, 30, (count,)).tolist(), None, None) for count in (7, 4)]
     for item, found in zip(items, attention_maps(model, items, layer=1), strict=True):
         with torch.no_grad():
             expected = eager(torch.tensor([item.input_ids]), output_attentions=True).attentions[1][0]
+        assert expected.max() > 0.6, "far from uniform"
         assert found.dtype == torch.float64
         np.testing.assert_allclose(found.exp().numpy(), expected.numpy(), atol=2e-6)
         np.testing.assert_allclose(mean_map(found)[0].exp().numpy(), expected.mean(0).numpy(), atol=2e-6)
@@ -81,7 +60,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random BERT of three layers, whose tokens are letters."""
     folder = tmp_path_factory.mktemp("models") / "teacher"
     torch.manual_seed(0)
-    BertModel(CONFIGS["bert"]).save_pretrained(folder)
+    BertModel(tiny_config("bert", num_hidden_layers=3, initializer_range=0.5)).save_pretrained(folder)
     save_tokenizer(folder, ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefghijklmnopqrstuvwxy"])
     return folder
 
@@ -97,7 +76,7 @@ def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
 def test_teacher_and_student_stand_side_by_side(teacher, tmp_path, capsys):
     student, two = tmp_path / "student", tmp_path / "two"
     llmdistill.compress(str(teacher), rank=4, output=str(student))
-    BertModel(BertConfig(**{**SIZES, "num_attention_heads": 2, "num_hidden_layers": 2})).save_pretrained(two)
+    BertModel(tiny_config("bert", num_attention_heads=2, initializer_range=0.5)).save_pretrained(two)
     for file in teacher.glob("tokenizer*"):
         shutil.copy(file, two)
     texts = tmp_path / "texts.txt"
@@ -142,22 +121,16 @@ def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pyt
     assert "KL of head 4" in capsys.readouterr().out
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
+def test_mistakes_are_told_before_a_model_is_loaded(teacher, tmp_path, refused):
     file = tmp_path / "texts.txt"
     file.write_text("one line\n", encoding="utf-8")
-    model, text = ["--model", str(teacher)], ["--text", "a b"]
-    two = ["--model", f"a={teacher},b={teacher}"]
-    mistakes = [
+    model, text, two = ("--model", teacher), ("--text", "a b"), ("--model", f"a={teacher},b={teacher}")
+    for words, said in (
         (model, "--text or --data: give one of them"),
-        ([*model, "--data", str(file), "--examples", "2"], "--examples 2: "),
-        ([*two, *text, "--layers", "0,1"], f"--layers 0: the a ({teacher}) has the layers 1 to 3"),
-        ([*model, *text, "--layers", "1,2"], "--layers [1, 2]: there are 1 models; give one layer, or one for each"),
-        ([*model, *text, "--heads", "5"], "has the heads 1 to 4"),
-        (["--model", f"{teacher},embedded:teacher", *text], "cuts the text into other tokens than"),
-    ]
-    for words, message in mistakes:
-        assert main(["evaluate", "--suite", "attention", *words]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        ((*model, "--data", file, "--examples", "2"), "--examples 2: "),
+        ((*two, *text, "--layers", "0,1"), f"--layers 0: the a ({teacher}) has the layers 1 to 3"),
+        ((*model, *text, "--layers", "1,2"), "--layers [1, 2]: there are 1 models; give one layer, or one for each"),
+        ((*model, *text, "--heads", "5"), "has the heads 1 to 4"),
+        (("--model", f"{teacher},embedded:teacher", *text), "cuts the text into other tokens than"),
+    ):
+        assert said in refused("attention", *words)

@@ -156,28 +156,21 @@ def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_pa
         torch.testing.assert_close(embedding("c", name, kind, prompt_type), expected)
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, refused, monkeypatch):
     pictures = StandInTask("Pictures", [], modalities=("image", "text"))
     gone = StandInTask("Gone", [], error=ConnectionError("no route to the hub"))
     stand_in_mteb.install(monkeypatch, [StandInTask("First", ROWS["First"]), pictures, gone])
-    encoder(tmp_path / "teacher")
-    whole: dict[str, str | None] = {"--model": str(tmp_path / "teacher"), "--tasks": "First"}
-    mistakes: list[tuple[dict[str, str | None], str]] = [
-        ({"--tasks": "Frist"}, "MTEB has no 'Frist'; did you mean First?"),
-        ({"--tasks": None}, "--tasks or --benchmark: give one of them"),
-        ({"--tasks": None, "--benchmark": "All", "--languages": "eng"}, "a benchmark has its own languages"),
-        ({"--languages": "deu"}, "--languages deu: First is not scored in them"),
-        ({"--tasks": "Pictures"}, "Pictures is a task of image"),
-        ({"--tasks": "Gone"}, "--tasks Gone: the data are not loaded (ConnectionError: no route to the hub)"),
-        ({"--model": "embedded:teacher"}, "is a decoder"),
-    ]
-    for change, message in mistakes:
-        given = {key: value for key, value in {**whole, **change}.items() if value is not None}
-        assert main("mteb", [word for pair in given.items() for word in pair]) == 2
-        assert message in capsys.readouterr().err
+    encoder(tmp_path)
+    model, task = ("--model", tmp_path), ("--tasks", "First")
+    for words, said in (
+        ((*model, "--tasks", "Frist"), "MTEB has no 'Frist'; did you mean First?"),
+        (model, "--tasks or --benchmark: give one of them"),
+        ((*model, "--benchmark", "All", "--languages", "eng"), "a benchmark has its own languages"),
+        ((*model, *task, "--languages", "deu"), "--languages deu: First is not scored in them"),
+        ((*model, "--tasks", "Pictures"), "Pictures is a task of image"),
+        ((*model, "--tasks", "Gone"), "--tasks Gone: the data are not loaded (ConnectionError: no route to the hub)"),
+        (("--model", "embedded:teacher", *task), "is a decoder"),
+    ):
+        assert said in refused("mteb", *words)
     monkeypatch.setitem(sys.modules, "mteb", None)  # as if it were not installed
-    assert main("mteb", [word for pair in whole.items() for word in pair if word is not None]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "pip install 'llmdistill[mteb]'" in said
+    assert "pip install 'llmdistill[mteb]'" in refused("mteb", *model, *task)

@@ -7,20 +7,19 @@ from itertools import count
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from tiny import tiny_model
+from transformers import BertModel
 from word_models import save_bert, save_tokenizer
 
 from llmdistill.commands.side_by_side import main
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import time_batches
 
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 24}
-
 
 @pytest.fixture
 def bert(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "is", "it", "a", "tool", "?"]
-    save_bert(tmp_path / "bert", words, BertModel, num_hidden_layers=4, **SIZES)
+    save_bert(tmp_path / "bert", words, BertModel, num_hidden_layers=4, max_position_embeddings=24)
     save_tokenizer(tmp_path / "bert", words, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     return tmp_path / "bert"
 
@@ -51,8 +50,7 @@ def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock):
     first, second = found["models"].values()
     assert (first["forward"]["seconds"], second["forward"]["seconds"]) == (3 + 5 + 7, 4 + 6 + 8)
     assert (first["forward"]["speedup"], second["forward"]["speedup"]) == (1, 5 / 6)
-    assert {tuple(inputs["input_ids"].shape) for inputs in clock} == {(2, 20)}
-    assert all(inputs["attention_mask"].all() for inputs in clock)
+    assert all(torch.equal(inputs["attention_mask"], torch.ones(2, 20)) for inputs in clock)
     assert first["tokens"] == second["tokens"] == 3 * 2 * 20
     whole = BertModel.from_pretrained(bert)
     assert first["params"]["embedding"] == whole.embeddings.word_embeddings.weight.numel()
@@ -64,9 +62,9 @@ def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock):
 def test_examples_of_a_task_are_padded_to_their_batch(bert, tmp_path, clock):
     folder = tmp_path / "glue" / "QNLI"
     folder.mkdir(parents=True)
-    rows = [("what is it ?", "a tool"), ("what ?", "it is a tool a tool"), ("is it ?", "a"), ("what is a ?", "it")]
-    lines = [f"{index}\t{question}\t{sentence}\tentailment" for index, (question, sentence) in enumerate(rows)]
-    (folder / "train.tsv").write_text("\n".join(["index\tquestion\tsentence\tlabel", *lines]) + "\n")
+    rows = ["what is it ?\ta tool", "what ?\tit is a tool a tool", "is it ?\ta", "what is a ?\tit"]
+    lines = ["index\tquestion\tsentence\tlabel", *(f"0\t{row}\tentailment" for row in rows)]
+    (folder / "train.tsv").write_text("\n".join(lines) + "\n")
     options = ("--batches", 2, "--batch_size", 2, "--max_length", 20, "--warmup", 1)
     found = run(tmp_path, "--model", bert, "--task", "qnli", "--data_dir", tmp_path / "glue", *options)
     # [CLS] and two [SEP] are added: 9 and 11 tokens, then 7 and 8; the first batch is the warm-up too.
@@ -76,8 +74,7 @@ def test_examples_of_a_task_are_padded_to_their_batch(bert, tmp_path, clock):
 
 
 def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
-    torch.manual_seed(0)
-    model = BertModel(BertConfig(vocab_size=9, num_hidden_layers=1, **SIZES)).eval()
+    model = tiny_model("bert", num_hidden_layers=1).base_model
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     batch = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
 
@@ -92,17 +89,13 @@ def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
     assert not model.training
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--max_length", "30"), "has positions for 24 tokens; give 24 or less"),
+def test_mistakes(bert, tmp_path, refused):
+    for words, said in (
+        (("--max_length", 30), "has positions for 24 tokens; give 24 or less"),
         (("--shapes", "2x15x2"), "--shapes 2x15x2: 2 heads do not divide the width 15"),
         (("--task", "squad1"), "--task squad1: take the examples of a task of GLUE (cola, "),
         (("--task", "rte", "--data_dir", "nowhere"), "nowhere"),
-    ],
-)
-def test_mistakes(bert, tmp_path, capsys, arguments, said):
-    given = ["--model", str(bert), "--max_length", "8", *arguments, "--output_dir", str(tmp_path / "out")]
-    assert main("speed", given) == 2
-    assert said in capsys.readouterr().err
+    ):
+        given = ("--model", bert, "--max_length", 8, *words, "--output_dir", tmp_path / "out")
+        assert said in refused("speed", *given)
     assert not (tmp_path / "out").exists()
