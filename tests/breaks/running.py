@@ -34,7 +34,7 @@ BREAKS = [
         f"{RUN}/trainer.py",
         "self.world.size * len(batches)",
         "len(batches)",
-        f"{TRAINER}::test_the_average_of_the_engine_over_ranks_is_undone",
+        f"{TRAINER}::test_loss_is_divided_once_by_the_global_counts",
     ),
     Break(
         "ranks-draw-alike",

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertTokenizerFast
+from tiny import tiny_config
+from word_models import save_tokenizer
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
@@ -21,9 +22,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
-from llmdistill.train import main
 
-ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -32,24 +31,19 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 def parse(tmp_path: Path) -> Callable[..., RunConfig]:
     """A configuration of a run on a text of thirty documents of 25 words, packed to 12 tokens, 10 of them words."""
     folder = tmp_path / "teacher"
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
-    BertConfig(vocab_size=25, architectures=["BertForMaskedLM"], **sizes).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS]))
-    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    tiny_config("bert", vocab_size=25, architectures=["BertForMaskedLM"]).save_pretrained(folder)
+    save_tokenizer(folder, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS])
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"teacher: {{model: {folder}}}\nmethod: sft\nstudent: {{shape: 1x4x1}}\n"
-        f"data: {{kind: text, train: {text}, max_length: 12,"
-        f" cache_dir: {tmp_path / 'cache'}, text: {{pairs: false}}}}\n"
-        "train: {global_batch_size: 8, learning_rate: 0.5, schedule: linear}\n",
-        encoding="utf-8",
+        f"data: {{kind: text, train: {text}, max_length: 12, cache_dir: {tmp_path}/cache, text: {{pairs: false}}}}\n"
+        "train: {global_batch_size: 8, learning_rate: 0.5, schedule: linear}\n"
     )
 
     def run(*arguments: str) -> RunConfig:
-        ds_config = str(ROOT / "ds_configs/zero2.json")
-        return parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments], METHODS)[0]
+        return parse_run(["--ds_config", "zero2", "--recipe", str(recipe), *arguments], METHODS)[0]
 
     return run
 
@@ -95,13 +89,14 @@ def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(pa
     assert (len(data.train[""].documents) - 1, len(data.valid.documents) - 1) == (6, 30)
     # 155 tokens with the separators are 16 sequences, the last of five left out.
     assert counted(config).config.train.steps == -(-2 * 15 // 8)
-
-
-def test_without_epochs_the_plan_stays(parse) -> None:
     plan = counted(parse("--train.steps", "7"))
-    assert plan.config.train.steps == 7
-    assert plan.notes == []
+    assert (plan.config.train.steps, plan.notes) == (7, [])
     assert counted(parse("--method", "none", "--train.epochs", "2")).config.train.epochs == 2, "nothing is trained"
+    # A dry run does not know the steps.
+    found = describe(make_plan(parse("--train.epochs", "3")))
+    assert (found["estimate"], found["config"]["train"]["steps"], found["config"]["train"]["epochs"]) == (None, None, 3)
+    assert "the steps of train.epochs 3, and so the cost, are known once" in found["notes"][0]
+    json.dumps(found)
 
 
 def test_a_share_too_small_for_a_sequence(parse, tmp_path: Path) -> None:
@@ -113,12 +108,7 @@ def test_a_share_too_small_for_a_sequence(parse, tmp_path: Path) -> None:
         counted(parse())
 
 
-def test_a_dry_run_does_not_know_the_steps(parse) -> None:
-    plan = describe(make_plan(parse("--train.epochs", "3")))
-    assert plan["estimate"] is None
-    assert (plan["config"]["train"]["steps"], plan["config"]["train"]["epochs"]) == (None, 3)
-    assert "the steps of train.epochs 3, and so the cost, are known once" in plan["notes"][0]
-    json.dumps(plan)
+INSTRUCTIONS = ("--data.kind", "instructions", "--data.max_length", "512")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +116,7 @@ def test_a_dry_run_does_not_know_the_steps(parse) -> None:
     [
         (("--train.epochs", "0"), "train.epochs is 0: give 1 or more"),
         (("--train.epochs", "2", "--train.steps", "9"), "train.epochs is 2 and train.steps 9: both say how long"),
-        (
-            ("--train.epochs", "2", "--data.kind", "instructions", "--data.max_length", "512"),
-            "train.epochs counts passes over a text",
-        ),
+        ((*INSTRUCTIONS, "--train.epochs", "2"), "train.epochs counts passes over a text"),
         (("--data.text.fraction", "0"), "data.text.fraction is 0.0: give a share over 0 and up to 1"),
         (("--data.text.fraction", "1.5"), "data.text.fraction is 1.5"),
     ],
@@ -137,11 +124,3 @@ def test_a_dry_run_does_not_know_the_steps(parse) -> None:
 def test_bad_settings(parse, arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
         parse(*arguments)
-
-
-def test_the_first_line_says_which_recipe_is_used(settings, finished, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main([*settings, "--output_dir", str(finished)]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "Recipe      none: the defaults of llmdistill, and what the command line says"
-    assert others

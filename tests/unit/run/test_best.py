@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +30,8 @@ def keeper(folder, scores=None):
         target.mkdir(parents=True)
         (target / "weights").write_text(str(len(saved)))
 
-    values = None if scores is None else iter(scores)
-    score = None if values is None else lambda: next(values)
-    return BestStudent(
-        folder=folder, metric="loss" if scores is None else "ROUGE-L", world=WORLD, save=save, score=score
-    )
+    metric, score = ("loss", None) if scores is None else ("ROUGE-L", partial(next, iter(scores)))
+    return BestStudent(folder=folder, metric=metric, world=WORLD, save=save, score=score)
 
 
 def test_the_smallest_loss_is_kept_and_of_equal_ones_the_first(tmp_path):
@@ -49,11 +47,8 @@ def test_the_smallest_loss_is_kept_and_of_equal_ones_the_first(tmp_path):
 
 def test_the_largest_score_is_kept_whatever_the_losses_are(tmp_path):
     best = keeper(tmp_path, scores=[10.0, 30.0, 20.0])
-    assert [best.validated(step, loss) for step, loss in ((1, 0.1), (2, 9.0), (3, 0.2))] == [
-        {"valid_score": 10.0},
-        {"valid_score": 30.0},
-        {"valid_score": 20.0},
-    ]
+    found = [best.validated(step, loss) for step, loss in ((1, 0.1), (2, 9.0), (3, 0.2))]
+    assert found == [{"valid_score": score} for score in (10.0, 30.0, 20.0)]
     assert best.take(tmp_path / "student")["step"] == 2
 
 

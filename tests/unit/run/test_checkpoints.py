@@ -72,6 +72,10 @@ def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path: Path) -> 
     save(tmp_path, engine, 11)
     assert [each.step for each in checkpoints(tmp_path)] == [10, 11]
     assert load_checkpoint(Engine(), tmp_path, WORLD) == checkpoints(tmp_path)[-1]
+    # A damaged one does not count among those that are kept.
+    (tmp_path / "checkpoints" / "step-11" / MANIFEST).write_text("{")
+    save(tmp_path, engine, 12)
+    assert [each.step for each in checkpoints(tmp_path)] == [10, 12]
 
 
 DAMAGES = {
@@ -118,14 +122,6 @@ def test_a_checkpoint_of_another_student_or_format_is_refused(tmp_path: Path) ->
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
     with pytest.raises(UserError, match=r"step-1: a checkpoint of format 9, this version reads 1: finish the run with"):
         load_checkpoint(Engine(), tmp_path, WORLD)
-
-
-def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
-    engine = Engine()
-    save(tmp_path, engine, 1, 2, 3)
-    (tmp_path / "checkpoints" / "step-3" / MANIFEST).write_text("{")
-    save(tmp_path, engine, 4)
-    assert [each.step for each in checkpoints(tmp_path)] == [2, 4]
 
 
 def test_folders_of_other_names_are_the_users_own(tmp_path: Path) -> None:

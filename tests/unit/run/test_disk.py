@@ -6,8 +6,8 @@ import errno
 import os
 import re
 import shutil
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +25,6 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import answers
 from llmdistill.train import main
 
-Usage = namedtuple("Usage", "total used free")
-
 
 def make_plan(folder: Path, *arguments: str) -> Plan:
     words = ("--ds_config", "zero2", "--recipe", "quickstart", "--train.dtype", "fp32", "--output_dir", str(folder))
@@ -39,27 +37,21 @@ def test_the_need_is_that_of_the_files_of_a_run(tmp_path: Path) -> None:
     params = plan.models.sizes["student_params"]
     need = DiskNeed.of(plan)
     assert (need, need.total) == (DiskNeed(12 * params, 3, 4 * params, 2), 3 * 12 * params + 2 * 4 * params)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "checkpoints", "students"),
-    [
+    for arguments, checkpoints, students in (
         (("--train.save_every", "null", "--train.keep_best", "loss", "--data.valid", "embedded:valid"), 0, 4),
         (("--train.keep_checkpoints", "5"), 6, 2),
         (("--method", "none"), 0, 1),
-    ],
-)
-def test_settings_change_the_need(tmp_path: Path, arguments, checkpoints: int, students: int) -> None:
-    need = DiskNeed.of(make_plan(tmp_path, *arguments))
-    assert (need.checkpoints if need.checkpoint else 0, need.students) == (checkpoints, students)
+    ):
+        need = DiskNeed.of(make_plan(tmp_path, *arguments))
+        assert (need.checkpoints if need.checkpoint else 0, need.students) == (checkpoints, students)
 
 
 def test_a_run_without_room_is_refused_with_its_parts(tmp_path: Path, monkeypatch) -> None:
     plan = make_plan(tmp_path / "new" / "run")
     total = DiskNeed.of(plan).total
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, total))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total))
     check_disk(plan)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, total - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total - 1))
     with pytest.raises(UserError, match=r"needs .* MB more there \(3 checkpoints of .* MB and 2 students of .* MB\)"):
         check_disk(plan)
     held = plan.folder / "checkpoints" / "step-2" / "rank-00000.safetensors"
@@ -70,7 +62,7 @@ def test_a_run_without_room_is_refused_with_its_parts(tmp_path: Path, monkeypatc
 
 def test_the_main_job_looks_before_it_scores_and_not_again_after_the_training(tmp_path: Path, monkeypatch) -> None:
     plan = make_plan(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     data: Any = None  # nothing of it is used before
     with pytest.raises(UserError, match=r"output_dir .*: the run needs"):
         execute(plan, data, World.alone())
@@ -110,17 +102,17 @@ def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tm
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "mine")]
 
 
-def full() -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it, without a name
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+"""As write() raises it, without a name."""
 
 
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def student() -> None:
         with new_folder(tmp_path / "student") as partial:
             (partial / "model").write_text("half")
-            raise full()
+            raise FULL
 
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full()))
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(FULL))
     for call, name in ((student, "student"), (lambda: write_json(tmp_path / "run.json", {}), "run.json")):
         with pytest.raises(UserError, match=r"B of .* are free on the disk at /") as caught:
             call()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from sentence_encoders import encoder
+from tiny import tiny_config, tiny_model
 from torch.nn import functional
 from transformers import (
-    BertConfig,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
@@ -28,14 +27,12 @@ VOCABULARY = 50
 
 
 def make_llama(seed: int, **changes) -> PreTrainedModel:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
-    return tiny_model("llama", seed=seed, **{**sizes, **changes})
+    return tiny_model("llama", seed=seed, **{"vocab_size": VOCABULARY, "initializer_range": 0.2, **changes})
 
 
 def make_bert(kind: Any, seed: int, **changes) -> Any:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return kind(BertConfig(vocab_size=VOCABULARY, **sizes, **changes)).eval()
+    return kind(tiny_config("bert", vocab_size=VOCABULARY, **changes)).eval()
 
 
 @pytest.fixture
@@ -100,8 +97,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 class TestDistillationLoss:
     def test_makd_is_what_hooks_and_full_logits_give(self, models):
-        teacher, student = models
-        batch = make_batch()
+        (teacher, student), batch = models, make_batch()
         expected = naive_makd(teacher, student, batch)
         sum(expected.values()).backward()
         wanted = gradients(student)
@@ -119,8 +115,7 @@ class TestDistillationLoss:
         assert not gradients(teacher)
 
     def test_settings_of_the_method_and_methods_beside_it(self, models):
-        teacher, student = models
-        batch = make_batch()
+        (teacher, student), batch = models, make_batch()
         loss = DistillationLoss(
             teacher, student, "kd", also=["minilm"], temperature=2.0, ratio=0.25, settings={"minilm.attention": 3.0}
         )
@@ -178,7 +173,7 @@ class TestDistillationLoss:
         assert float(loss(flat).loss.detach()) == pytest.approx(float(expected), rel=1e-5)
 
     def test_learned_matrices_are_trained_and_not_saved(self, tmp_path):
-        teacher, student = make_llama(0), make_llama(1, hidden_size=16, num_key_value_heads=2)
+        teacher, student = make_llama(0), make_llama(1, hidden_size=8)
         loss = DistillationLoss(teacher, student, "tinybert")
         loss(make_batch()).backward()
         own = [parameter for name, parameter in student.named_parameters() if "projector" in name]
@@ -254,37 +249,29 @@ class TestDistillationLoss:
             assert float(result.loss.detach()) == pytest.approx(float(model(**batch).loss), rel=1e-4)
 
     @pytest.mark.parametrize(
-        ("arguments", "words"),
+        ("arguments", "said"),
         [
-            ({"method": "mkad"}, ["mkad"]),
-            ({"temprature": 2.0}, ["makd.temprature", "makd.temperature"]),
-            ({"settings": {"kd.ratio": 1.0}}, ["kd.ratio", "makd"]),
+            ({"method": "mkad"}, "mkad"),
+            ({"temprature": 2.0}, "makd.temprature.*makd.temperature"),
+            ({"settings": {"kd.ratio": 1.0}}, "kd.ratio.*makd"),
+            ({"student": make_llama(0, vocab_size=60)}, "vocabulary"),
         ],
     )
-    def test_what_does_not_fit(self, models, arguments, words):
-        with pytest.raises(UserError) as error:
-            DistillationLoss(*models, **arguments)
-        assert all(word in str(error.value) for word in words)
-
-    def test_models_and_batches_that_do_not_fit(self, models):
+    def test_what_does_not_fit(self, models, arguments, said):
+        with pytest.raises(UserError, match=said):
+            DistillationLoss(**{"teacher": models[0], "student": models[1], **arguments})
         with pytest.raises(UserError, match="labels"):
             DistillationLoss(*models, "kd")({"input_ids": make_batch()["input_ids"]})
-        with pytest.raises(UserError, match="vocabulary"):
-            DistillationLoss(make_llama(0), make_llama(0, vocab_size=60), "kd")
 
 
 def test_embeddings_of_sentences_are_those_of_a_loop(tmp_path):
-    make_bert(BertModel, 0).save_pretrained(tmp_path)
-    (tmp_path / "modules.json").write_text(
-        json.dumps([{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")])
-    )
-    (tmp_path / "1_Pooling").mkdir()
+    encoder(tmp_path)
     (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
     teacher = BertModel.from_pretrained(tmp_path).eval()
     student = copy.deepcopy(teacher).eval()
     with torch.no_grad():
         student.encoder.layer[1].output.dense.weight *= 0.5
-    batch = {key: make_batch(rows=6)[key] for key in ("input_ids", "attention_mask")}
+    batch = {"input_ids": make_batch(rows=6)["input_ids"] % 10, "attention_mask": make_batch(rows=6)["attention_mask"]}
     mask = batch["attention_mask"]
     places = {"labels": torch.tensor([0, 1, 2, 0, 1, 2])}
     for given, take in (

@@ -27,7 +27,6 @@ from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from support import log_rows
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
-SPLIT = BatchSplit(64, 1)
 ROW = {"loss": 1.0, "tokens_per_second": 5.0, "padding_share": 0.0, "teacher_share": 0.0, "kd": 1.0}
 
 
@@ -51,7 +50,7 @@ def sent(monkeypatch):
         known = found.wandb[run]
         return SimpleNamespace(
             id=run,
-            step=0 if offline() or not known else known[-1][0] + 1,
+            step=0 if os.environ.get("WANDB_MODE") == "offline" or not known else known[-1][0] + 1,
             log=lambda values, step: log("wandb", run, values, step),
             finish=lambda exit_code: found.ends.append(("wandb", exit_code)),
         )
@@ -67,11 +66,8 @@ def sent(monkeypatch):
 
     mlflow.active_run, mlflow.start_run = lambda: None, start_run
     mlflow.log_params = lambda values: found.opened.append(("params", values["train.steps"]))
-    mlflow.MlflowClient = lambda: SimpleNamespace(
-        get_metric_history=lambda run, key: [
-            SimpleNamespace(step=step) for step, row in found.mlflow[run] if key in row
-        ]
-    )
+    history = lambda run, key: [SimpleNamespace(step=step) for step, row in found.mlflow[run] if key in row]  # noqa: E731
+    mlflow.MlflowClient = lambda: SimpleNamespace(get_metric_history=history)
     mlflow.log_metrics = lambda values, step: log("mlflow", active[-1], values, step)
     mlflow.end_run = lambda status: found.ends.append(("mlflow", status))
     mlflow.search_experiments = lambda max_results: []
@@ -81,10 +77,6 @@ def sent(monkeypatch):
     yield found
     while KILLED:
         KILLED.pop().close()
-
-
-def offline() -> bool:
-    return os.environ.get("WANDB_MODE") == "offline"
 
 
 def config_of(folder, **train) -> RunConfig:
@@ -120,7 +112,9 @@ def log_of(folder) -> list[tuple[int, dict[str, float]]]:
     return [(row["step"], {f"train/{key}": value for key, value in row.items() if key != "step"}) for row in rows]
 
 
-def test_every_figure_arrives_with_its_step(sent, tmp_path):
+def test_every_figure_arrives_with_its_step_from_rank_0(sent, tmp_path):
+    steps(config_of(tmp_path), 0, 3, rank=1)
+    assert sent.opened == list(tmp_path.iterdir()) == []
     steps(config_of(tmp_path), 0, 3)
     assert log_of(tmp_path)[0] == (0, {"train/valid_loss": 3.5})
     assert sent.wandb == {"w0": log_of(tmp_path)}
@@ -146,31 +140,12 @@ def test_a_killed_run_goes_on_in_the_same_tracker_and_sends_no_step_twice(sent, 
     assert sum(each[0] == "params" for each in sent.opened) == 1, "MLflow takes no parameter twice"
 
 
-def test_a_tracker_that_comes_later_gets_the_earlier_rows(sent, tmp_path):
-    steps(config_of(tmp_path, report_to=[]), 0, 4)
-    steps(config_of(tmp_path, report_to=["mlflow"]), 3, 6)
-    assert sent.wandb == {}
-    assert sent.mlflow == {"m0": log_of(tmp_path)}
-
-
 def test_other_rows_than_were_sent_make_another_run(sent, tmp_path):
     steps(config_of(tmp_path, report_to=["wandb"]), 0, 5)
     steps(config_of(tmp_path, report_to=["wandb"], learning_rate=1e-4), 2, 6)
     steps(config_of(tmp_path, report_to=["wandb"], learning_rate=1e-4, steps=9), 6, 9)
     assert [step for step, _ in sent.wandb["w0"]] == [0, 1, 2, 3, 4, 5]
     assert sent.wandb["w1"] == log_of(tmp_path)
-
-
-def test_only_rank_0_sends(sent, tmp_path):
-    steps(config_of(tmp_path), 0, 3, rank=1)
-    assert sent.opened == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stopped_run_is_left_open_to_go_on(sent, tmp_path):
-    with pytest.raises(Stopped):
-        steps(config_of(tmp_path), 0, 3, end="stop")
-    assert sent.ends == [("wandb", 1), ("mlflow", "KILLED")]
 
 
 def test_a_tracker_that_fails_stops_no_training(sent, tmp_path, capsys):
@@ -182,13 +157,15 @@ def test_a_tracker_that_fails_stops_no_training(sent, tmp_path, capsys):
 
 def test_a_killed_run_without_network_begins_a_whole_one(sent, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = config_of(tmp_path, report_to=["wandb"])
-    steps(config, 0, 5, end="kill")
+    config = config_of(tmp_path)
+    steps(config_of(tmp_path, report_to=["wandb"]), 0, 5, end="kill")
     with pytest.raises(Stopped):
         steps(config, 2, 4, end="stop")
+    assert sent.ends == [("wandb", 1), ("mlflow", "KILLED")]
     steps(config, 4, 6)  # what was stopped in order goes on
     assert sent.wandb.keys() == {"w0", "w1"}
     assert sent.wandb["w1"] == log_of(tmp_path)
+    assert sent.mlflow == {"m0": log_of(tmp_path)}, "a tracker that comes later gets the earlier rows"
 
 
 @pytest.mark.parametrize(
@@ -202,9 +179,8 @@ def test_a_killed_run_without_network_begins_a_whole_one(sent, tmp_path, monkeyp
 def test_a_missing_library_and_two_runs_of_one_are_refused(sent, monkeypatch, tmp_path, report_to, block, said):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module != "wandb" else find(module))
-    check_libraries(
-        config_of(tmp_path, report_to=None), {"comet": {"enabled": False}, "csv_monitor": {"enabled": True}}
-    )
+    off = {"comet": {"enabled": False}, "csv_monitor": {"enabled": True}}
+    check_libraries(config_of(tmp_path, report_to=None), off)
     with pytest.raises(UserError, match=said):
         check_libraries(config_of(tmp_path, report_to=report_to), block)
 
@@ -248,26 +224,17 @@ def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
     assert shown == [(0, 0.0), (1, 1.0), (2, 2.0), *((step, 20.0 + step) for step in (3, 4, 5, 6))]
 
 
-@pytest.mark.parametrize(
-    ("block", "report_to", "expected"),
-    [
-        ({"enabled": "auto"}, None, True),
-        ({"enabled": "auto"}, ["wandb"], False),
-        ({"enabled": False}, None, False),
-        (None, ["tensorboard"], True),
-        (None, [], None),
-    ],
-)
-def test_the_run_owns_tensorboard_where_the_file_leaves_it_open(block, report_to, expected):
-    given = {} if block is None else {"tensorboard": block}
-    settings = TrainConfig(report_to=report_to)
-    found = student_ds_config(given, "mine.json", settings, SPLIT, output_dir="runs/a").get("tensorboard")
-    assert (None if found is None else found["enabled"]) == expected
-    if expected:
-        assert found["output_path"] == "runs/a"
+def test_the_run_owns_tensorboard_where_the_file_leaves_it_open():
+    def owned(block, report_to):
+        given = {} if block is None else {"tensorboard": {"enabled": block}}
+        settings = TrainConfig(report_to=report_to)
+        found = student_ds_config(given, "mine.json", settings, BatchSplit(64, 1), output_dir="runs/a")
+        return found.get("tensorboard")
 
-
-def test_a_file_and_a_setting_that_contradict_are_refused():
-    settings, given = TrainConfig(report_to=["wandb"]), {"tensorboard": {"enabled": True}}
+    for block, report_to in (("auto", None), (None, ["tensorboard"])):
+        assert owned(block, report_to).items() >= {"enabled": True, "output_path": "runs/a"}.items()
+    for block, report_to in (("auto", ["wandb"]), (False, None)):
+        assert owned(block, report_to)["enabled"] is False
+    assert owned(None, []) is None
     with pytest.raises(UserError, match=r"mine.json: tensorboard.enabled is True, but the run says False"):
-        student_ds_config(given, "mine.json", settings, SPLIT, output_dir="runs/a")
+        owned(True, ["wandb"])
