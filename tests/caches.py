@@ -46,25 +46,20 @@ def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
     return [batch.with_label_rows(shift=True) for step in range(3) for batch in loader.micro_batches(step)]
 
 
-def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]:
+def losses(plan: Plan, teacher: Any, batches: list[Batch]) -> list[dict[str, Any]]:
     """Each term, and the gradients of the student."""
     student = loaded(plan, "student")
     wired = tapped(plan.method, "student", student, vocabulary=plan.models.vocabulary)
     results = []
-    for batch in found:
+    for batch in batches:
         with torch.no_grad():
             taught = teacher.teach(batch, lm_head=plan.method.teacher_positions)
         learned = wired.learn(batch, plan.method.running(taught, batch))
         student.zero_grad()
         learned.total.backward()
-        results.append(
-            {name: loss.sum / loss.count for name, loss in learned.terms.items()}
-            | {
-                name: each.grad / batch.input_ids.numel()
-                for name, each in student.named_parameters()
-                if each.grad is not None
-            }
-        )
+        found = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+        terms = {name: loss.sum / loss.count for name, loss in learned.terms.items()}
+        results.append(terms | {name: grad / batch.input_ids.numel() for name, grad in found.items()})
     wired.remove()
     return results
 

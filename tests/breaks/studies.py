@@ -107,7 +107,7 @@ BREAKS = [
         f"{REPORT}/plots.py",
         "value is not None and math.isfinite(value)",
         "value is not None",
-        f"{REPORT_TESTS}/test_plots.py::test_curve_leaves_out_what_is_not_finite",
+        f"{REPORT_TESTS}/test_plots.py::test_curve_is_mean_and_range_over_runs",
     ),
     Break(
         "spectrum-half-a-rank-off",

@@ -7,39 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-)
+from tiny import tiny_model
+from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.sizes import plan
 from llmdistill.report.checkpoint import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
 
-COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=False)
 MODELS = {
-    # Beside each model the tensors that are embeddings or belong to the head, from its own structure.
-    "bert": (BertForMaskedLM, BertConfig(**COMMON, intermediate_size=48), lambda model: [model.bert.embeddings]),
-    "gpt2": (
-        GPT2LMHeadModel,
-        GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
-        lambda model: [model.transformer.wte, model.transformer.wpe],
-    ),
+    # The modules that are embeddings or belong to the head, from the model's own structure.
+    "bert": lambda model: [model.bert.embeddings],
+    "gpt2": lambda model: [model.transformer.wte, model.transformer.wpe],
     # Its layers are in a module called decoder, as heads of encoders are.
-    "opt": (
-        OPTForCausalLM,
-        OPTConfig(**COMMON, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=32),
-        lambda model: [model.model.decoder.embed_tokens, model.model.decoder.embed_positions],
-    ),
+    "opt": lambda model: [model.model.decoder.embed_tokens, model.model.decoder.embed_positions],
 }
 
 
@@ -58,10 +39,9 @@ def held(*modules: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_embeddings_and_of_others(tmp_path: Path, name: str) -> None:
-    kind, config, embeddings = MODELS[name]
-    model = kind(config)
+    model = tiny_model(name, **({"word_embed_proj_dim": 16, "tie_word_embeddings": True} if name == "opt" else {}))
     found = saved(model, tmp_path)
-    assert found.parts[EMBEDDINGS] == held(*embeddings(model))
+    assert found.parts[EMBEDDINGS] == held(*MODELS[name](model))
     assert found.parts[FACTORS] == 0
     assert sum(found.parts.values()) == held(model) == 4 * sum(found.formats.values())
     assert found.number_format == "fp32"
@@ -77,7 +57,7 @@ def test_the_bytes_of_embeddings_and_of_others(tmp_path: Path, name: str) -> Non
     ids=["svd", "pivoted", "kronecker"],
 )
 def test_factors_and_their_format(tmp_path: Path, method: str, settings: FactorizeConfig) -> None:
-    model = LlamaForCausalLM(LLAMA).to(torch.bfloat16)
+    model = tiny_model("llama", hidden_size=32, intermediate_size=48, tie_word_embeddings=False).to(torch.bfloat16)
     factorize(model, plan(model, settings, method))
     found = saved(model, tmp_path)
     norms = [module for name, module in model.named_modules() if name.endswith("norm")]

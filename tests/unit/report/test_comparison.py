@@ -22,6 +22,9 @@ SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.
 
 CHECKPOINT = Checkpoint(size=2_097_152, formats={"F32": 500}, parts={"embeddings and head": 1500, "factors": 500})
 
+COSTS = {"training_tokens_per_second": 123.0, "generation_tokens_per_second": 45.0}
+COSTS |= {"peak_memory_bytes": 2**30, "seconds": 3725.0}
+
 VOID = {"meta", "br", "link", "img"}
 
 
@@ -38,13 +41,7 @@ def make_run(method, seed, scores=None, **more):
         "perplexity": None if scores is None else {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed},
         "texts": {"wikitext2": (30.0 if method == "sft" else 40.0) + seed},
         "valid": 45.0 + seed,
-        "costs": {
-            "training_tokens": 1000 * (seed + 1) ** 2,
-            "training_tokens_per_second": 123.0,
-            "generation_tokens_per_second": 45.0,
-            "peak_memory_bytes": 2**30,
-            "seconds": 3725.0,
-        },
+        "costs": {**COSTS, "training_tokens": 1000 * (seed + 1) ** 2},
         "history": history,
     }
     return Run(**{**base, **more})
@@ -53,6 +50,11 @@ def make_run(method, seed, scores=None, **more):
 def make_row(name, label, scores, **more):
     runs = [make_run(name, seed, values) for seed, values in enumerate(scores)]
     return Row(name=name, label=label, **{"params": 500, "checkpoint": CHECKPOINT, "runs": runs, **more})
+
+
+def sized(method, params):
+    run = make_run(method, 0, (params / 10,) * 2, folder=f"cells/{params}", command="")
+    return make_row(method, f"rank {params}", [], params=params, runs=[run])
 
 
 def make_comparison():
@@ -71,27 +73,12 @@ def make_comparison():
             make_row("sft", "SFT", SCORES["sft"]),
             make_row("makd", "MaKD", SCORES["makd"], trials=tried, terms=["a", "b"]),
         ],
-        sizes=[
-            make_row(
-                method,
-                f"rank {params}",
-                [],
-                params=params,
-                runs=[make_run(method, 0, (params / 10,) * 2, folder=f"cells/{params}", command="")],
-            )
-            for method in ("sft", "makd")
-            for params in (300, 500)
-        ],
+        sizes=[sized(method, params) for method in ("sft", "makd") for params in (300, 500)],
         samples=[Sample(set="seen", prompt="Who?", reference="A cat ", answers={"teacher": " A cat", "makd": "A dog"})],
         warnings=["the teacher knows nothing"],
         facts={"Hardware": "a laptop"},
         paper={"makd": {"Dolly": 25.1}},
     )
-
-
-@pytest.fixture
-def comparison():
-    return make_comparison()
 
 
 @pytest.fixture(scope="module")
@@ -175,24 +162,16 @@ def test_results_are_the_statistics_of_the_runs(report):
 
 def test_costs_are_medians_over_seeds(report):
     costs = json.loads((report / "costs.json").read_text(encoding="utf-8"))
-    assert costs["sft"] == {
-        "params": 500,
-        "checkpoint_bytes": 2_097_152,
-        "checkpoint_formats": {"F32": 500},
-        "checkpoint_parts": {"embeddings and head": 1500, "factors": 500},
-        "training_tokens": 4000,
-        "training_tokens_per_second": 123.0,
-        "peak_memory_bytes": 2**30,
-        "generation_tokens_per_second": 45.0,
-        "seconds": 3725.0,
-    }
+    held = {"bytes": 2_097_152, "formats": {"F32": 500}, "parts": {"embeddings and head": 1500, "factors": 500}}
+    checkpoint = {f"checkpoint_{name}": value for name, value in held.items()}
+    assert costs["sft"] == {"params": 500, "training_tokens": 4000, **checkpoint, **COSTS}
 
 
-def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(report, tmp_path, comparison):
+def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(report, tmp_path):
     (tmp_path / "plots").mkdir()
     for name in ("mine.png", "terms_sft.png", "ranks_loss.svg"):
         (tmp_path / "plots" / name).write_bytes(b"")
-    write_comparison(tmp_path, comparison)
+    write_comparison(tmp_path, make_comparison())
     (tmp_path / "plots" / "mine.png").unlink()
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     plots = ("scores", "learning_curves", "terms_makd", "size", "perplexity_wikitext2", "perplexity_size_wikitext2")
@@ -232,11 +211,11 @@ def test_only_the_best_method_is_bold_and_ties_are_all(report):
     assert "**[80.0]" not in text
 
 
-def test_text_of_users_is_escaped(tmp_path, comparison, written):
+def test_text_of_users_is_escaped(tmp_path, written):
     attack = "<script>alert(1)</script>|\n* x"
     sample = Sample(set="seen", prompt=attack, reference=attack, answers={"makd": attack})
     run = make_run("sft", 0, (1.0, 2.0), command=f'x "{attack}', folder="javascript:alert(1)")
-    attacked = replace_row(comparison, "sft", label=attack, runs=[run], terms=["a", "b"])
+    attacked = replace_row(make_comparison(), "sft", label=attack, runs=[run], terms=["a", "b"])
     facts = {attack: attack}
     attacked = dataclasses.replace(attacked, title=attack, samples=[sample], facts=facts, warnings=[attack])
     page = Page(written(attacked))
@@ -250,13 +229,13 @@ def test_text_of_users_is_escaped(tmp_path, comparison, written):
     assert all(line.rstrip().endswith("|") for line in tables)
 
 
-def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_path, comparison, written):
+def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_path, written):
     ended = [make_run("makd", seed, SCORES["makd"][seed]) for seed in (0, 2)]
     partly = make_run("makd", 1, error=f"it broke (exit code 1, log {tmp_path}/cells/makd.log)")
     wholly = [make_run("sft", seed, error=f"no memory {seed}") for seed in range(2)]
     size = make_run("makd", 0, error="rank 99 is too large", folder="cells/size")
-    failed = replace_row(replace_row(comparison, "makd", runs=[ended[0], partly, ended[1]]), "sft", runs=wholly)
-    failed = dataclasses.replace(failed, sizes=[*comparison.sizes, make_row("makd", "rank 99", [], runs=[size])])
+    failed = replace_row(replace_row(make_comparison(), "makd", runs=[ended[0], partly, ended[1]]), "sft", runs=wholly)
+    failed = dataclasses.replace(failed, sizes=[*failed.sizes, make_row("makd", "rank 99", [], runs=[size])])
     text = written(failed, "results.json")
     assert str(tmp_path) not in text
     makd, sft = (json.loads(text)["methods"][name] for name in ("makd", "sft"))
@@ -284,17 +263,11 @@ def on_text():
     scores = {"teacher": [(20.0, 5.0)], "none": [(4e6, 900.0)]}
     scores |= {"sft": [(32.0, 8.0), (32.0, 8.0)], "makd": [(27.0, 12.0), (27.0, 12.0)]}
     more = {"texts": {}, "perplexity": None, "costs": {}, "valid": 25.0}
-    rows = [
-        Row(
-            name=name,
-            label=name.upper(),
-            score=PERPLEXITY,
-            params=500,
-            runs=[make_run(name, seed, values, **more) for seed, values in enumerate(found)],
-            trials=[make_run(name, 0, **more)] if name == "sft" else [],
-        )
-        for name, found in scores.items()
-    ]
+    rows = []
+    for name, found in scores.items():
+        runs = [make_run(name, seed, values, **more) for seed, values in enumerate(found)]
+        trials = [make_run(name, 0, **more)] if name == "sft" else []
+        rows.append(Row(name=name, label=name.upper(), score=PERPLEXITY, params=500, runs=runs, trials=trials))
     return Comparison(title="On text", sets=SETS, examples={"seen": (9, 60), "unseen": (9, 9)}, rows=rows, sizes=rows)
 
 

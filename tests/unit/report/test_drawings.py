@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -26,10 +26,9 @@ def comparison():
         *(make_row(name, start, 10.0 * number) for number, start in enumerate(STARTS, 1) for name in METHODS),
     ]
     sizes = [make_row(row.name, row.start, 5.0, params=300) for row in rows[1:]]
-    ranks = {"layers.0.q": 2, "layers.1.q": 3}
-    weighted = Beginning(
-        start="loss", label="", size=TABLE_SIZE, folder="b", params=500, average=1.0, weighting={"ranks": ranks}
-    )
+    weighting = {"ranks": {"layers.0.q": 2, "layers.1.q": 3}}
+    about = {"label": "", "size": TABLE_SIZE, "folder": "b", "params": 500, "average": 1.0}
+    weighted = Beginning(start="loss", weighting=weighting, **about)
     return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], beginnings=[weighted])
 
 
@@ -51,11 +50,8 @@ def test_quality_against_size_shows_untrained_and_trained_students_of_each_start
 
 
 def test_perplexities_have_logarithmic_axes(comparison):
-    rows = {
-        name: [dataclasses.replace(row, score=PERPLEXITY) for row in getattr(comparison, name)]
-        for name in ("rows", "sizes")
-    }
-    drawn = {drawing.name: drawing for drawing in draw_comparison(dataclasses.replace(comparison, **rows))}
+    rows, sizes = ([replace(row, score=PERPLEXITY) for row in each] for each in (comparison.rows, comparison.sizes))
+    drawn = {drawing.name: drawing for drawing in draw_comparison(replace(comparison, rows=rows, sizes=sizes))}
     scores, size = drawn["scores"].figure.axes[0], [axes for axes in drawn["size"].figure.axes if axes.get_visible()]
     assert (scores.get_xscale(), {axes.get_yscale() for axes in size}) == ("log", {"log"})
     assert scores.get_xlabel() == drawn["size"].figure.get_supylabel() == "perplexity of seen\n(lower is better)"

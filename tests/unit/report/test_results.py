@@ -11,10 +11,8 @@ SETS = ["seen", "unseen"]
 
 
 def make_row(name, values, score=ROUGE_L):
-    runs = [
-        Run(method=name, seed=seed, folder="f", command="c", scores=dict.fromkeys(SETS, value))
-        for seed, value in enumerate(values)
-    ]
+    about = {"method": name, "folder": "f", "command": "c"}
+    runs = [Run(seed=seed, scores=dict.fromkeys(SETS, value), **about) for seed, value in enumerate(values)]
     return Row(name=name, label=name.upper(), score=score, runs=runs)
 
 

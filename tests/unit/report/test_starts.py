@@ -16,12 +16,8 @@ def costs(saved):
 
 def weighting(**changes):
     spectra = {name: {"shape": [4, 12], "costs": costs(saved)} for name, saved in SAVED.items()}
-    return {
-        "weighting": "gradients",
-        "ranks": {"layers.0.attn.k": 2, "layers.0.mlp.up": 1},
-        "spectra": spectra,
-        **changes,
-    }
+    ranks = {"layers.0.attn.k": 2, "layers.0.mlp.up": 1}
+    return {"weighting": "gradients", "ranks": ranks, "spectra": spectra, **changes}
 
 
 def test_matrices_have_layer_kind_rank_and_what_is_kept():

@@ -22,26 +22,18 @@ def rouge_table(metrics):
 @pytest.fixture
 def metrics():
     def model(params, score):
-        return {
-            "params": params,
-            "rougeL": {"seen": score, "unseen": score / 2, "skills": score / 3},
-            "generation_tokens_per_second": 1234.5,
-        }
+        scores = {"seen": score, "unseen": score / 2, "skills": score / 3}
+        return {"params": params, "rougeL": scores, "generation_tokens_per_second": 1234.5}
 
+    training = {"tokens": 100, "tokens_per_second": 3585.2, "peak_memory_bytes": 5}
+    facts = {"hardware": "1 rank", "versions": {"torch": "2.13.0"}, "decoding": "greedy"}
+    facts |= {"command": "deepspeed llmdistill/train.py", "finished": "2026-11-21T00:00:00+00:00"}
     return {
         "teacher": model(1_220_224, 98.4),
         "untrained": model(521_152, 35.3),
         "student": model(521_152, 97.3),
         "warnings": [],
-        "run": {
-            "teacher_params": 1_220_224,
-            "training": {"tokens": 100, "tokens_per_second": 3585.2, "peak_memory_bytes": 5},
-            "command": "deepspeed llmdistill/train.py",
-            "hardware": "1 rank",
-            "versions": {"torch": "2.13.0"},
-            "decoding": "greedy",
-            "finished": "2026-11-21T00:00:00+00:00",
-        },
+        "run": {"teacher_params": 1_220_224, "training": training, **facts},
     }
 
 
@@ -76,27 +68,15 @@ def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak():
 
 
 def text_row(step, loss, **more):
-    return {
-        "step": step,
-        "loss": loss,
-        "tokens": 5,
-        "tokens_per_second": 9.0,
-        "peak_memory_bytes": 1,
-        "qq": loss,
-        **more,
-    }
+    costs = {"tokens": 5, "tokens_per_second": 9.0, "peak_memory_bytes": 1}
+    return {"step": step, "loss": loss, "qq": loss, **costs, **more}
 
 
 def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
     rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scores = {
-        name: {"params": params, "valid_loss": loss}
-        for name, params, loss in zip(MODELS, (200, 50, 50), (None, 3.5, 1.25), strict=True)
-    }
-    shown = {
-        name: ["" if model["valid_loss"] is None else f"{model['valid_loss']:.4f}"] for name, model in scores.items()
-    }
+    scores = {"teacher": {"params": 200}, "untrained": {"params": 50}, "student": {"params": 50}}
+    shown = {"teacher": [""], "untrained": ["3.5000"], "student": ["1.2500"]}
     table = ScoreTable(title="Loss", columns=["validation loss"], rows=shown, legend="The method's own loss.")
     finish_report(tmp_path, {**scores, "warnings": [], "run": {**metrics["run"], "teacher_params": 200}}, table)
     assert (tmp_path / "curves.png").is_file()

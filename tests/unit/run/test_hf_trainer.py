@@ -28,18 +28,9 @@ def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main_job")
     teacher = LlamaForCausalLM.from_pretrained(save_decoder(folder / "teacher", num_hidden_layers=2))
     student = llmdistill.compress(teacher, rank=8)
-    result = llmdistill.distill(
-        teacher,
-        student,
-        ROWS,
-        output_dir=folder / "run",
-        steps=STEPS,
-        global_batch_size=MICRO * ACCUMULATION,
-        micro_batch_size=MICRO,
-        learning_rate=1e-3,
-        schedule="constant",
-        log_every=1,
-    )
+    settings = {"steps": STEPS, "learning_rate": 1e-3, "schedule": "constant", "log_every": 1}
+    settings |= {"global_batch_size": MICRO * ACCUMULATION, "micro_batch_size": MICRO}
+    result = llmdistill.distill(teacher, student, ROWS, output_dir=folder / "run", **settings)
     (plan,) = make_plans(result.config)
     world = World(rank=0, size=1, device=torch.device("cpu"))
     loader = plan.task.read(plan.models).prepared(world).loader(assemble.share_of(plan, world))
@@ -52,23 +43,11 @@ def main_job(tmp_path_factory):
 
 
 def arguments(folder, **changes) -> TrainingArguments:
-    values = {
-        "per_device_train_batch_size": 1,  # of whole micro batches, see the collator
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-    }
+    values = {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    values |= {"max_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION, "save_strategy": "no"}
+    values |= {"per_device_train_batch_size": 1}  # of whole micro batches, see the collator
+    values |= {"logging_steps": 1, "logging_nan_inf_filter": False, "report_to": [], "disable_tqdm": True}
+    values |= {"use_cpu": True, "remove_unused_columns": False, "train_sampling_strategy": "sequential"}
     return TrainingArguments(output_dir=str(folder), **{**values, **changes})
 
 
@@ -95,16 +74,10 @@ def test_a_trainer_does_what_the_main_job_does(main_job, tmp_path):
 def test_evaluation_and_a_checkpoint(main_job, tmp_path):
     teacher, student, batches, _ = main_job
     student = copy.deepcopy(student)
-    trainer = DistillationTrainer(
-        student,
-        copy.deepcopy(teacher),
-        arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1),
-        method="kd",
-        method_settings={"temperature": 2.0},
-        train_dataset=batches,
-        eval_dataset=batches[:1],
-        data_collator=first,
-    )
+    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1)
+    kd = {"method": "kd", "method_settings": {"temperature": 2.0}}
+    data = {"train_dataset": batches, "eval_dataset": batches[:1], "data_collator": first}
+    trainer = DistillationTrainer(student, copy.deepcopy(teacher), given, **kd, **data)
     trainer.train()
     figures = trainer.evaluate()
     student.eval()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from caches import SMALL, TOP_K, WORLD, batches, cached, checked, loaded, losses, model
+from glue_tasks import write_task
 from torch.nn import functional
 from transformers import LlamaForSequenceClassification
 
@@ -32,7 +33,6 @@ from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher
 
 from stand_in_vllm import install
-from support import ROOT
 
 METHOD_SETTINGS = {
     "kd at 2 reversed": ["--method", "kd", "--kd.temperature", "2", "--kd.divergence", "reverse_kl"],
@@ -62,24 +62,8 @@ def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words
 
 def test_a_classifier_teaches_from_a_cache_too(tmp_path):
     """On a task of GLUE: the outputs for whole sequences, and relations of all tokens."""
-    lines = [
-        f"{n}\tthe baker number {n} and {'so ' * (n % 5)}on\tthen{n % 3}\t{'not_' * (n % 2)}entailment"
-        for n in range(14)
-    ]
-    for split in ("train", "dev"):
-        file = tmp_path / "glue" / "RTE" / f"{split}.tsv"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n", encoding="utf-8")
-    words = [
-        "--recipe",
-        "finetune",
-        "--ds_config",
-        str(ROOT / "ds_configs/zero2.json"),
-        "--method",
-        "kd",
-        "--also",
-        "[minilmv2]",
-    ]
+    write_task(tmp_path / "glue", "RTE", {"train": 14, "dev": 14})
+    words = ["--recipe", "finetune", "--ds_config", "zero2", "--method", "kd", "--also", "[minilmv2]"]
     words += ["--teacher.model", str(model(tmp_path / "teacher", 0, LlamaForSequenceClassification))]
     words += ["--student.model", str(model(tmp_path / "student", 1, LlamaForSequenceClassification))]
     words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
@@ -115,10 +99,9 @@ def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, ma
     plan, data = planned("--kd.temperature", "2")
     folder = made("--kd.temperature", "2", settings=TOP_K)
     (batch, *_) = batches(plan, data)
+    models = [loaded(plan, role).double() for role in ("teacher", "student")]
     with torch.no_grad():
-        shown = [
-            loaded(plan, role).double()(batch.input_ids, batch.attention_mask).logits for role in ("teacher", "student")
-        ]
+        shown = [model(batch.input_ids, batch.attention_mask).logits for model in models]
     log_p, log_q = ((each.flatten(0, 1)[batch.label_rows] / 2).log_softmax(-1) for each in shown)
     rank = log_p.argsort(descending=True).argsort()
     tail = rank >= TOP_K.top_k

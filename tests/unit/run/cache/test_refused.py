@@ -42,10 +42,8 @@ def test_an_example_that_is_not_there_is_named_when_it_is_read(planned, made):
     stranger = Batch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], sample_ids=((7,),))
     with pytest.raises(UserError, match=r"the teacher's cache has no example 7; make a cache of this run's data"):
         cached(plan, made()).teach(stranger, lm_head=["labels"])
-    other = Batch(
-        *(each[:1] for each in (batch.input_ids, batch.attention_mask, batch.attention_mask)),
-        sample_ids=batch.sample_ids[:1],
-    )
+    ids, mask = batch.input_ids[:1], batch.attention_mask[:1]
+    other = Batch(ids, mask, mask, sample_ids=batch.sample_ids[:1])
     with pytest.raises(UserError, match=r"holds \d+ rows of labels.states for a batch with \d+ labels"):
         cached(plan, made()).teach(other, lm_head=["labels"])
 
@@ -65,9 +63,8 @@ def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, mad
     assert "its teacher is sha256:" in said
     assert f"({files['teacher']}), and that of this run is sha256:" in said
     assert "its dtype is float32, and that of this run is bfloat16" in refused("--teacher.dtype", "bf16")
-    assert "does not hold the query of layer 2, which method minilmv2 needs" in refused(
-        "--method", "minilmv2", "--minilmv2.relation_heads", "4"
-    )
+    relations = ("--method", "minilmv2", "--minilmv2.relation_heads", "4")
+    assert "does not hold the query of layer 2, which method minilmv2 needs" in refused(*relations)
     top = str(made(settings=TOP_K))
     assert "does not hold the tail's mass at temperature 3" in refused("--kd.temperature", "3", folder=top)
     rows = tmp_path / "rows.jsonl"

@@ -77,28 +77,14 @@ def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
 
 def test_peak_is_in_the_optimizers_step_where_activations_are_small():
     little = [Moment(0, {"activations": 1e9}), Moment(10**9, {"activations": 0.0})]
-    assert parts(layout("zero2"), little) == {
-        "teacher": 16.0,
-        "student": 2.0,
-        "optimizer": 3.0,
-        "buckets": 0.8,
-        "gradients": 0.5,
-        "step": 1.0,
-    }
-
-
-def test_optimizer_that_is_not_fused_needs_temporary_tensors():
-    fused = layout("zero2")
+    fused, without = layout("zero2"), {"teacher": 16.0, "student": 2.0, "optimizer": 3.0}
+    assert parts(fused, little) == {**without, "buckets": 0.8, "gradients": 0.5, "step": 1.0}
+    # An optimizer that is not fused needs temporary tensors.
     assert parts(replace(fused, zero=replace(fused.zero, fused=False)), [Moment(0, {})])["step"] == 3
     assert Zero.of({"optimizer": {"params": {"foreach": True}}}, accumulation_steps=1).fused is False
-
-
-def test_gradients_grow_while_activations_shrink():
+    # Gradients grow while activations shrink, and the allocator holds a share of the tensors.
     growing = [Moment(0, {"activations": 5e9}), Moment(10**9, {"activations": 4.5e9})]
     assert parts(layout("zero1"), growing)["gradients"] == 2.0
-
-
-def test_allocator_holds_a_share_of_the_tensors():
     found = layout("zero1", reserved="2GB", fragmentation=0.1).reserved({"student": 100e9, "taps": 20e9})
     assert found["allocator"] == pytest.approx(14e9)
 
