@@ -24,12 +24,8 @@ def score(each):
 
 
 def test_points_are_every_combination():
-    assert points({"a": [1, 2], "b": ["x", "y"]}) == [
-        {"a": 1, "b": "x"},
-        {"a": 1, "b": "y"},
-        {"a": 2, "b": "x"},
-        {"a": 2, "b": "y"},
-    ]
+    pairs = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert points({"a": [1, 2], "b": ["x", "y"]}) == [{"a": a, "b": b} for a, b in pairs]
     assert points({}) == [{}]
 
 

@@ -159,9 +159,6 @@ def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(tri
     assert results[2].metrics["seed"] == 2
     assert runner.run(trials[2:])[0].metrics == results[2].metrics
     assert ran == [0, 1, 2]
-
-
-def test_a_trial_that_ends_without_scores_has_failed(trials):
     (found,) = InProcess(WORLD, lambda config: None).run(trials[:1])
     assert found.error == f"it ended without its scores; see {trials[0].log}"
 

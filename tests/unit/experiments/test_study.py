@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -99,15 +100,9 @@ class StandIn:
 def make_study(root, launcher, *arguments, methods=COMPARED, sizes=(), starts=(), seeds=(0, 1, 2)):
     recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments], METHODS)
     variants = load_methods(methods)
-    return Study(
-        recipe=recipe,
-        root=root,
-        variants=from_starts(variants, load_starts(starts)) if starts else variants,
-        grid={"train.learning_rate": [1e-3, 3e-3, 9e-3]},
-        seeds=seeds,
-        sizes=sizes,
-        launcher=launcher,
-    )
+    variants = from_starts(variants, load_starts(starts)) if starts else variants
+    grid = {"train.learning_rate": [1e-3, 3e-3, 9e-3]}
+    return Study(recipe=recipe, root=root, variants=variants, grid=grid, seeds=seeds, sizes=sizes, launcher=launcher)
 
 
 def reported(study, findings):
@@ -134,11 +129,8 @@ def test_every_method_gets_the_same_start_order_and_batch_and_seqkd_as_many_toke
         assert len({getattr(config.train, key) for config in first_seed}) == 1
     given = [config for config in first_seed if config.method != "seqkd"]
     assert len({(config.train.steps, config.data.train) for config in given}) == 1
-    rates = {config.method: set() for config in first_seed}
-    for config in first_seed:
-        rates[config.method].add(config.train.learning_rate)
-    assert set(rates) == {"sft", "kd", "seqkd", "makd"}
-    assert all(values == {1e-3, 3e-3, 9e-3} for values in rates.values())
+    rates = {(config.method, config.train.learning_rate) for config in first_seed}
+    assert rates == set(product(("sft", "kd", "seqkd", "makd"), (1e-3, 3e-3, 9e-3)))
     seqkd = next(config for config in trained if config.method == "seqkd")
     assert seqkd.data.train == str(study.responses)
     # The stand-in's answers and prompts are shorter than the embedded ones, so that it needs more steps.
@@ -208,9 +200,8 @@ def test_sizes_train_the_chosen_settings_once_more(tmp_path):
     sizes = [sizes_of(config)[2:] for config in launcher.ran if config.method == "none"]
     assert sizes == [(None, "34%"), (18, None), (None, "60%")]
     comparison = collect(study, findings, title="t", paper={}, command="c")
-    assert {(point.label, point.name) for point in comparison.sizes} == {
-        (setting, method) for setting in ("as in the table", "rank 18", "60%") for method in methods
-    }
+    points = {(point.label, point.name) for point in comparison.sizes}
+    assert points == set(product(("as in the table", "rank 18", "60%"), methods))
     makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
     (own,) = [point for point in comparison.sizes if (point.label, point.name) == ("as in the table", "makd")]
     assert own.average.mean == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 2)
@@ -231,9 +222,8 @@ STARTS = ["plain", "loss"]
 def started(tmp_path_factory):
     """A study of two starts and three sizes, the configurations of its untrained students, and what it found."""
     launcher = StandIn()
-    study = make_study(
-        tmp_path_factory.mktemp("started"), launcher, methods=["none", "sft"], starts=STARTS, sizes=["18", "25%"]
-    )
+    settings = {"methods": ["none", "sft"], "starts": STARTS, "sizes": ["18", "25%"]}
+    study = make_study(tmp_path_factory.mktemp("started"), launcher, **settings)
     study.check()
     findings = conduct(study)
     return study, [config for config in launcher.ran if config.method == "none"], findings

@@ -23,19 +23,9 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.tasks.zero_shot import is_share, main_metric
 
 TASK = """
-task: ages
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: answer
-doc_to_choice: choices
-metric_list:
-  - metric: acc
-  - metric: acc_norm
+{{task: ages, dataset_path: json, dataset_kwargs: {{data_files: {{test: {data}}}}}, test_split: test,
+output_type: multiple_choice, doc_to_text: "{{{{question}}}}", doc_to_target: answer, doc_to_choice: choices,
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]}}
 """
 
 QUESTIONS = [
@@ -81,7 +71,7 @@ def shares(model_path: str | Path) -> tuple[float, float]:
     right = [0, 0]
     for row in QUESTIONS:
         sums, means = [], []
-        for choice in row["choices"]:  # type: ignore[attr-defined]
+        for choice in row["choices"]:
             whole = tokenizer(f"{row['question']} {choice}")["input_ids"]
             start = len(tokenizer(row["question"])["input_ids"])
             logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)

@@ -5,39 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DistilBertConfig,
-    GPT2Config,
-    LlamaConfig,
-    RobertaConfig,
-)
+from tiny import tiny_model
 
 from llmdistill.models.heads import classifier_parameters, read_classifier, set_classifier
 
-SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-CONFIGS = {
-    "bert": (BertConfig(**SMALL, num_labels=3), {"classifier.weight", "classifier.bias"}),
-    "roberta": (
-        RobertaConfig(**SMALL, num_labels=3),
-        {f"classifier.{part}.{name}" for part in ("dense", "out_proj") for name in ("weight", "bias")},
-    ),
-    "distilbert": (
-        DistilBertConfig(dim=8, hidden_dim=16, n_layers=1, n_heads=2, vocab_size=20, num_labels=3),
-        {f"{part}.{name}" for part in ("pre_classifier", "classifier") for name in ("weight", "bias")},
-    ),
-    "gpt2": (GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0), {"score.weight"}),
-    "llama": (LlamaConfig(**SMALL, num_labels=3, pad_token_id=0), {"score.weight"}),
+CLASSIFIERS = {
+    "bert": {"classifier.weight", "classifier.bias"},
+    "roberta": {f"classifier.{part}.{name}" for part in ("dense", "out_proj") for name in ("weight", "bias")},
+    "distilbert": {f"{part}.{name}" for part in ("pre_classifier", "classifier") for name in ("weight", "bias")},
+    "gpt2": {"score.weight"},
+    "llama": {"score.weight"},
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_the_classifier_of_each_family_is_all_outside_the_base(family, tmp_path) -> None:
-    config, names = CONFIGS[family]
-    teacher = AutoModelForSequenceClassification.from_config(config)
+    names = CLASSIFIERS[family]
+    teacher, student = (tiny_model(family, head="sequence", seed=seed, num_labels=3) for seed in (0, 1))
     teacher.save_pretrained(tmp_path)
-    student = AutoModelForSequenceClassification.from_config(config).bfloat16()
+    student.bfloat16()
     before = {name: parameter.clone() for name, parameter in student.named_parameters()}
     assert classifier_parameters(student).keys() == names
     set_classifier(student, read_classifier(str(tmp_path), "sequence"))

@@ -32,29 +32,26 @@ def scores(batch) -> Outputs:
     return Outputs(None, Taps(), batch.input_ids[:, :1].float() / 2)
 
 
-def world(rank: int = 0, size: int = 1) -> World:
-    return World(rank=rank, size=size, device=torch.device("cpu"))
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 def test_answers_stand_in_the_items_order(batch_size) -> None:
-    found = predict(forward, ITEMS, COLLATE, GLUE_TASKS["RTE"], batch_size=batch_size, world=world())
+    found = predict(forward, ITEMS, COLLATE, GLUE_TASKS["RTE"], batch_size=batch_size, world=WORLD)
     assert found.tolist() == [int(item.input_ids[0] % 2 == 0) for item in ITEMS]
     assert found.dtype == np.int64
-    found = predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=batch_size, world=world())
+    found = predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=batch_size, world=WORLD)
     assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
 
 
-def examples(*targets: float) -> list[PairExample]:
-    return [PairExample("a", "b", target, number) for number, target in enumerate(targets)]
-
-
 def test_chance_is_the_best_single_answer() -> None:
-    assert chance_score("RTE", examples(0, 1, 1, 1), "accuracy") == 75
-    assert chance_score("MRPC", examples(0, 1, 1, 1), "f1") == pytest.approx(100 * 2 * 0.75 / 1.75)
-    assert chance_score("MRPC", examples(0, 1, 1, 1), "accuracy") == 75
-    assert chance_score("CoLA", examples(0, 1, 1, 1), "matthews") == 0
-    assert chance_score("STS-B", examples(0.0, 1.5, 5.0), "pearson") == 0
+    for task, metric, chance in (
+        *(("RTE", "accuracy", 75), ("MRPC", "f1", 100 * 2 * 0.75 / 1.75), ("MRPC", "accuracy", 75)),
+        *(("CoLA", "matthews", 0), ("STS-B", "pearson", 0)),
+    ):
+        targets = (0.0, 1.5, 5.0) if task == "STS-B" else (0, 1, 1, 1)
+        examples = [PairExample("a", "b", target, number) for number, target in enumerate(targets)]
+        assert chance_score(task, examples, metric) == pytest.approx(chance), (task, metric)
 
 
 def test_a_metric_that_the_task_does_not_have() -> None:

@@ -1,40 +1,26 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from llmdistill.config.tasks import FineTuningConfig
-from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, metric_of, protocol_of
+from llmdistill.config.tasks import FineTuningConfig, ProtocolName
+from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, metric_of, protocol_of, teacher_of
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 
 
-def protocol(task: str = "RTE", **settings) -> FineTuningProtocol:
-    return protocol_of(FineTuningConfig(model="m", **settings), task)
-
-
-@pytest.mark.parametrize(
-    ("name", "metric"),
-    [
-        ("makd", "f1"),
-        ("minilm", "accuracy"),
-        ("minilm_v1", "accuracy"),
-        ("minilmv2", "accuracy"),
-        ("kroneckerbert", "accuracy"),
-        ("custom", "f1"),
-    ],
-)
-def test_settings_for_mrpc_are_chosen_by_the_metric_of_the_paper(name: Any, metric: str, tmp_path) -> None:
+@pytest.mark.parametrize("name", get_args(ProtocolName))
+def test_settings_for_mrpc_are_chosen_by_the_metric_of_the_paper(name: Any, tmp_path) -> None:
     study = TaskStudy(config=FineTuningConfig(model="m", protocol=name), task="MRPC", root=tmp_path, teacher=None)
+    metric = "f1" if name in ("makd", "custom") else "accuracy"
     assert {trial.config.data.task.metric for trial in study.trials()} == {metric}
-    assert metric_of(name, "WNLI") == "accuracy"
-    assert metric_of(name, "MNLI") == "accuracy"
+    assert metric_of(name, "WNLI") == metric_of(name, "MNLI") == "accuracy"
 
 
 def test_given_settings_win_over_the_protocol() -> None:
     given = {"batch_size": 8, "max_length": 64, "warmup_ratio": 0.0, "weight_decay": 0.0}
-    found = protocol(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
-    assert found == FineTuningProtocol(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
+    given |= {"learning_rates": [1e-3], "epochs": [1, 2], "seeds": [0]}
+    assert protocol_of(FineTuningConfig(model="m", **given), "RTE") == FineTuningProtocol(**given)
 
 
 def test_given_settings_win_over_a_recipe(tmp_path) -> None:
@@ -57,3 +43,17 @@ def test_each_trial_has_its_settings_and_a_folder_of_its_own(tmp_path) -> None:
     train = first.config.train
     assert (train.learning_rate, train.epochs, train.global_batch_size, train.compile) == (1e-5, 3, 32, True)
     assert (first.config.method, first.config.seed, first.config.data.max_length) == ("sft", 1, 128)
+
+
+def test_the_teacher_of_a_task(tmp_path) -> None:
+    for name in ("run/SST-2/best", "bert-sst2", "bert-RTE"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    for path, task, tasks, found in (
+        (tmp_path / "run", "SST-2", ["SST-2", "RTE"], tmp_path / "run/SST-2/best"),
+        (tmp_path / "bert-{task}", "SST-2", ["SST-2", "RTE"], tmp_path / "bert-sst2"),
+        (tmp_path / "bert-{task}", "RTE", ["SST-2", "RTE"], tmp_path / "bert-RTE"),
+        ("somebody/bert-{task}", "SST-2", ["SST-2"], "somebody/bert-sst2"),
+        (tmp_path / "bert-RTE", "RTE", ["RTE"], tmp_path / "bert-RTE"),
+    ):
+        assert teacher_of(str(path), task, tasks, key="--teacher") == str(found)

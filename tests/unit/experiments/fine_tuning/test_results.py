@@ -9,31 +9,24 @@ from llmdistill.tasks.classification import CONVENTIONS
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
 
 
-def task(name: str, score: float, *, teacher: float | None = None, seeds: int = 2) -> dict[str, Any]:
+def task(name: str, score: float, *, teacher: float | None = None) -> dict[str, Any]:
     """Each metric is `score` plus its place in the task's list, each column after the first one 1 more."""
     named = GLUE_TASKS[name]
     columns = [f"{name}-m", f"{name}-mm"] if named.has_mismatched else [name]
 
-    def dev(base: float) -> dict[str, dict[str, float]]:
+    def dev(base: float) -> dict[str, dict[str, Any]]:
         return {
             column: {metric: base + place + more for place, metric in enumerate(named.metrics)}
             for more, column in enumerate(columns)
         }
 
-    return {
-        "metric": named.metrics[0],
-        "shown": list(named.metrics[:1]),
-        "main_column": columns[0],
-        "seeds": list(range(seeds)),
-        "dev": {
-            column: {
-                metric: {"mean": value, "std": 0.5 if seeds > 1 else None, "seeds": [value] * seeds}
-                for metric, value in metrics.items()
-            }
-            for column, metrics in dev(score).items()
-        },
-        "teacher": None if teacher is None else {"path": "t", "dev": dev(teacher), "score": teacher, "chance": 1.0},
-    }
+    scores = dev(score)
+    for metrics in scores.values():
+        for metric, value in metrics.items():
+            metrics[metric] = {"mean": value, "std": 0.5, "seeds": [value] * 2}
+    about = {"metric": named.metrics[0], "shown": list(named.metrics[:1]), "main_column": columns[0], "seeds": [0, 1]}
+    taught = None if teacher is None else {"path": "t", "dev": dev(teacher), "score": teacher, "chance": 1.0}
+    return {**about, "dev": scores, "teacher": taught}
 
 
 SIZES = {"total": 22_713_216, "embedding": 11_720_448, "transformer": 10_646_784, "other": 345_984}

@@ -111,12 +111,10 @@ def test_a_dry_run_says_what_will_follow(arguments, capsys, tmp_path) -> None:
     assert said["rows"]["no_kd"]["teacher"] is None
     assert said["copy_classifier"] is True
     assert dry_run(capsys, arguments("names: []")) is None
-    assert list(dry_run(capsys, arguments("names: [rte], rows: [no_kd]"))["rows"]) == ["no_kd"], (
-        "labels need no teacher"
-    )
-    said = dry_run(
-        capsys, arguments("names: [rte], method: kd, also: [minilmv2], settings: {minilmv2: {relation_heads: 4}}")
-    )
+    alone = dry_run(capsys, arguments("names: [rte], rows: [no_kd]"))
+    assert list(alone["rows"]) == ["no_kd"], "labels need no teacher"
+    tasks = "names: [rte], method: kd, also: [minilmv2], settings: {minilmv2: {relation_heads: 4}}"
+    said = dry_run(capsys, arguments(tasks))
     relations = {"relation_qq", "relation_kk", "relation_vv"}
     assert set(said["rows"]["two_stages"]["terms"]) == {"sequence_forward_kl", "sequence_label", *relations}
     assert said["copy_classifier"] is False
@@ -202,11 +200,7 @@ def test_teachers_that_are_given_are_not_fine_tuned(arguments, done, copied, eng
         ("names: [mnli], teacher: {encoder}", [], "tells 2 classes apart, but MNLI has 3"),
         ("names: [rte], teacher: {other}", [], "its tokenizer is not that of"),
         ("names: [rte], settings: {kd: {ratio: 1.0}}", [], "tasks.settings.kd: that is no method of the second stage"),
-        (
-            "names: [rte], settings: {kroneckerbert: {lable: 1.0}}",
-            [],
-            "did you mean tasks.settings.kroneckerbert.label?",
-        ),
+        ("names: [rte], settings: {kroneckerbert: {lable: 1.0}}", [], "mean tasks.settings.kroneckerbert.label?"),
         ("names: [rte]", ["--method", "none"], "method none trains no student"),
         ("names: [rte]", ["--method", "sft"], "tasks.method: the run's method sft has no teacher"),
     ],
@@ -215,9 +209,8 @@ def test_mistakes_are_found_before_the_first_stage(
     capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch, tasks, more, said
 ):
     (tmp_path / "text.txt").write_text("w1 w2 w3\n")
-    monkeypatch.setattr(
-        "llmdistill.runtime.distributed.init_distributed", lambda *_: pytest.fail("the first stage has begun")
-    )
+    begin = "llmdistill.runtime.distributed.init_distributed"
+    monkeypatch.setattr(begin, lambda *_: pytest.fail("the first stage has begun"))
     other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"]) if "other" in tasks else ""
     tasks = tasks.replace("{encoder}", str(encoder)).replace("{other}", str(other))
     assert main([*arguments(tasks), *more]) == 2

@@ -76,9 +76,7 @@ def test_the_metrics_of_a_task_are_those_of_its_answers(results, learned) -> Non
         for number, run in enumerate(runs_of(learned / task)):
             found, targets = answers(run / f"predictions/student/{split}.tsv")
             assert len(found) == (20 if split == "dev_mismatched" else 30)
-            (value,) = (
-                tasks[task]["dev"][column].values() if task != "STS-B" else [tasks[task]["dev"][column]["pearson"]]
-            )
+            value = next(iter(tasks[task]["dev"][column].values()))  # of STS-B Pearson's
             assert value["seeds"][number] == pytest.approx(100 * metric(targets, found))
     assert tasks["STS-B"]["chance"] == 0
     assert json.loads((learned / "STS-B/best/config.json").read_text())["problem_type"] == "regression"
@@ -163,9 +161,8 @@ def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(
         return learn(config, world)
 
     monkeypatch.setattr(glue, "run_config", run)
-    results, said = evaluate(
-        "--tasks", "rte", "--learning_rates", "2e-2,1e-2", "--epochs", "1", "--keep_models", "true"
-    )
+    quick = ("--epochs", "1", "--keep_models", "true")
+    results, said = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", *quick)
     task = results["tasks"]["RTE"]
     assert task["learning_rate"] == 1e-2
     assert [entry["learning_rate"] for entry in task["grid"]] == [1e-2]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import silhouette_score
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from tiny import tiny_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from llmdistill.experiments.fine_tuning import tsne
 from llmdistill.experiments.fine_tuning.protocols import short_names
@@ -17,60 +18,55 @@ from llmdistill.tasks.glue_files import read_split
 FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
 
 
-def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
-    """One example after the other, by transformers' own hidden states."""
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(path).eval(),
-        AutoTokenizer.from_pretrained(path),
-    )
-    return np.stack([states[layer][0, token].numpy() for states in naive_of(model, tokenizer, data)])
-
-
-def naive_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
-    """The hidden states of each example."""
+def states_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
+    """The hidden states of each example, one after the other, by transformers."""
     states = []
     for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]:
         inputs = tokenizer(*line.split("\t")[1:3], return_tensors="pt")
         if not hasattr(model.config, "type_vocab_size"):
             inputs.pop("token_type_ids")  # GPT-2 would add the embeddings of the words 0 and 1
         with torch.no_grad():
-            states.append(model(**inputs, output_hidden_states=True).hidden_states)
+            states.append(model.eval()(**inputs, output_hidden_states=True).hidden_states)
     return states
 
 
-def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder, data, tmp_path) -> None:
-    AutoModelForSequenceClassification.from_pretrained(encoder).save_pretrained(tmp_path)
-    for file in encoder.glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
-    examples = read_split("RTE", "dev", data)
-    for layer in (1, 2):
-        found = tsne.layer_features(str(tmp_path), examples, layer=layer, **FP32)
-        np.testing.assert_allclose(found, naive(tmp_path, data, layer, 0), atol=1e-5)
-    assert tsne.middle_layer(str(tmp_path)) == 1
+def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return np.stack([states[layer][0, token].numpy() for states in states_of(model, tokenizer, data)])
 
 
-def test_features_before_the_residual(encoder, data, tmp_path) -> None:
+@pytest.fixture
+def saved(encoder, tmp_path):
+    """Save a model with the encoder's tokenizer."""
+
+    def save(model) -> Path:
+        model.save_pretrained(tmp_path)
+        for file in encoder.glob("tokenizer*"):
+            shutil.copy(file, tmp_path)
+        return tmp_path
+
+    return save
+
+
+def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder, data, saved) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(encoder)
-    model.save_pretrained(tmp_path)
-    for file in encoder.glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
-    seen = []
-    model.eval().bert.encoder.layer[0].output.dense.register_forward_hook(lambda _m, _i, output: seen.append(output))
-    naive_of(model, AutoTokenizer.from_pretrained(encoder), data)
-    settings = {**FP32, "aspect": "ffn_down"}
-    found = tsne.layer_features(str(tmp_path), read_split("RTE", "dev", data), layer=1, **settings)
-    np.testing.assert_allclose(found, np.stack([output[0, 0].detach().numpy() for output in seen]), atol=1e-5)
+    path, examples, seen = saved(model), read_split("RTE", "dev", data), []
+    for layer in (1, 2):
+        found = tsne.layer_features(str(path), examples, layer=layer, **FP32)
+        np.testing.assert_allclose(found, naive(path, data, layer, 0), atol=1e-5)
+    assert tsne.middle_layer(str(path)) == 1
+    # And before the residual.
+    model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda _m, _i, output: seen.append(output))
+    states_of(model, AutoTokenizer.from_pretrained(encoder), data)
+    found = tsne.layer_features(str(path), examples, layer=1, **{**FP32, "aspect": "ffn_down"})
+    np.testing.assert_allclose(found, np.stack([output[0, 0].numpy() for output in seen]), atol=1e-5)
 
 
-def test_a_decoder_s_are_those_at_its_last_token(encoder, data, tmp_path) -> None:
+def test_a_decoder_s_are_those_at_its_last_token(data, saved) -> None:
     """Of three layers, as the last one's hidden states have the final norm in transformers' list."""
-    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=3, n_head=2, n_positions=32, num_labels=2, pad_token_id=0)
-    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
-    for file in encoder.glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
-    examples = read_split("RTE", "dev", data)
-    found = tsne.layer_features(str(tmp_path), examples, layer=2, **FP32)
-    np.testing.assert_allclose(found, naive(tmp_path, data, 2, -1), atol=1e-5)
+    path = saved(tiny_model("gpt2", head="sequence", n_layer=3, num_labels=2, pad_token_id=0))
+    found = tsne.layer_features(str(path), read_split("RTE", "dev", data), layer=2, **FP32)
+    np.testing.assert_allclose(found, naive(path, data, 2, -1), atol=1e-5)
 
 
 def test_earlier_runs_stand_beside_this_one(evaluate, engine, data, tmp_path, monkeypatch) -> None:
