@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pages import ROOT
-from tiny import save_decoder
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from tiny import save_decoder, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +58,11 @@ def test_compress_my_llama(capsys):
 
 
 def test_small_encoder_for_retrieval(capsys, monkeypatch):
-    torch.manual_seed(0)
     tokenizer, teacher = AutoTokenizer.from_pretrained(locate("embedded:teacher")), "encoder"
-    BertModel(BertConfig(vocab_size=len(tokenizer), initializer_range=0.5, **SIZES)).save_pretrained(teacher)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "max_position_embeddings": 512}
+    tiny_model("bert", scale=20.0, **sizes).base_model.save_pretrained(teacher)
     tokenizer.save_pretrained(teacher)
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    modules = [{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")]
     Path(teacher, "modules.json").write_text(json.dumps(modules))
     Path("mine.txt").write_text("".join(f"The town {i} lies by lake {i * i}.\n" for i in range(60)))
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)

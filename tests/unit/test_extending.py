@@ -8,6 +8,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,26 @@ def blocks(section: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def run_block(section: str) -> dict[str, Any]:
+    """Run the block under a heading that is no file, and return its names."""
+    names: dict[str, Any] = {}
+    exec(compile(blocks(section, "python")[1], "extending.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Run the command of a section with more arguments; it ends with this exit code."""
+
+    def run(section: str, *more: str, code: int = 0, alone: bool = False) -> None:
+        _, name, *arguments = shlex.split(blocks(section, "console")[0])
+        monkeypatch.setattr(sys, "argv", [name, *([] if alone else arguments), *more])
+        with pytest.raises(SystemExit, match=str(code)):
+            runpy.run_path(name, run_name="__main__")
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
@@ -44,34 +65,23 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_method_of_ones_own_on_the_command_line(monkeypatch, capsys):
-    (command,) = blocks("A method", "console")
-    _, script, *arguments = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", [script, *arguments, "--json"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(script, run_name="__main__")
+def test_a_method_of_ones_own_on_the_command_line(script, capsys):
+    script("A method", "--json")
     plan = json.loads(capsys.readouterr().out)
     assert plan["terms"] == {"last": 2.0, "label": 1.0}
     assert plan["config"]["last"] == {"hidden": 2.0}
 
-    monkeypatch.setattr(sys, "argv", [script, "--help", "all"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(script, run_name="__main__")
+    script("A method", "--help", "all", alone=True)
     text = " ".join(capsys.readouterr().out.split())
     assert "last: the last layers' outputs, and the labels" in text
     assert "Weight of the MSE between the last layers' outputs" in text
 
-    monkeypatch.setattr(sys, "argv", [script, *arguments, "--last.hiden", "2.0"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(script, run_name="__main__")
+    script("A method", "--last.hiden", "2.0", code=2)
     assert "did you mean --last.hidden?" in capsys.readouterr().err
 
 
 def test_a_method_of_ones_own_in_a_run():
-    _, use = blocks("A method", "python")
-    names: dict[str, object] = {}
-    exec(compile(use, "extending.md", "exec"), names)
-    history = names["result"].history  # type: ignore[attr-defined]
+    history = run_block("A method")["result"].history
     assert len(history) == 10
     for row in history:
         assert row["loss"] == pytest.approx(2 * row["last"] + row["label"], rel=1e-4)
@@ -79,10 +89,8 @@ def test_a_method_of_ones_own_in_a_run():
 
 
 def test_an_architecture_of_ones_own_is_tapped_right():
-    _, use = blocks("An architecture", "python")
-    names: dict[str, object] = {}
-    exec(compile(use, "extending.md", "exec"), names)
-    model, student = (names[name].eval() for name in ("teacher", "student"))  # type: ignore[attr-defined]
+    names = run_block("An architecture")
+    model, student = (names[name].eval() for name in ("teacher", "student"))
     ids = torch.arange(2, 26).view(2, 12)
     stock = model(ids, output_hidden_states=True)
     every = frozenset({0, 1})
@@ -113,27 +121,20 @@ def test_an_architecture_of_ones_own_is_tapped_right():
 
 
 def test_an_architecture_of_ones_own_is_cut_to_another_shape():
-    _, use = blocks("An architecture", "python")
-    names: dict[str, object] = {}
-    exec(compile(use, "extending.md", "exec"), names)
-    teacher = names["teacher"]
-    config = shaped_config(teacher.config, parse_shape("1x16x2"))  # type: ignore[attr-defined]
+    teacher = run_block("An architecture")["teacher"]
+    config = shaped_config(teacher.config, parse_shape("1x16x2"))
     student = type(teacher)(config)
-    norm = teacher.model.layers[1].self_attn.q_norm  # type: ignore[attr-defined]
+    norm = teacher.model.layers[1].self_attn.q_norm
     torch.nn.init.normal_(norm.weight)
-    initialize(student, teacher, first_parts(config, teacher.config, [1]))  # type: ignore[arg-type,attr-defined]
-    own, theirs = student.model.layers[0], teacher.model.layers[1]  # type: ignore[attr-defined]
+    initialize(student, teacher, first_parts(config, teacher.config, [1]))
+    own, theirs = student.model.layers[0], teacher.model.layers[1]
     assert torch.equal(own.self_attn.q_norm.weight, norm.weight[:16])
     assert torch.equal(own.self_attn.v_proj.weight, theirs.self_attn.v_proj.weight[:16, :16])
     assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight[:16, :24])
 
 
-def test_a_task_of_ones_own_is_an_ordinary_run(monkeypatch, folder):
-    (command,) = blocks("A task", "console")
-    _, script, *arguments = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(script, run_name="__main__")
+def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
+    script("A task")
     metrics = json.loads((folder / "runs/parity/metrics.json").read_text(encoding="utf-8"))
     lines = (folder / "runs/parity/predictions/student/dev.tsv").read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines[1:]]

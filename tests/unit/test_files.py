@@ -15,17 +15,6 @@ from llmdistill.errors import UserError
 from llmdistill.files import byte_size, new_folder, remove_abandoned, temporary_folder, write_json
 
 
-def test_json_is_written_whole(tmp_path):
-    write_json(tmp_path / "new" / "a.json", {"x": "é"})
-    assert json.loads((tmp_path / "new" / "a.json").read_text(encoding="utf-8")) == {"x": "é"}
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
-
-
-def test_sizes_have_the_unit_that_fits():
-    sizes = (None, 1_550, 999_999, 1_000_000, 1_234_560_000_000)
-    assert [byte_size(size) for size in sizes] == ["–", "1.6 kB", "1000.0 kB", "1.0 MB", "1,234.6 GB"]
-
-
 def test_folder_gets_its_name_only_at_the_end(tmp_path):
     with new_folder(tmp_path / "out") as partial:
         (partial / "a").write_text("1")
@@ -85,13 +74,18 @@ def test_what_kills_have_left_of_any_name_is_removed_at_once(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {*mine, living.name}
 
 
-def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
+def test_json_is_written_whole_and_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
+    write_json(tmp_path / "new" / "a.json", {"x": "é"})
+    assert json.loads((tmp_path / "new" / "a.json").read_text(encoding="utf-8")) == {"x": "é"}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
     (tmp_path / "file").write_text("")
-    for write in (
-        lambda: write_json(tmp_path / "file" / "a.json", {}),
-        new_folder(tmp_path / "file" / "out").__enter__,
-    ):
-        with pytest.raises(
-            UserError, match=r"the system refuses it \((not a directory|file exists)\): choose another path"
-        ):
-            write()
+    said = r"the system refuses it \((not a directory|file exists)\): choose another path"
+    with pytest.raises(UserError, match=said):
+        write_json(tmp_path / "file" / "a.json", {})
+    with pytest.raises(UserError, match=said):
+        new_folder(tmp_path / "file" / "out").__enter__()
+
+
+def test_sizes_have_the_unit_that_fits():
+    sizes = (None, 1_550, 999_999, 1_000_000, 1_234_560_000_000)
+    assert [byte_size(size) for size in sizes] == ["–", "1.6 kB", "1000.0 kB", "1.0 MB", "1,234.6 GB"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_check
@@ -19,9 +20,6 @@ CPU = torch.device("cpu")
 
 def test_all_parts_together_take_less_than_15_minutes():
     assert sum(part.seconds + gpu_check.GRACE for part in gpu_check.PARTS.values()) < 15 * 60
-
-
-# What the parts compare
 
 
 def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
@@ -50,32 +48,25 @@ def test_a_wait_belongs_to_the_innermost_library():
     assert gpu_check_waits.shown(loss) == "llmdistill/losses/matrix.py:mse"
 
 
-# Processes and results
-
-
 def tells(value: float | None) -> str:
     return f"print({said({'measure': 'm', 'value': value, 'target': 1.0, 'detail': 'd'})!r}, flush=True)\n"
 
 
-def leaves_out(text: str) -> str:
-    return f"print({said({'left_out': text})!r})\n"
-
-
 PROGRAMS = {
-    "good": tells(0.5) + leaves_out("the other half"),
+    "good": tells(0.5) + f"print({said({'left_out': 'the other half'})!r})",
     "over": tells(1.5),
     "spoiled": tells(None),
     "broken": tells(0.5) + "raise ValueError('out of luck')",
     "slow": tells(0.5) + "import subprocess; subprocess.run(['sleep', '60'])",
-    "idle": leaves_out("all of it"),
+    "idle": f"print({said({'left_out': 'all of it'})!r})",
 }
 
 
 def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatch):
-    parts = {name: Part(about="about", look=lambda _: iter(()), seconds=60) for name in PROGRAMS}
-    parts["slow"] = Part(about="about", look=lambda _: iter(()), seconds=1)
-    parts["absent"] = Part(about="about", look=lambda _: iter(()), seconds=60, needs=("torch", "no_such_module"))
-    parts["on a GPU"] = Part(about="about", look=lambda _: iter(()), seconds=60, gpu_only=True)
+    part = Part(about="about", look=lambda _: iter(()), seconds=60)
+    parts = {**dict.fromkeys(PROGRAMS, part), "slow": replace(part, seconds=1)}
+    parts["absent"] = replace(part, needs=("torch", "no_such_module"))
+    parts["on a GPU"] = replace(part, gpu_only=True)
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     monkeypatch.setattr(gpu_check, "part_command", lambda name, *_: [sys.executable, "-c", PROGRAMS[name]])
     monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)

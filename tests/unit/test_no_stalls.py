@@ -15,19 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from plain_engine import PlainEngine
+from tiny import tiny_config
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, BertForPreTraining, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import TrainConfig
@@ -47,16 +38,7 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("meta"))
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-MODELS: dict[str, Any] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(num_key_value_heads=2, **SIZES)),
-    "mistral": (MistralForCausalLM, MistralConfig(num_key_value_heads=2, sliding_window=4, **SIZES)),
-    "gpt2": (
-        GPT2LMHeadModel,
-        GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0),
-    ),
-    "bert": (BertForPreTraining, BertConfig(max_position_embeddings=32, **SIZES)),
-}
+FAMILIES = ("llama", "mistral", "gpt2", "bert")
 SETTINGS: dict[str, Any] = {
     "sft": None,
     "kd": KdConfig(ratio=0.7, temperature=2.0, divergence="skew_reverse_kl"),
@@ -82,9 +64,10 @@ class SlowCopies(TorchFunctionMode):
 
 
 def make_model(family: str) -> PreTrainedModel:
-    kind, config = MODELS[family]
+    config = tiny_config(family, **({"attn_pdrop": 0.0} if family == "gpt2" else {}))
+    make = BertForPreTraining._from_config if family == "bert" else AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        return kind._from_config(config, attn_implementation="sdpa").train()
+        return make(config, attn_implementation="sdpa").train()
 
 
 def make_batch(family: str) -> Batch:
@@ -119,7 +102,7 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     )
 
 
-@pytest.mark.parametrize(("method", "family"), [("sft", "llama"), *(("all", family) for family in MODELS)])
+@pytest.mark.parametrize(("method", "family"), [("sft", "llama"), *(("all", family) for family in FAMILIES)])
 def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
     trainer, batch = make_trainer(method, family), make_batch(family)
     with SlowCopies():

@@ -77,29 +77,32 @@ def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, mo
     for part in ("Teacher ", "Student ", "Machine ", "replicated", "activations", "total", "Proposal ", "Reason "):
         assert part in said
     lines = said.split("\nProposal")[0].splitlines()
-    # Folders of tests may be long.
-    assert max(len(line) for line in lines if str(tmp_path.parents[1]) not in line) <= 80
+    assert max(len(line) for line in lines if str(tmp_path.parents[1]) not in line) <= 80  # of other folders
     # The training takes what was written as it is, and the proposal overrides what was typed.
     command = shlex.split((folder / "launch.sh").read_text().splitlines()[1])
     assert command[:5] == ["exec", "llmdistill", "train", "--num_gpus", "2"]
     config, _ = parse_run(split_launcher_flags(command[3:])[1], METHODS)
     assert Path(config.ds_config) == folder / "ds_config.json"
     assert json.loads(Path(config.ds_config).read_text())["zero_optimization"]["stage"] == 2
-    assert config.train.micro_batch_size == 8
-    assert config.train.global_batch_size == 16
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (8, 16)
 
 
 def by_teacher(choices: list[dict], name: str) -> dict:
-    """The first choice with this teacher; the others come in the same order."""
     return next(each for each in choices if each["teacher"] == name)
+
+
+@pytest.fixture
+def wide(run, folders) -> tuple[str, ...]:
+    """A narrow student of a wide teacher."""
+    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
+    return (*run[:2], *run[6:], *models, *KD)
 
 
 KD = ("--method", "kd", "--ds_config", "zero1")
 
 
-def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
-    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
-    found = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--train.micro_batch_size", "8")
+def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, wide):
+    found = planned(capsys, *wide, *MACHINE, "--train.micro_batch_size", "8")
     batch = {"train.micro_batch_size": 8, "train.activation_checkpointing": False}
     alike = [each for each in found["choices"] if each["overrides"].items() >= batch.items()]
     whole, cached = (by_teacher(alike, teacher) for teacher in ("replicated", "cached"))
@@ -120,18 +123,16 @@ def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
     assert found["cache"]["seconds"] == pytest.approx(steps * found["cache"]["seconds_per_step"])
     assert found["cache"]["seconds_per_step"] > 2 * tokens * body / 187.2e12 + reading
 
-    top = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
+    top = planned(capsys, *wide, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
     assert by_teacher(top["choices"], "cached")["memory_bytes"]["teacher"] == 0
     assert top["cache"]["bytes_per_token"] == pytest.approx((111 * (8 * 8 + 4) + 32) / 112)
 
 
-def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, folders, run, tmp_path):
+def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, wide, tmp_path):
     # The wide teacher fits only without the student and its buckets, so it must leave the GPUs of the training.
-    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
-    words = (*run[:2], *run[6:], *models, *KD, "--gpus", "2", "--gpu_memory", "6.8GB")
     folder = tmp_path / "proposal"
-    settings = ("--cache.content", "top_k", "--write", str(folder))
-    assert cli.main(["plan", *words, *settings]) == 0
+    settings = ("--gpus", "2", "--gpu_memory", "6.8GB", "--cache.content", "top_k", "--write", str(folder))
+    assert cli.main(["plan", *wide, *settings]) == 0
     said = capsys.readouterr().out
     assert "teacher cached\n" in said
     _, first, launch = (folder / "launch.sh").read_text().splitlines()

@@ -40,11 +40,8 @@ def after(stream, text):
 
 def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkeypatch):
     monkeypatch.setattr(shown, "_FIRST_SECONDS", 1e9)
-    with (
-        redirect_stderr(io.StringIO()) as stderr,
-        Activity("Working"),
-        Activity("Comparing", 7, "runs", done=2) as runs,
-    ):
+    runs = Activity("Comparing", 7, "runs", done=2)
+    with redirect_stderr(io.StringIO()) as stderr, Activity("Working"), runs:
         runs.advance(earlier=True)
         runs._began -= 90
         runs.advance()  # one run in 90 seconds, so the other three of seven take four and a half minutes

@@ -1,28 +1,79 @@
-"""What the ecosystem expects at the root says the same as the code and CI."""
+"""The files of the project: what CI installs is pinned by version and hash, and what the ecosystem expects is true."""
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import metadata
+
 import yaml
-from pages import ROOT
+from mutations import BREAKS
+from packaging.specifiers import SpecifierSet
 
 import llmdistill
+
+from support import ROOT
+
+ELSEWHERE = {"tzdata"}
+"""Libraries that only an installation on Windows needs."""
+CONSTRAINT = re.compile(r"([\w.-]+)==([\w.+!-]+)")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    found = [CONSTRAINT.match(line) for line in lines if line and not line.startswith("#")]
+    assert all(found)
+    return {normal(each[1]): each[2] for each in found if each is not None}
+
+
+def test_every_constraint_has_its_hash_and_nothing_else_is_installed() -> None:
+    lines = (ROOT / "scripts/hashes.txt").read_text().splitlines()
+    pinned = {}
+    for line in (each for each in lines if not each.startswith("#")):
+        requirement, hashed = line.split(" --hash=")
+        assert re.fullmatch(r"sha256:[0-9a-f]{64}", hashed), line
+        name, version = requirement.split("==")
+        pinned[normal(name)] = version
+    expected = {name: version for name, version in constraints().items() if name not in {"torch", *ELSEWHERE}}
+    assert pinned == expected
+
+
+def test_every_library_has_its_license_in_the_docs() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs/licenses.md").read_text().splitlines() if " | " in line]
+    listed = {normal(row[0].removeprefix("| ")): row[1] for row in rows[1:]}
+    assert listed == {name: version for name, version in constraints().items() if name not in ELSEWHERE}
+
+
+def test_every_pinned_version_takes_the_first_python_that_it_is_pinned_for() -> None:
+    """Debian 12 has Python 3.11.2, and the pins hold from 3.11 on."""
+    wanted = {name: metadata(name)["Requires-Python"] for name in constraints() if name not in ELSEWHERE}
+    assert [name for name, range_ in wanted.items() if not SpecifierSet(range_ or "").contains("3.11.0")] == []
 
 
 def read(name: str) -> dict:
     return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_files_at_the_root_say_the_same_as_the_code_and_ci() -> None:
     assert read("CITATION.cff")["version"] == llmdistill.__version__
-
-
-def test_github_runs_what_ci_runs() -> None:
     (job,) = read(".github/workflows/ci.yml")["jobs"].values()
     assert job["steps"][-1]["run"] == "bash .ci/run"
-
-
-def test_pre_commit_has_the_linters_of_ci() -> None:
     (repository,) = read(".pre-commit-config.yaml")["repos"]
     checks = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
     linters = [line.split() for line in checks if line.split()[:1] in (["ruff"], ["mypy"])]
     assert [hook["entry"].split()[:2] for hook in repository["hooks"]] == [words[:2] for words in linters]
+
+
+def test_every_break_fits_the_tree() -> None:
+    """tests/mutations.py tries the deliberate breaks."""
+    assert len({each.name for each in BREAKS}) == len(BREAKS) >= 60
+    for each in BREAKS:
+        assert (ROOT / each.file).read_text(encoding="utf-8").count(each.old) == 1, each.name
+        assert each.old != each.new, each.name
+        for node in each.tests:
+            file, *_, name = node.split("::") if "::" in node else (node, "")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), f"{each.name}: {node}"

@@ -68,25 +68,28 @@ def test_a_runs_student_is_pushed_and_nothing_else(run, hub, capsys):
     assert b'load("us/small")' in hub.files["README.md"]
     assert 'load("USER/NAME")' in (run / "student" / "README.md").read_text(), "the card here stays as it is"
     assert "https://hub/us/small/commit/1" in capsys.readouterr().out
-
-
-def test_a_name_without_owner_is_the_users_own(run, hub):
+    # A name without owner is the user's own.
     assert main(["push", str(run / "student"), "small"]) == 0
-    assert hub.repositories == [("small", None, True)]
+    assert hub.repositories[1:] == [("small", None, True)]
     assert b'load("me/small")' in hub.files["README.md"]
-
-
-@pytest.mark.parametrize("name", ["a/b/c", "a b", "us/..small", "x" * 200])
-def test_a_bad_name_is_said_before_anything_is_asked(run, hub, capsys, name):
-    assert main(["push", str(run), name]) == 2
-    assert "no repository's name" in capsys.readouterr().err
-    assert hub.repositories == []
-
-
-def test_without_a_token_nothing_is_asked(run, hub, capsys, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    hub.error = OSError("403 Forbidden:\n you may not create us/small")
     assert main(["push", str(run), "us/small"]) == 2
-    assert "hf auth login" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "403 Forbidden: you may not create us/small" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "said"),
+    [
+        *((name, "hf_x", "no repository's name") for name in ("a/b/c", "a b", "us/..small", "x" * 200)),
+        ("us/small", None, "hf auth login"),
+    ],
+)
+def test_with_a_bad_name_or_no_token_nothing_is_asked(run, hub, capsys, monkeypatch, name, token, said):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    assert main(["push", str(run), name]) == 2
+    assert said in capsys.readouterr().err
     assert hub.repositories == []
 
 
@@ -102,11 +105,3 @@ def test_a_folder_without_a_whole_model_stays_here(run, hub, capsys):
         assert said in capsys.readouterr().err
         change()
     assert hub.repositories == []
-
-
-def test_what_the_hub_says_is_one_sentence(run, hub, capsys):
-    hub.error = OSError("403 Forbidden:\n you may not create us/small")
-    assert main(["push", str(run), "us/small"]) == 2
-    error = capsys.readouterr().err
-    assert "403 Forbidden: you may not create us/small" in error
-    assert error.count("\n") == 1

@@ -10,27 +10,18 @@ from transformers import BertConfig, GPT2Config, LlamaConfig
 from llmdistill.config.command_line import recipe_names, recipe_path
 from llmdistill.train import main
 
+
+def llama(words: int, width: int, ffn: int, *, layers: int, heads: int, key_value_heads: int) -> LlamaConfig:
+    sizes = {"vocab_size": words, "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    return LlamaConfig(**sizes, **heads_of, tie_word_embeddings=True)
+
+
 TEACHERS = {
     "gpt2": GPT2Config(),
     "sentences": BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
-    "smollm2": LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-    "llama3": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
+    "smollm2": llama(49_152, 576, 1536, layers=30, heads=9, key_value_heads=3),
+    "llama3": llama(128_256, 2048, 8192, layers=16, heads=32, key_value_heads=8),
 }
 
 
