@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pages import ROOT
-from tiny import save_decoder, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import save_decoder, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
@@ -60,7 +60,8 @@ def test_compress_my_llama(capsys):
 def test_small_encoder_for_retrieval(capsys, monkeypatch):
     tokenizer, teacher = AutoTokenizer.from_pretrained(locate("embedded:teacher")), "encoder"
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "max_position_embeddings": 512}
-    tiny_model("bert", scale=20.0, **sizes).base_model.save_pretrained(teacher)
+    torch.manual_seed(0)
+    BertModel(tiny_config("bert", initializer_range=0.5, **sizes)).save_pretrained(teacher)
     tokenizer.save_pretrained(teacher)
     modules = [{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")]
     Path(teacher, "modules.json").write_text(json.dumps(modules))

@@ -64,7 +64,7 @@ class SlowCopies(TorchFunctionMode):
 
 
 def make_model(family: str) -> PreTrainedModel:
-    config = tiny_config(family, **({"attn_pdrop": 0.0} if family == "gpt2" else {}))
+    config = tiny_config(family, hidden_size=32, **({"attn_pdrop": 0.0} if family == "gpt2" else {}))
     make = BertForPreTraining._from_config if family == "bert" else AutoModelForCausalLM.from_config
     with torch.device("meta"):
         return make(config, attn_implementation="sdpa").train()
