@@ -128,7 +128,7 @@ BREAKS = [
         f"{REPORT}/panels.py",
         "return figure, grid[: len(titles)]",
         "return figure, grid",
-        f"{REPORT_TESTS}/test_panels.py",
+        f"{REPORT_TESTS}/test_plots.py",
     ),
     Break(
         "users-card-overwritten",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from breaks import Break
 
 BENCH, GPU, TORTURE = "scripts/bench", "scripts/gpu_check", "scripts/torture"
-BENCHES, STARTS = "tests/unit/test_benches.py", "tests/unit/test_bench_starts.py"
+BENCHES, STARTS = "tests/unit/test_benches.py", "tests/unit/test_benches.py"
 OF_GPU, OF_TORTURE, OF_FUZZ = "tests/unit/test_gpu_check.py", "tests/dist/test_torture.py", "tests/unit/test_fuzz.py"
 
 BREAKS = [

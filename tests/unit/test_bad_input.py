@@ -85,7 +85,6 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
     [
         (("--student.model", "embedded:teacher", *WEIGHTED), "student.model embedded:teacher is not factorized"),
         ((*IMPORTANT, "2x64x4", f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
-        ((*BY_LOSS, "null"), "give target_params and weighting gradients"),
         (
             (*BY_LOSS, "5%"),
             "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146",

@@ -174,19 +174,11 @@ def test_examples_of_the_docstrings_run(documented, folder, tmp_path, monkeypatc
     ids = torch.tensor([tokenizer("Where does it live?").input_ids])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     student = llmdistill.compress(teacher, rank=8)
-    names = {
-        "llmdistill": llmdistill,
-        "torch": torch,
-        "divergence_by_autograd": losses.divergence_by_autograd,
-        "model": teacher,
-        "teacher": teacher,
-        "student": student,
-        "rows": rows if documented is not llmdistill.DistillationTrainer else [batch] * 4,
-        "loader": [batch, batch],
-        "batches": [batch, batch],
-        "collator": lambda rows: rows[0],
-        "args": TrainingArguments("trainer", max_steps=2, report_to=[], use_cpu=True, remove_unused_columns=False),
-    }
+    names = {"llmdistill": llmdistill, "torch": torch, "divergence_by_autograd": losses.divergence_by_autograd}
+    names |= {"model": teacher, "teacher": teacher, "student": student, "collator": lambda rows: rows[0]}
+    names |= {"rows": rows if documented is not llmdistill.DistillationTrainer else [batch] * 4}
+    args = TrainingArguments("trainer", max_steps=2, report_to=[], use_cpu=True, remove_unused_columns=False)
+    names |= {"loader": [batch, batch], "batches": [batch, batch], "args": args}
     if documented is llmdistill.DistillationLoss.counts:
         names["loss"] = llmdistill.DistillationLoss(teacher, student)
     exec(compile(examples_of(documented), f"docstring of {documented.__name__}", "exec"), names)

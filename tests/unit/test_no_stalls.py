@@ -90,16 +90,10 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     projectors = nn.ModuleDict(
         {name: nn.Linear(*widths, bias=False, device="meta") for name, widths in method.projections.items()}
     )
-    return Trainer(
-        engine=PlainEngine(student),
-        student=TappedModel(student, Recorder(student, method.student_taps, projectors)),
-        teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
-        method=method,
-        loader=None,
-        settings=TrainConfig(**settings),
-        seed=0,
-        world=WORLD,
-    )
+    learner = TappedModel(student, Recorder(student, method.student_taps, projectors))
+    taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None
+    given = {"loader": None, "settings": TrainConfig(**settings), "seed": 0, "world": WORLD}
+    return Trainer(engine=PlainEngine(student), student=learner, teacher=taught, method=method, **given)
 
 
 @pytest.mark.parametrize(("method", "family"), [("sft", "llama"), *(("all", family) for family in FAMILIES)])

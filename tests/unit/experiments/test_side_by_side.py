@@ -34,17 +34,10 @@ def test_a_run_is_its_three_models_and_with_a_name_its_student(tmp_path: Path) -
     }
     (one / "untrained").mkdir()
     assert named_models([str(one)])["untrained"] == one / "untrained"
-
-
-def test_mistakes(tmp_path: Path) -> None:
-    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     with pytest.raises(UserError, match="would both be called teacher; write NAME=FOLDER for one of them"):
         named_models([str(one), str(other)])
     with pytest.raises(UserError, match="the run in this folder is not finished"):
         named_models([f"a={make_run(tmp_path / 'begun', finished=False)}"])
-
-
-def test_results_go_into_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    assert default_folder("attention", str(run)) == run / "attention"
+    # Results go into the run.
+    assert default_folder("attention", str(one)) == one / "attention"
     assert default_folder("attention", "a=hub/model") == Path("runs/attention/a-hub-model")

@@ -37,8 +37,7 @@ TABLE = PublishedTable(
     rows=(
         TableRow(name="teacher", label="Teacher", published=(76.8, 87.25, 82.0)),
         TableRow(name="mine", label="Mine <6x768>", published=(76.4, None, None)),
-        TableRow(name="half", label="Half", published=(1.0, 2.0, 1.5)),
-        TableRow(name="broken", label="Broken", published=(1.0, 2.0, 1.5)),
+        *(TableRow(name=name, label=name.title(), published=(1.0, 2.0, 1.5)) for name in ("half", "broken")),
         TableRow(name="theirs", label="Theirs", published=(1.0, 2.0, 1.5), missing="no weights are published"),
     ),
 )

@@ -31,10 +31,8 @@ VOID = {"meta", "br", "link", "img"}
 def make_run(method, seed, scores=None, **more):
     found = None if scores is None else dict(zip(SETS, scores, strict=True))
     history = [{"step": 10 * n, "loss": 2.0 / n, "valid_loss": 3.0 / n, "a": 1.0 / n, "b": 5.0 / n} for n in (1, 2, 3)]
+    about = {"method": method, "seed": seed, "folder": f"cells/{method}-seed{seed}"}
     base = {
-        "method": method,
-        "seed": seed,
-        "folder": f"cells/{method}-seed{seed}",
         "command": f"train {method} --seed {seed}",
         "settings": {"train.learning_rate": 0.003},
         "scores": found,
@@ -44,7 +42,7 @@ def make_run(method, seed, scores=None, **more):
         "costs": {**COSTS, "training_tokens": 1000 * (seed + 1) ** 2},
         "history": history,
     }
-    return Run(**{**base, **more})
+    return Run(**{**about, **base, **more})
 
 
 def make_row(name, label, scores, **more):

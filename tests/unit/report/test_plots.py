@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llmdistill.report import plots
+from llmdistill.report.panels import plot_panels, plot_terms
 from llmdistill.report.score import ROUGE_L
 
 
@@ -61,3 +62,24 @@ def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):
         assert (tmp_path / "one" / f"plot.{kind}").read_bytes() == (tmp_path / "two" / f"plot.{kind}").read_bytes()
     items = [item for item in ElementTree.fromstring(texts[0]).iter() if item.tag.endswith("}text")]
     assert {"$5 <b> $6", "loss & more"} <= {"".join(item.itertext()).strip() for item in items}
+
+
+def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread() -> None:
+    terms = {"wide": curve([10.0, 1.0, 0.01]), "narrow": curve([2.0, 1.5]), "negative": curve([10.0, -1.0])}
+    figure = plot_terms({**terms, "fourth": curve([1.0]), "fifth": curve([1.0])}, styles(2)["m0"])
+    assert [panel.get_title(loc="left") for panel in figure.axes if panel.get_visible()] == [*terms, "fourth", "fifth"]
+    assert [panel.get_yscale() for panel in figure.axes[:3]] == ["log", "linear", "linear"]
+    assert not figure.legends
+
+
+def test_scores_are_never_on_a_logarithm_and_share_a_legend() -> None:
+    lines = {
+        "CoLA": [("A", styles(2)["m0"], curve([1.0, 50.0]))],
+        "RTE": [("A", styles(2)["m0"], curve([60.0])), ("B", styles(2)["m1"]._replace(fill="none"), curve([61.0]))],
+    }
+    figure = plot_panels(lines, "layer", scores=True)
+    assert [panel.get_yscale() for panel in figure.axes] == ["linear", "linear"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["A", "B"]
+    assert [line.get_fillstyle() for line in figure.axes[1].lines] == ["full", "none"]
+    assert figure.get_supxlabel() == "layer"

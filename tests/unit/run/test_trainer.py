@@ -98,20 +98,14 @@ class Table:
         return Losses(loss.sum, {term.name: loss})
 
 
-def make_trainer(micro_batch_size, method=None, steps=4):
+def make_trainer(micro_batch_size, steps=4):
     weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
     loader = train_loader(items, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size)
-    return weight, Trainer(
-        engine=Engine(weight, 8 // micro_batch_size),
-        student=Student(lambda batch: weight * batch.input_ids.double()),
-        teacher=None,
-        method=Squares() if method is None else method,
-        loader=loader,
-        settings=TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1),
-        seed=3,
-        world=WORLD,
-    )
+    engine, student = Engine(weight, 8 // micro_batch_size), Student(lambda batch: weight * batch.input_ids.double())
+    settings = TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1)
+    given = {"teacher": None, "method": Squares(), "loader": loader, "settings": settings, "seed": 3, "world": WORLD}
+    return weight, Trainer(engine=engine, student=student, **given)
 
 
 def train(trainer, folder, *validation):
@@ -120,15 +114,9 @@ def train(trainer, folder, *validation):
     given = {"policy": settings.not_finite, "learning_rate": settings.learning_rate, "origin": trainer.origin}
     finite = FiniteSteps(engine=engine, world=WORLD, terms=list(trainer.method.weights), folder=folder, **given)
     log = RunLog(folder, start=0, steps=settings.steps, world=WORLD)
-    callbacks = [
-        Stopping(WORLD),
-        finite,
-        LossWatch(trainer.method.weights, WORLD),
-        *validation,
-        LogRows(log, engine, trainer.method, trainer.teaching, WORLD.device),
-        Checkpoints(engine, folder, WORLD, {}),
-    ]
-    trainer.run(0, callbacks)
+    watches = [Stopping(WORLD), finite, LossWatch(trainer.method.weights, WORLD), *validation]
+    rows = LogRows(log, engine, trainer.method, trainer.teaching, WORLD.device)
+    trainer.run(0, [*watches, rows, Checkpoints(engine, folder, WORLD, {})])
 
 
 def naive(steps=4):
@@ -181,11 +169,9 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     trainer.student = Table(table)
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     make = partial(collate, pad_token_id=0)
-    shares = [
-        [batch for _, batch in scoring_batches(items, make, batch_size=2, rank=rank, world_size=world)]
-        for world in (1, 3)
-        for rank in range(world)
-    ]
+    of_ranks = ((0, 1), (0, 3), (1, 3), (2, 3))
+    dealt = [scoring_batches(items, make, batch_size=2, rank=rank, world_size=size) for rank, size in of_ranks]
+    shares = [[batch for _, batch in each] for each in dealt]
     assert [len(share) for share in shares] == [2, 1, 1, 1]
     expected = []
     for item in items:
