@@ -136,12 +136,7 @@ CACHE = record(
     files=entries({"shards/00000.safetensors": SHARD}), held={"logits": "top_k"}, data={"train": "x"}, shards=1
 )
 CHECKPOINT = record(
-    format=1,
-    step=3,
-    ranks=1,
-    state={"seed": 1},
-    parameters={"a.weight": 6},
-    kinds=["fp32"],
+    **{"format": 1, "step": 3, "ranks": 1, "state": {"seed": 1}, "parameters": {"a.weight": 6}, "kinds": ["fp32"]},
     files=entries({"rank-0.safetensors": WEIGHTS}),
 )
 
@@ -227,6 +222,13 @@ def read_adapter(path: Path) -> None:
 
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+MULTINLI = table("premise|hypo|label", "a|b|neutral")
+XNLI_FILES = {"xnli.dev.tsv": XNLI, "xnli.test.tsv": XNLI, "multinli.train.en.tsv": MULTINLI}
+MLQA_NAMES = ("train-v1.1.json", "dev-context-en-question-en.json", "test-context-en-question-en.json")
+MLQA_FILES = dict.fromkeys(MLQA_NAMES, questions())
+BEST = record(step=3, metric="loss", value=0.5, student="a")
+LOG = lines({"step": 1, "loss": 0.5}, {"step": 2})
+ANSWERS = record(batch=0, rows={"0": [1, 2], "1": []}) + b"\n"
 GOOD_ADAPTER = json.dumps({"base_model_name_or_path": "base", "peft_type": "LORA", "r": 4}).encode()
 CONFIG = (TEACHER / "config.json").read_bytes()
 
@@ -254,33 +256,13 @@ READERS: dict[str, Reader] = {
     "recipe": one("mine.yaml", RECIPE.encode(), read_recipe),
     "ds_config": one("ds.json", (SHIPPED / "zero2_offload.json").read_bytes(), read_ds),
     "summaries": Reader({"train.jsonl": PAIRS, "dev.jsonl": PAIRS}, several("summarization")),
-    "XNLI": Reader(
-        {
-            "xnli.dev.tsv": XNLI,
-            "xnli.test.tsv": XNLI,
-            "multinli.train.en.tsv": table("premise|hypo|label", "a|b|neutral"),
-        },
-        lambda path: read_xnli(TaskConfig(dir=str(path.parent))),
-    ),
-    "MLQA": Reader(
-        dict.fromkeys(
-            ("train-v1.1.json", "dev-context-en-question-en.json", "test-context-en-question-en.json"), questions()
-        ),
-        lambda path: squad_files.read_files("mlqa", TaskConfig(dir=str(path.parent))),
-    ),
+    "XNLI": Reader(XNLI_FILES, lambda path: read_xnli(TaskConfig(dir=str(path.parent)))),
+    "MLQA": Reader(MLQA_FILES, lambda path: squad_files.read_files("mlqa", TaskConfig(dir=str(path.parent)))),
     # What a run leaves, and a model's folder.
     "run": one("run.json", RUN, lambda path: read_record(path, remedy="choose another folder")),
-    "best": one(
-        "best.json", record(step=3, metric="loss", value=0.5, student="a"), lambda path: read_best(path.parent)
-    ),
-    "log": one(
-        "metrics.jsonl", lines({"step": 1, "loss": 0.5}, {"step": 2}), lambda path: read_metrics_log(path.parent)
-    ),
-    "answers": one(
-        "a.jsonl.parts/rank-0.jsonl",
-        record(batch=0, rows={"0": [1, 2], "1": []}) + b"\n",
-        lambda path: read_batches(path.parents[1] / "a.jsonl"),
-    ),
+    "best": one("best.json", BEST, lambda path: read_best(path.parent)),
+    "log": one("metrics.jsonl", LOG, lambda path: read_metrics_log(path.parent)),
+    "answers": one("a.jsonl.parts/rank-0.jsonl", ANSWERS, lambda path: read_batches(path.parents[1] / "a.jsonl")),
     "manifest": Reader(
         {"manifest.json": record(files=entries({"model.safetensors": WEIGHTS})), "model.safetensors": WEIGHTS},
         forged(read_manifest),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from breaks import Break
 
 BENCH, GPU, TORTURE = "scripts/bench", "scripts/gpu_check", "scripts/torture"
-BENCHES, STARTS = "tests/unit/test_benches.py", "tests/unit/test_benches.py"
+BENCHES = "tests/unit/test_benches.py"
 OF_GPU, OF_TORTURE, OF_FUZZ = "tests/unit/test_gpu_check.py", "tests/dist/test_torture.py", "tests/unit/test_fuzz.py"
 
 BREAKS = [
@@ -93,7 +93,7 @@ BREAKS = [
         f"{BENCH}/bench_starts.py",
         "heaps[running <= 0] or heaps[running > 0]",
         "heaps[running > 0] or heaps[running <= 0]",
-        f"{STARTS}::test_zero_sum_ranks_are_those_of_a_plain_search",
+        f"{BENCHES}::test_zero_sum_ranks_are_those_of_a_plain_search",
     ),
     # gpu_check
     Break(

@@ -117,15 +117,10 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
         patch.syspath_prepend(str((ROOT / script).parent))
         patch.setattr(sys, "argv", [script, *arguments])
         with parsing_only(), pytest.raises(Parsed):
-            run_script(script)
-
-
-def run_script(script: str) -> None:
-    """Run a program of eval/ or an example, or the main function of another program of scripts/."""
-    if script.startswith(("eval/", "scripts/examples/")):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    else:
-        import_module(Path(script).stem).main()
+            if script.startswith(("eval/", "scripts/examples/")):
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            else:
+                import_module(Path(script).stem).main()
 
 
 def check_llmdistill(name: str, arguments: Sequence[str]) -> None:

@@ -17,12 +17,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.families import layers_of
 from llmdistill.run.plan import make_plans
 
-LARGE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
+LARGE: Any = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 BERT: dict[str, Any] = {"architectures": ["BertForMaskedLM"]}
 ROBERTA: dict[str, Any] = {"vocab_size": 50_265, "max_position_embeddings": 514, "type_vocab_size": 1}
 XLMR: dict[str, Any] = {**ROBERTA, "vocab_size": 250_002}

@@ -32,12 +32,7 @@ COLUMNS = ("KD", "generate", "LoRA", "SVD", "MaKD", "relations", "export")
 REASONS = {"1": "do not generate text"}
 """What the sentence of a refusal has, by its number in the table."""
 NO_SCORES = {"attention": 0.0}
-MAKD: dict[str, dict[str, object]] = {
-    "modernbert": {"layer_layers": "4"},
-    "gemma2": NO_SCORES,
-    "mpnet": NO_SCORES,
-    "deberta-v2": NO_SCORES,
-}
+MAKD = {"modernbert": {"layer_layers": "4"}, "gemma2": NO_SCORES, "mpnet": NO_SCORES, "deberta-v2": NO_SCORES}
 """MaKD's settings where its attention term knows some layers only, or none."""
 _IDS = torch.randint(5, WORDS, (3, 8), generator=torch.Generator().manual_seed(0))
 _MASK = torch.ones_like(_IDS)

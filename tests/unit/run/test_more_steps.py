@@ -50,6 +50,12 @@ def test_a_finished_run_goes_on_with_more_steps(finished, train, tmp_path):
     # The same command shows the table; fewer steps are another run.
     assert "going on" not in train(run, "--train.steps", "5")
     assert "train.steps was 5 and is now 4" in train(run, "--train.steps", "4", code=2)
+    # Without checkpoints it does not go on.
+    shutil.rmtree(run / "checkpoints")
+    said = train(run, "--train.steps", "9", code=2)
+    assert "train.steps was 5 and is now 9, but" in said
+    assert "has no checkpoint to go on from" in said
+    assert (run / "student").is_dir()
 
 
 def test_a_stopped_run_without_an_end_of_its_schedule_ends_as_one_run(base, train, tmp_path):
@@ -80,13 +86,3 @@ def test_the_best_student_so_far_stays_one(base, train, tmp_path):
     assert read_best(run)["value"] == -1.0
     again = load_file(run / "student/model.safetensors")
     assert all(torch.equal(kept[name], again[name]) for name in kept)
-
-
-def test_a_run_without_checkpoints_does_not_go_on(finished, train, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    shutil.rmtree(run / "checkpoints")
-    said = train(run, "--train.steps", "9", code=2)
-    assert "train.steps was 3 and is now 9, but" in said
-    assert "has no checkpoint to go on from" in said
-    assert (run / "student").is_dir()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from caches import SMALL, TOP_K, WORLD, batches, cached, checked, model
 from damage import flip
-from transformers import BertConfig
+from tiny import tiny_config
 
 from llmdistill.batch import Batch
 from llmdistill.config.cache import CacheConfig
@@ -82,9 +82,9 @@ def test_a_part_of_the_data_is_enough_and_a_method_without_teacher_does_not_look
 
 
 def test_runs_without_fixed_examples_are_refused_by_the_plan(planned, made, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     tokenizer = load_tokenizer(locate("embedded:teacher"))
-    BertConfig(vocab_size=len(tokenizer), architectures=["BertForMaskedLM"], **sizes).save_pretrained(tmp_path)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "architectures": ["BertForMaskedLM"]}
+    tiny_config("bert", **sizes).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     encoder = ["--teacher.model", str(tmp_path), "--student.model", str(tmp_path)]
     for arguments, sentence in (
