@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -116,11 +116,12 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str((ROOT / script).parent))
         patch.setattr(sys, "argv", [script, *arguments])
+        if script.startswith(("eval/", "scripts/examples/")):
+            run = partial(runpy.run_path, str(ROOT / script), run_name="__main__")
+        else:
+            run = import_module(Path(script).stem).main
         with parsing_only(), pytest.raises(Parsed):
-            if script.startswith(("eval/", "scripts/examples/")):
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-            else:
-                import_module(Path(script).stem).main()
+            run()
 
 
 def check_llmdistill(name: str, arguments: Sequence[str]) -> None:
