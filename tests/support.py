@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -181,11 +182,12 @@ def logged(folder: Path, name: str) -> list[Any]:
     return [row[name] for row in log_rows(folder) if name in row]
 
 
-def largest_difference(one: Path, other: Path) -> float:
-    """Of all weights of two runs' students."""
+def largest_difference(one: Path, other: Path, without: str = "nothing") -> float:
+    """Of all weights of two runs' students, but those whose names match a pattern as a whole."""
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
+    compared = [name for name in first if not re.fullmatch(without, name)]
+    return max(float((first[name] - second[name]).abs().max()) for name in compared)
 
 
 def train_loader(

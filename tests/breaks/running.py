@@ -168,7 +168,7 @@ BREAKS = [
         "llmdistill/runtime/training_state.py",
         "size * dist.get_rank(parameter.ds_process_group)",
         "0",
-        "tests/dist/test_checkpoints.py::test_a_run_goes_on_at_another_layout",
+        "tests/dist/test_main_job.py::test_a_run_goes_on_at_another_layout",
     ),
     Break(
         "every-rank-the-same-jobs",

@@ -64,8 +64,7 @@ def trained(launch, settings, tmp_path_factory):
         key = (*arguments, ranks, ds_config)
         if key not in runs:
             folder = tmp_path_factory.mktemp("run") / "run"
-            ds_path = f"ds_configs/{ds_config}.json"
-            launch(*settings, "--ds_config", ds_path, "--output_dir", str(folder), *arguments, ranks=ranks)
+            launch(*settings, "--ds_config", ds_config, "--output_dir", str(folder), *arguments, ranks=ranks)
             runs[key] = folder
         return runs[key]
 

@@ -16,8 +16,6 @@ from llmdistill.models.tokenizer import load_tokenizer
 
 from support import interrupted_copy, logged, weights
 
-pytestmark = pytest.mark.dist
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:

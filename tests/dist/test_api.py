@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.dist
-
 PROGRAM = """
 import json
 import sys

@@ -14,8 +14,6 @@ from llmdistill.files import write_json
 
 from support import interrupted_copy, largest_difference, logged
 
-pytestmark = pytest.mark.dist
-
 ASKED = ("--method", "kd", "--scoring.models", "[]", "--data.train", "embedded:valid")
 
 
@@ -69,7 +67,7 @@ def test_training_from_it_is_training_from_the_teacher(trained, alone):
 def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, launch, settings, tmp_path):
     whole = trained(*ASKED, "--teacher.cache", str(alone))
     folder = interrupted_copy(whole, tmp_path / "resumed")
-    words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
+    words = (*settings, *ASKED, "--output_dir", str(folder))
     launch(*words, "--teacher.cache", str(alone))
     assert largest_difference(folder, whole) == 0
     record = read_record(folder / "run.json", remedy="")
@@ -83,7 +81,7 @@ def test_damage_ends_both_ranks_with_one_sentence(alone, launch, settings, tmp_p
     shutil.copytree(alone, tmp_path / "damaged")
     file = shards(tmp_path / "damaged")[1]  # rank 1 reads it
     file.write_bytes(file.read_bytes()[:-10])
-    words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path / "run"))
+    words = (*settings, *ASKED, "--output_dir", str(tmp_path / "run"))
     done = launch(*words, "--teacher.cache", str(tmp_path / "damaged"), ranks=2, code=2)
     assert done.stderr.count("error: ") == 1
     assert f"error: {file} has" in done.stderr

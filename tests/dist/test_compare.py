@@ -6,10 +6,6 @@ import json
 import time
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.dist
-
 
 def command(settings: list[str], folder: Path) -> list[str]:
     arguments = ["--methods", "none,seqkd", "--seeds", "1", "--learning_rates", "1e-3"]

@@ -6,30 +6,17 @@ import pytest
 
 from support import FAULTY_RUN, ROOT, largest_difference
 
-pytestmark = pytest.mark.dist
-
 SAID = {
     "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
     "memory": "error: rank {rank} failed: out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate",
     "killed": "the process of rank {rank} of this node has ended",
 }
-CASES = [
-    ("loading", "error", 1),
-    ("making", "memory", 0),
-    ("training", "killed", 0),
-    ("saving", "error", 0),
-]
-
-
-@pytest.fixture(scope="module")
-def arguments(settings):
-    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
-    return (*settings, "--ds_config", "ds_configs/zero2.json", *scored)
+CASES = [("loading", "error", 1), ("making", "memory", 0), ("training", "killed", 0), ("saving", "error", 0)]
 
 
 @pytest.mark.parametrize(("stage", "kind", "rank"), CASES)
-def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path, stage, kind, rank):
-    given = (stage, kind, str(rank), *arguments, "--output_dir", str(tmp_path / "run"))
+def test_a_fault_ends_the_job_soon_and_is_named(rank_server, settings, tmp_path, stage, kind, rank):
+    given = (stage, kind, str(rank), *settings, "--output_dir", str(tmp_path / "run"))
     done = rank_server.run(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
     assert done.returncode != 0
     assert SAID[kind].format(rank=rank) in done.stderr
@@ -38,7 +25,7 @@ def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path
 
 def test_the_next_start_goes_on(rank_server, launch, trained, settings, tmp_path):
     folder = tmp_path / "run"
-    more = (*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
+    more = (*settings, "--output_dir", str(folder))
     rank_server.run(("saving", "killed", "1", *more), ranks=2, program=FAULTY_RUN, folder=ROOT)
     launch(*more, ranks=2)
     assert largest_difference(trained(ranks=2), folder) == 0

@@ -21,7 +21,7 @@ from gpu_check_engine import Setting, forecast, measure  # noqa: E402
 from llmdistill.runtime.distributed import init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SETTINGS = [
     Setting(),

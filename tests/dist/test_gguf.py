@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from llmdistill.embedded import locate
 
 from gguf_model import write_gguf
 from support import largest_difference
 
-pytestmark = pytest.mark.dist
-
 
 def test_a_run_of_two_ranks_is_that_of_the_dequantized_folder(trained, tiny_teacher, launch, settings, tmp_path):
     file = write_gguf(tiny_teacher, tmp_path / "tiny.gguf", "Q8_0")
     run = tmp_path / "run"
-    words = (*settings, "--ds_config", "ds_configs/zero2.json", "--method", "kd", "--scoring.models", "[]")
+    words = (*settings, "--method", "kd", "--scoring.models", "[]")
     done = launch(*words, "--teacher.model", str(file), "--output_dir", str(run), ranks=2)
     assert done.stderr.count("tiny.gguf: dequantizing 8 bits (Q8_0), once; kept in ") == 1
     assert f"{file}, " in done.stdout

@@ -11,8 +11,6 @@ import pytest
 import torch
 from word_models import save_bert, save_tokenizer
 
-pytestmark = pytest.mark.dist
-
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 

@@ -7,7 +7,7 @@ from benching import heard
 from benching_table import Line
 from gpu_check import holds
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

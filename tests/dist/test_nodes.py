@@ -16,7 +16,7 @@ import pytest
 
 from support import MAIN_JOB, PATIENCE, ROOT, environment, free_port, largest_difference, logged
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
 
@@ -94,7 +94,7 @@ def test_two_launchers_of_deepspeed_train_the_student_of_one(nodes, settings, tr
         node = ("--hostfile", str(hosts), "--no_ssh", "--node_rank", str(number))
         return [str(BIN / "deepspeed"), *node, "--master_addr", nodes[0].address, "--master_port", port]
 
-    folder = ("--ds_config", "ds_configs/zero2.json", "--output_dir", str(two))
+    folder = ("--ds_config", "zero2", "--output_dir", str(two))
     first, second = run(nodes, tmp_path, launcher, MAIN_JOB, *settings, *folder)
     assert (first.returncode, second.returncode) == (0, 0), f"{first.stderr}\n{second.stderr}"
     assert largest_difference(one, two) == 0
@@ -111,7 +111,7 @@ def test_two_launchers_of_torchrun_end_with_the_rank_that_fails(nodes, settings,
         return [str(BIN / "torchrun"), *node, "--master_addr", nodes[0].address, "--master_port", port]
 
     fault = (str(Path(__file__).parents[1] / "faulty_run.py"), "training", "error", "1")
-    folder = ("--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path / "run"))
+    folder = ("--ds_config", "zero2", "--output_dir", str(tmp_path / "run"))
     first, second = run(nodes, tmp_path, launcher, *fault, *settings, *folder)
     assert first.returncode != 0
     assert second.returncode != 0

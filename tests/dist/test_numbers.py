@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from support import FAULTY_RUN, ROOT
 
-pytestmark = pytest.mark.dist
-
 
 @pytest.fixture
 def overflowing(tiny_teacher, tmp_path: Path) -> Path:
@@ -34,7 +32,7 @@ def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settin
     run = tmp_path / "run"
     shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "2x32x4")
     student = (*shape, "--teacher.model", str(overflowing))
-    done = launch(*settings, *student, "--ds_config", "zero2", "--output_dir", str(run), ranks=2, code=2)
+    done = launch(*settings, *student, "--output_dir", str(run), ranks=2, code=2)
     said = said_by(done)
     assert "step 3 was skipped, because its gradient is not finite" in said
     assert "on rank 0, 1, in the micro batches of the samples" in said
@@ -72,7 +70,7 @@ def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch
 def test_weights_that_overflow_are_not_saved(rank_server, settings, tmp_path) -> None:
     """The loss and the gradient of a step are finite, and the weights after it are not."""
     run = tmp_path / "run"
-    more = ("--train.save_every", "1", "--train.weight_decay", "10", "--ds_config", "zero2", "--output_dir", str(run))
+    more = ("--train.save_every", "1", "--train.weight_decay", "10", "--output_dir", str(run))
     done = bursting(rank_server, "3e38", (*settings, *more))
     assert done.returncode == 2
     assert "is not finite after step 1, so nothing is saved" in said_by(done), done.stderr

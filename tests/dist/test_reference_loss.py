@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.dist
-
 PROGRAM = """
 import json, sys
 from pathlib import Path

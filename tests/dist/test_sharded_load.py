@@ -12,8 +12,6 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import compress
 from llmdistill.models.load import load_model
 
-pytestmark = pytest.mark.dist
-
 PROGRAM = """
 import gc, json, sys, threading, time
 from pathlib import Path

@@ -8,8 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-pytestmark = pytest.mark.dist
-
 # Four ranks on two nodes: the ranks take the names of their hosts from their number.
 PROGRAM = """
 import json, os, socket, sys

@@ -18,13 +18,6 @@ import pytest
 
 from support import FAULTY_RUN, PATIENCE, ROOT, environment, largest_difference, logged, weights
 
-pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def arguments(settings):
-    return (*settings, "--ds_config", "ds_configs/zero2.json")
-
 
 def stopped(rank_server, place, arguments, folder, ranks=2):
     given = (*place, *arguments, "--output_dir", str(folder))
@@ -40,10 +33,10 @@ def saved_steps(folder):
     ("ranks", "rank", "kind", "code", "step"), [(1, 0, "SIGTERM", 143, 2), (2, 1, "SIGINT", 130, 3)]
 )
 def test_the_step_is_finished_and_saved_and_the_next_start_goes_on(
-    rank_server, launch, trained, arguments, tmp_path, ranks, rank, kind, code, step
+    rank_server, launch, trained, settings, tmp_path, ranks, rank, kind, code, step
 ):
     folder = tmp_path / "run"
-    done = stopped(rank_server, ("training", kind, str(rank)), arguments, folder, ranks)
+    done = stopped(rank_server, ("training", kind, str(rank)), settings, folder, ranks)
     assert done.returncode == code
     said = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert said == [
@@ -51,14 +44,14 @@ def test_the_step_is_finished_and_saved_and_the_next_start_goes_on(
     ], done.stderr
     assert saved_steps(folder)[-1] == step
     assert logged(folder, "step") == list(range(1, step + 1))
-    launch(*arguments, "--output_dir", str(folder), ranks=ranks)
+    launch(*settings, "--output_dir", str(folder), ranks=ranks)
     assert largest_difference(trained(ranks=ranks), folder) == 0
     assert logged(folder, "step") == [1, 2, 3, 4, 5]
 
 
-def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, arguments, tmp_path):
+def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, settings, tmp_path):
     folder = tmp_path / "run"
-    more = (*arguments, "--train.save_every", "null", "--train.steps", "2")
+    more = (*settings, "--train.save_every", "null", "--train.steps", "2")
     done = stopped(rank_server, ("training", "SIGTERM", "0"), more, folder)
     assert (done.returncode, saved_steps(folder)) == (143, [2])
     assert not (folder / "student").exists()
@@ -67,9 +60,9 @@ def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, argume
 
 
 @pytest.mark.parametrize(("ranks", "rank", "place"), [(1, 0, ""), (2, 1, " (rank 1)")])
-def test_elsewhere_the_command_ends_at_once_and_the_rank_says_so(rank_server, arguments, tmp_path, ranks, rank, place):
+def test_elsewhere_the_command_ends_at_once_and_the_rank_says_so(rank_server, settings, tmp_path, ranks, rank, place):
     scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
-    done = stopped(rank_server, ("scoring", "SIGTERM", str(rank)), (*arguments, *scored), tmp_path / "run", ranks)
+    done = stopped(rank_server, ("scoring", "SIGTERM", str(rank)), (*settings, *scored), tmp_path / "run", ranks)
     assert done.returncode == 143
     said = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert said == [f"error: stopped by SIGTERM; the same command goes on from what is finished{place}"]
@@ -84,10 +77,10 @@ def take_terminal() -> None:
 @pytest.mark.parametrize(
     ("what", "code"), [("Ctrl-C", 130), pytest.param("a closed terminal", 129, marks=pytest.mark.slow)]
 )
-def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, tmp_path, what, code):
+def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(settings, tmp_path, what, code):
     folder = tmp_path / "run"
     more = ("--train.steps", "100000", "--train.save_every", "null", "--output_dir", str(folder))
-    command = [sys.executable, "-m", "llmdistill.cli", "train", "--num_gpus", "2", *arguments, *more]
+    command = [sys.executable, "-m", "llmdistill.cli", "train", "--num_gpus", "2", *settings, *more]
     ours, theirs = pty.openpty()
     job = subprocess.Popen(
         command,
@@ -130,9 +123,9 @@ def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, 
         )
 
 
-def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, arguments, tmp_path):
+def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, settings, tmp_path):
     folder = tmp_path / "run"
-    more = (*arguments, "--train.steps", "200", "--train.log_every", "200")
+    more = (*settings, "--train.steps", "200", "--train.log_every", "200")
     given = ("training", "launcher", "0", *more, "--output_dir", str(folder))
     job = rank_server.start(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
     assert job.wait().returncode == -9

@@ -12,7 +12,7 @@ from glue_tasks import TOKENS, noise, write_task
 from transformers import BertForPreTraining
 from word_models import save_bert, save_tokenizer
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def trained_now(said: str) -> int:
 
 def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, tmp_path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    launch(*settings, "--ds_config", "ds_configs/zero1.json", "--output_dir", str(one))
-    said = launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(two), ranks=2).stdout
+    launch(*settings, "--ds_config", "zero1", "--output_dir", str(one))
+    said = launch(*settings, "--ds_config", "zero3", "--output_dir", str(two), ranks=2).stdout
     assert trained_now(said) == 4
     assert "both stages" in said
     rows = ("teacher", "two_stages", "no_pretraining", "no_kd")
@@ -74,7 +74,7 @@ def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, t
     table = json.loads((one / "tasks/report.json").read_text())["rows"]
     trained = (one / "student/model.safetensors").stat().st_mtime_ns
     (one / "tasks/no_kd/STS-B/lr-0.003-epochs-2-seed-1/metrics.json").unlink()
-    said = launch(*settings, "--ds_config", "ds_configs/zero1.json", "--output_dir", str(one)).stdout
+    said = launch(*settings, "--ds_config", "zero1", "--output_dir", str(one)).stdout
     assert trained_now(said) == 1, "the same command only does what is missing"
     assert (one / "student/model.safetensors").stat().st_mtime_ns == trained
     assert json.loads((one / "tasks/report.json").read_text())["rows"] == table

@@ -11,8 +11,6 @@ import pytest
 from glue_tasks import TOKENS, write_task
 from word_models import save_bert, save_tokenizer
 
-pytestmark = pytest.mark.dist
-
 
 @pytest.fixture(scope="module")
 def bring(tmp_path_factory) -> Path:

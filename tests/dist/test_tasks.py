@@ -11,10 +11,8 @@ from glue_tasks import write_task
 
 from support import interrupted_copy, largest_difference, log_rows
 
-pytestmark = pytest.mark.dist
-
 SETTINGS = shlex.split(
-    "--recipe finetune --ds_config ds_configs/zero2.json --train.dtype fp32 --data.max_length 32 "
+    "--recipe finetune --train.dtype fp32 --data.max_length 32 "
     "--train.global_batch_size 8 --train.epochs 2 --train.learning_rate 3e-3 --train.save_every 5"
 )
 

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmdistill  # noqa: F401 (lets transformers load the student)
 
-pytestmark = pytest.mark.dist
-
 LINES = [f"Town {number} lies by a lake. = {number} =\n" if number % 3 else "\n" for number in range(40)]
 WINDOW, LIMIT = 24, 9
 
@@ -38,7 +36,7 @@ def test_it_is_that_of_a_plain_loop_for_every_model(launch, settings, tiny_teach
     read = {"wikitext2": "\n\n".join("" if line == "\n" else line for line in LINES), "towns": "".join(LINES)}
     tests = dict.fromkeys(read, str(file)) | {"seen": "embedded:seen"}
     scoring = ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--scoring.decoding", "greedy"]
-    words = [*settings, *scoring, "--data.tests", json.dumps(tests), "--ds_config", "ds_configs/zero2.json"]
+    words = [*settings, *scoring, "--data.tests", json.dumps(tests)]
     launch(*words, "--output_dir", str(run), ranks=2)
 
     metrics = json.loads((run / "metrics.json").read_text())
@@ -63,7 +61,7 @@ def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_lo
     tests = {name: str(files[name]) for name in ("towns", "back")}
     words = [*settings, "--data.kind", "text", "--data.train", tests["towns"], "--data.valid", str(files["valid"])]
     words += ["--data.tests", json.dumps(tests), "--data.max_length", "32", "--train.steps", "3"]
-    words += ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--ds_config", "ds_configs/zero2.json"]
+    words += ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT)]
     words += ["--methods", "none,sft,kd", "--seeds", "1", "--learning_rates", "3e-3"]
     launch("compare", *words, "--output_dir", str(tmp_path / "out"), program="llmdistill.cli", ranks=0)
 

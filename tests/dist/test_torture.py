@@ -12,7 +12,7 @@ from torture_faults import kills, slots
 from torture_results import Tally, differences, left_behind, move_records
 from torture_runs import SCENARIOS, Shop, verdict
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.dist
-
 WAITING_RUN = str(Path(__file__).parents[1] / "waiting_run.py")
 
 
 def test_only_the_optimizers_step_looks_at_a_value(launch, settings, tmp_path):
     # One example a micro batch has no padding.
     more = ("--train.micro_batch_size", "1", "--train.steps", "3", "--train.dtype", "bf16")
-    folder = ("--output_dir", str(tmp_path / "run"), "--ds_config", "ds_configs/zero3.json")
+    folder = ("--output_dir", str(tmp_path / "run"), "--ds_config", "zero3")
     done = launch(*settings, *folder, *more, program=WAITING_RUN)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["timer"] is False

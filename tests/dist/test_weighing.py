@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.dist
-
 PROGRAM = """
 import sys
 from dataclasses import replace

@@ -14,7 +14,7 @@ import pytest
 
 from support import ROOT, environment
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COMMANDS = """
 import sys

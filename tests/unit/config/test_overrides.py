@@ -9,12 +9,7 @@ from llmdistill.factorize.sizes import check_settings
 from llmdistill.methods import METHODS
 
 DS = ["--ds_config", "zero2"]
-BASE = """
-student:
-  method: svd
-  factorize: {target_params: 34%, weighting: gradients, allocation: loss}
-"""
-
+BASE = "student: {method: svd, factorize: {target_params: 34%, weighting: gradients, allocation: loss}}\n"
 KEPT = {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}
 
 
@@ -59,119 +54,83 @@ def test_settings_of_one_layer_do_not_replace_each_other(tmp_path):
     assert (factorize.rank, factorize.target_params) == (30, "50%")  # the plan refuses both together
 
 
-KRONECKER = "student: {method: kronecker, factorize: {target_params: 20%, max_flops: 30%, sums: 2}}\n"
-INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, packing: true, bucket_steps: 4}\n"
+KRONECKER = "student: {method: kronecker, factorize: {target_params: 20%, max_flops: 30%, sums: 2}}"
+INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, packing: true, bucket_steps: 4}"
+CHAIN = "student: {shape: 2x8x2, assistants: [4x8x2], assistant_training: {steps: 3}}"
+PIVOTED = "student: {factorize: {rank: 4, form: pivoted}}"
+TEXT = "data: {kind: text, train: t.txt}"
+NO_CHAIN = {"student.shape": None, "student.assistants": [], "student.assistant_training": {}}
+REPLACED = [
+    ("student: {shape: 3x64x4}", "student.model=some/where", {"student.shape": None}),
+    ("extends: makd/bert-256", "data.text.pairs=false", {"data.text.next_sentence": None}),
+    ("extends: makd/bert-256", "data.text.pairs=true", {"data.text.next_sentence": True}),
+    ("train: {epochs: 3}", "train.steps=50", {"train.steps": 50, "train.epochs": None}),
+    (f"{TEXT}\ntrain: {{steps: 7}}", "train.epochs=2", {"train.epochs": 2}),
+    ("train: {warmup_ratio: 0.1}", "train.warmup_steps=5", {"train.warmup_ratio": None}),
+    ("train: {warmup_steps: 5}", "train.warmup_ratio=0.1", {"train.warmup_steps": 0}),
+    ("train: {keep_best: loss}\ndata: {valid: v.jsonl}", "data.valid=null", {"train.keep_best": None}),
+    ("data: {packing: true}", "data.on_policy=0.5", {"data.packing": False}),
+    ("data: {on_policy: 0.5}\nmethod: kd", "data.packing=true", {"data.on_policy": 0.0}),
+    ("teacher: {sharding: zero3, zero: {sub_group_size: 9}}", "teacher.sharding=replicated", {"teacher.zero": {}}),
+    (CHAIN, "student.model=some/where", NO_CHAIN),
+    (CHAIN, "student.assistants=[]", {"student.assistant_training": {}}),
+    ("student: {factorize: {rank: 4, sigma: balanced}}", "student.factorize.form=pivoted", {"sigma": "left"}),
+    (PIVOTED, "student.factorize.sigma=balanced", {"form": "plain"}),
+    (PIVOTED, "student.factorize.sigma=left", {"form": "pivoted"}),
+    (
+        "student: {factorize: {rank: 4, weighting: activations, calibration: {data: c.jsonl}}}",
+        "student.factorize.weighting=none",
+        {"calibration.data": None},
+    ),
+    (
+        "student: {shape: 2x8x2, init: important, factorize: {calibration: {data: c.jsonl}}}",
+        "student.shape=3x8x2 student.factorize.weighting=none",
+        {"calibration.data": "c.jsonl"},
+    ),
+    (
+        KRONECKER,
+        "student.method=svd student.factorize.rank=4",
+        {"max_flops": None, "sums": 1, "target_params": None},
+    ),
+    (
+        "student: {lora: {rank: 2}, factorize: {rank: 4, embedding_rank: 3, form: pivoted, rank_multiple: 8}}",
+        "student.method=kronecker student.factorize.shapes={'*':2x2}",
+        {"student.lora.rank": None, "embedding_rank": None, "rank_multiple": 1},
+    ),
+    (KRONECKER, "student.factorize.shapes={'*':2x2}", {"max_flops": None, "sums": 2}),
+    (
+        INSTRUCTIONS,
+        "data.kind=task data.task.name=rte",
+        {"data.tests": {}, "data.valid": None, "data.packing": False, "data.bucket_steps": 1},
+    ),
+    (
+        INSTRUCTIONS,
+        "data.kind=text data.train=t.txt",
+        {"data.tests": {}, "data.valid": "v.jsonl", "data.train": "t.txt"},
+    ),
+    (f"{TEXT}\ntrain: {{epochs: 3}}", "data.kind=instructions data.train=t.jsonl", {"train.epochs": None}),
+    (
+        "method: kd\nalso: [minilmv2]\ndata: {on_policy: 0.5}\nteacher: {model: a, cache: c}",
+        "method=sft",
+        {"also": [], "data.on_policy": 0.0, "teacher.cache": None, "teacher.model": "a"},
+    ),
+    ("teacher: {model: a, cache: c}", "teacher.model=b", {"teacher.cache": None}),
+    (TEXT, "data.kind=sentences method=embedding", {"data.train": "t.txt"}),
+    (INSTRUCTIONS, "data.kind=sentences method=embedding", {"data.tests.a": "a.jsonl", "data.bucket_steps": 4}),
+    ("data: {text: {pairs: false}}", "data.text.next_sentence=true", {"data.text.pairs": None}),
+    ("minilm: {teacher_layer: 3}", "minilm.teacher_layers=1,2", {"minilm.teacher_layer": "last"}),
+    ("minilmv2: {teacher_layers: '1,2'}", "minilmv2.teacher_layer=3", {"minilmv2.teacher_layers": None}),
+]
+"""A recipe, what the command line adds, and settings of the run; those of student.factorize by their names alone."""
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words", "expected"),
-    [
-        ("student: {shape: 3x64x4}", ["--student.model", "some/where"], {"student.shape": None}),
-        ("extends: makd/bert-256", ["--data.text.pairs", "false"], {"data.text.next_sentence": None}),
-        ("extends: makd/bert-256", ["--data.text.pairs", "true"], {"data.text.next_sentence": True}),
-        ("train: {epochs: 3}", ["--train.steps", "50"], {"train.steps": 50, "train.epochs": None}),
-        ("data: {kind: text, train: a.txt}\ntrain: {steps: 7}", ["--train.epochs", "2"], {"train.epochs": 2}),
-        ("train: {warmup_ratio: 0.1}", ["--train.warmup_steps", "5"], {"train.warmup_ratio": None}),
-        ("train: {warmup_steps: 5}", ["--train.warmup_ratio", "0.1"], {"train.warmup_steps": 0}),
-        ("train: {keep_best: loss}\ndata: {valid: v.jsonl}", ["--data.valid", "null"], {"train.keep_best": None}),
-        ("data: {packing: true}", ["--data.on_policy", "0.5"], {"data.packing": False}),
-        ("data: {on_policy: 0.5}\nmethod: kd", ["--data.packing", "true"], {"data.on_policy": 0.0}),
-        (
-            "teacher: {sharding: zero3, zero: {sub_group_size: 9}}",
-            ["--teacher.sharding", "replicated"],
-            {"teacher.zero": {}},
-        ),
-        (
-            "student: {shape: 2x8x2, assistants: [4x8x2], assistant_training: {steps: 3}}",
-            ["--student.model", "some/where"],
-            {"student.shape": None, "student.assistants": [], "student.assistant_training": {}},
-        ),
-        (
-            "student: {shape: 2x8x2, assistants: [4x8x2], assistant_training: {steps: 3}}",
-            ["--student.assistants", "[]"],
-            {"student.assistant_training": {}},
-        ),
-        (
-            "student: {factorize: {rank: 4, sigma: balanced}}",
-            ["--student.factorize.form", "pivoted"],
-            {"student.factorize.sigma": "left"},
-        ),
-        (
-            "student: {factorize: {rank: 4, form: pivoted}}",
-            ["--student.factorize.sigma", "balanced"],
-            {"student.factorize.form": "plain"},
-        ),
-        (
-            "student: {factorize: {rank: 4, form: pivoted}}",
-            ["--student.factorize.sigma", "left"],
-            {"student.factorize.form": "pivoted"},
-        ),
-        (
-            "student: {factorize: {rank: 4, weighting: activations, calibration: {data: c.jsonl}}}",
-            ["--student.factorize.weighting", "none"],
-            {"student.factorize.calibration.data": None},
-        ),
-        (
-            "student: {shape: 2x8x2, init: important, factorize: {calibration: {data: c.jsonl}}}",
-            ["--student.shape", "3x8x2", "--student.factorize.weighting", "none"],
-            {"student.factorize.calibration.data": "c.jsonl"},
-        ),
-        (
-            KRONECKER,
-            ["--student.method", "svd", "--student.factorize.rank", "4"],
-            {"student.factorize.max_flops": None, "student.factorize.sums": 1, "student.factorize.target_params": None},
-        ),
-        (
-            "student: {lora: {rank: 2}, factorize: {rank: 4, embedding_rank: 3, form: pivoted, rank_multiple: 8}}",
-            ["--student.method", "kronecker", "--student.factorize.shapes", "{'*': 2x2}"],
-            {"student.lora.rank": None, "student.factorize.embedding_rank": None, "student.factorize.rank_multiple": 1},
-        ),
-        (
-            KRONECKER,
-            ["--student.factorize.shapes", "{'*': 2x2}"],
-            {"student.factorize.max_flops": None, "student.factorize.sums": 2},
-        ),
-        (
-            INSTRUCTIONS,
-            ["--data.kind", "task", "--data.task.name", "rte"],
-            {"data.tests": {}, "data.valid": None, "data.packing": False, "data.bucket_steps": 1},
-        ),
-        (
-            INSTRUCTIONS,
-            ["--data.kind", "text", "--data.train", "t.txt"],
-            {"data.tests": {}, "data.valid": "v.jsonl", "data.train": "t.txt"},
-        ),
-        (
-            "data: {kind: text, train: t.txt}\ntrain: {epochs: 3}",
-            ["--data.kind", "instructions", "--data.train", "t.jsonl"],
-            {"train.epochs": None},
-        ),
-        (
-            "method: kd\nalso: [minilmv2]\ndata: {on_policy: 0.5}\nteacher: {model: a, cache: c}",
-            ["--method", "sft"],
-            {"also": [], "data.on_policy": 0.0, "teacher.cache": None, "teacher.model": "a"},
-        ),
-        ("teacher: {model: a, cache: c}", ["--teacher.model", "b"], {"teacher.cache": None}),
-        (
-            "data: {kind: text, train: t.txt}",
-            ["--data.kind", "sentences", "--method", "embedding"],
-            {"data.train": "t.txt"},
-        ),
-        (
-            INSTRUCTIONS,
-            ["--data.kind", "sentences", "--method", "embedding"],
-            {"data.tests.a": "a.jsonl", "data.packing": False, "data.bucket_steps": 4},
-        ),
-        ("data: {text: {pairs: false}}", ["--data.text.next_sentence", "true"], {"data.text.pairs": None}),
-        ("minilm: {teacher_layer: 3}", ["--minilm.teacher_layers", "1,2"], {"minilm.teacher_layer": "last"}),
-        ("minilmv2: {teacher_layers: '1,2'}", ["--minilmv2.teacher_layer", "3"], {"minilmv2.teacher_layers": None}),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "words", "expected"), REPLACED)
 def test_settings_that_exclude_each_other_replace_each_other(tmp_path, recipe, words, expected):
     (tmp_path / "mine.yaml").write_text(recipe + "\n", encoding="utf-8")
-    config = to_dict(parse_run(["--recipe", str(tmp_path / "mine.yaml"), *words], METHODS)[0])
+    given = ["--recipe", str(tmp_path / "mine.yaml"), *(f"--{word}" for word in words.split())]
+    config = to_dict(parse_run(given, METHODS)[0])
     factorize = build(config["student"]["factorize"], FactorizeConfig)
     if config["student"]["shape"] is None and config["student"]["model"] is None and factorize != FactorizeConfig():
         check_settings(factorize, config["student"]["method"])
-    for key, value in expected.items():
-        assert flattened(config).get(key, {}) == value, key
+    found = flattened(config["student"]["factorize"]) | flattened(config)
+    assert {key: found[key] for key in expected} == expected

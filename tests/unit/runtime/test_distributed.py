@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,27 +22,15 @@ def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch) -> None:
         return sent[0]
 
     monkeypatch.setattr(distributed, "broadcast_object", broadcast)
-    ran: list[int] = []
-
-    def job() -> int:
-        ran.append(1)
-        return 7
-
+    job = Mock(return_value=7)
     assert [on_main(job, World(rank, 2, CPU)) for rank in range(2)] == [7, 7]
-    assert ran == [1]
-
-    def broken(error: Exception) -> None:
-        raise error
-
-    for error, everywhere in (
-        (UserError("fix it"), "fix it"),
-        (OSError("no room"), "rank 0 failed with OSError: no room"),
-    ):
+    job.assert_called_once_with()
+    for error, prefix in ((UserError("fix it"), ""), (OSError("no room"), "rank 0 failed with OSError: ")):
         sent.clear()
         with pytest.raises(type(error), match=str(error)):
-            on_main(lambda error=error: broken(error), World(0, 2, CPU))
-        with pytest.raises((UserError, RankError), match=everywhere):
-            on_main(lambda error=error: broken(error), World(1, 2, CPU))
+            on_main(Mock(side_effect=error), World(0, 2, CPU))
+        with pytest.raises((UserError, RankError), match=f"^{prefix}{error}"):
+            on_main(Mock(side_effect=error), World(1, 2, CPU))
 
 
 def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path) -> None:

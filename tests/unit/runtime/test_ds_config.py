@@ -49,23 +49,6 @@ def test_auto_that_nobody_fills_is_an_error():
         resolve_ds_config({"zero_optimization": {"reduce_bucket_size": "auto"}}, {}, "z.json")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"a": }', r"z.json:1: not valid JSON"),
-        ("{\n'a': 1}", r"z.json:2: not valid JSON"),
-        ("[]", r"z.json:1: .* JSON object"),
-        (json.dumps({"scheduler": {"type": "WarmupLR"}}), "scheduler: the learning rate is the run's"),
-        (json.dumps({"fp16": {"enabled": True}}), "fp16.enabled: half precision is bf16"),
-    ],
-)
-def test_bad_files_are_one_sentence(tmp_path, text, expected):
-    path = tmp_path / "z.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=expected):
-        read_ds_config(str(path))
-
-
 @pytest.mark.parametrize("name", ["zero3", "./ds_configs/zero3.json"])
 def test_shipped_ones_are_found_outside_of_a_checkout(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -77,25 +60,15 @@ def test_shipped_ones_are_found_outside_of_a_checkout(tmp_path, monkeypatch, nam
 
 
 @pytest.mark.parametrize("name", ["elsewhere/zero2.json", ""])
-def test_missing_file_says_which_ship(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_missing_file_says_which_ship(name):
     names = "zero1, zero2, zero2_offload, zero3, zero3_offload"
-    said = f"--ds_config {name}: neither a file nor a shipped .*; shipped are {names}"
-    with pytest.raises(UserError, match=rf"{said}(; did you mean zero\d\?)?$"):
+    with pytest.raises(UserError, match=f"--ds_config {name}: neither a file nor a shipped .*; shipped are {names}"):
         read_ds_config(name)
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "ranks", "expected"),
-    [(64, None, 2, BatchSplit(32, 1)), (64, 8, 2, BatchSplit(8, 4)), (64, 8, 8, BatchSplit(8, 1))],
-)
-def test_accumulation_is_derived(batch, micro, ranks, expected):
-    assert split_batch(batch, micro, ranks) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "ranks", "nearest"), [(30, 8, 2, 32), (3, 4, 2, 8), (7, None, 2, 8), (41, 4, 2, 40)]
-)
-def test_batch_that_does_not_divide_proposes_the_nearest(batch, micro, ranks, nearest):
-    with pytest.raises(UserError, match=f"the nearest that does is {nearest}$"):
-        split_batch(batch, micro, ranks)
+def test_accumulation_is_derived():
+    for micro, ranks, expected in ((None, 2, (32, 1)), (8, 2, (8, 4)), (8, 8, (8, 1))):
+        assert split_batch(64, micro, ranks) == BatchSplit(*expected)
+    for batch, micro, nearest in ((30, 8, 32), (3, 4, 8), (7, None, 8), (41, 4, 40)):
+        with pytest.raises(UserError, match=f"the nearest that does is {nearest}$"):
+            split_batch(batch, micro, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,6 @@ from llmdistill.runtime.engine import build_engine, learning_rate, parameter_gro
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 LORA = LoraConfig(rank=2, alpha=4.0)
 TOKENS = torch.arange(24).view(2, 12)
-
-
-def load_with_head(source: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return load_model(source, dtype=dtype, new_head=True)
 
 
 @pytest.fixture
@@ -77,8 +72,10 @@ def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyP
 def written(model: PreTrainedModel, source: Path, lora: LoraConfig = LORA) -> PreTrainedModel:
     """The student that is written, loaded again."""
     output = source.with_name("student")
-    template = partial(load_with_head, source)
-    save_student(PlainEngine(model), WORLD, template=template, source=source, output=output, lora=lora)
+    places = {"source": source, "output": output, "lora": lora}
+    save_student(
+        PlainEngine(model), WORLD, template=lambda each: load_model(source, dtype=each, new_head=True), **places
+    )
     return load_model(output, dtype=torch.float32)
 
 
@@ -133,9 +130,8 @@ def test_decay_is_that_of_transformers(schedule):
 
 
 def test_constant_and_minimum():
-    constant = TrainConfig(steps=10, learning_rate=0.2, schedule="constant")
-    assert {learning_rate(constant, step) for step in range(10)} == {0.2}
-    floor = TrainConfig(steps=10, learning_rate=0.2, min_learning_rate=0.1)
-    rates = [learning_rate(floor, step) for step in range(10)]
+    settings = {"steps": 10, "learning_rate": 0.2}
+    assert {learning_rate(TrainConfig(**settings, schedule="constant"), step) for step in range(10)} == {0.2}
+    rates = [learning_rate(TrainConfig(**settings, min_learning_rate=0.1), step) for step in range(10)]
     assert rates == sorted(rates, reverse=True)
     assert (rates[0], rates[-1] > 0.1) == (0.2, True)

@@ -44,18 +44,16 @@ def test_hosts_that_do_not_answer_are_named(hostfile, asked):
     assert asked() == ["dead1", "dead2", "node1", "node2"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--num_nodes", "2"], ["node1", "node2"]),
-        (["--num_nodes=1"], ["node1"]),
-        (["--no_ssh", "--node_rank", "1"], []),
-        (["--include", "node1@node2"], []),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), [("--num_nodes 2", ["node1", "node2"]), ("--num_nodes=1", ["node1"])])
 def test_only_hosts_of_the_run_are_asked(hostfile, asked, flags, expected):
-    check_hosts(["--num_gpus", "2"])  # of this machine
-    check_hosts([*flags, "--hostfile", str(hostfile)])
+    for others in (
+        "--num_gpus 2",
+        f"--no_ssh --node_rank 1 --hostfile {hostfile}",
+        f"--include n@m --hostfile {hostfile}",
+    ):
+        check_hosts(others.split())
+    assert asked() == []
+    check_hosts([*flags.split(), "--hostfile", str(hostfile)])
     assert asked() == expected
 
 

@@ -18,38 +18,23 @@ from torch.distributed import DistNetworkError
 
 from llmdistill.errors import Stopped, UserError
 from llmdistill.runtime import launch
-from llmdistill.runtime.launch import (
-    check_port,
-    joining,
-    launched_ranks,
-    launched_ranks_of_node,
-    local_ranks,
-    prepare_joining,
-    rank_of_task,
-    split_launcher_flags,
-)
+from llmdistill.runtime.launch import check_port, launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
 
 from support import PATIENCE, ROOT, environment
 
-TASK = {
-    "SLURM_JOB_ID": "31",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_STEP_NODELIST": "node[0-1]",
-}
-BATCH_SCRIPT = {
-    "SLURM_JOB_ID": "31",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_NODELIST": "node[0-1]",
-}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(each.split("=") for each in text.split())
+
+
+TASK = variables(
+    "SLURM_JOB_ID=31 SLURM_STEP_ID=2 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_NUM_TASKS=3 "
+    "SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_STEP_NODELIST=node[0-1]"
+)
+BATCH_SCRIPT = variables(
+    "SLURM_JOB_ID=31 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) "
+    "SLURM_JOB_NODELIST=node[0-1]"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,15 +54,9 @@ def test_a_task_of_srun_is_a_rank(monkeypatch):
     given(monkeypatch, **TASK)
     assert launched_ranks() == 3
     assert launched_ranks_of_node() == 1
-    assert rank_of_task(TASK) == {
-        "RANK": "2",
-        "WORLD_SIZE": "3",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_SIZE": "1",
-        "MASTER_ADDR": "node0",
-        "MASTER_PORT": "15033",
-    }
+    assert rank_of_task(TASK) == variables(
+        "RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 LOCAL_SIZE=1 MASTER_ADDR=node0 MASTER_PORT=15033"
+    )
     assert rank_of_task({**TASK, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1", "the user's is kept"
 
 
@@ -160,7 +139,7 @@ def test_a_busy_port_is_replaced_or_named(monkeypatch):
 
 
 def fail_to_join(error: Exception) -> None:
-    with joining(timedelta(minutes=15)):
+    with launch.joining(timedelta(minutes=15)):
         while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
             time.sleep(0.01)  # the notice is being written
         raise error
@@ -169,9 +148,8 @@ def fail_to_join(error: Exception) -> None:
 def test_missing_ranks_are_said_while_and_after_waiting(monkeypatch, capsys):
     given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="node0", MASTER_PORT="29500")
     monkeypatch.setattr(launch, "_NOTICE_SECONDS", 0.01)
-    with pytest.raises(
-        UserError, match=r"could not join 2 ranks at node0:29500 within 15 minutes \(timed out\): start"
-    ):
+    said = r"could not join 2 ranks at node0:29500 within 15 minutes \(timed out\): start"
+    with pytest.raises(UserError, match=said):
         fail_to_join(DistNetworkError("timed out"))
     assert "has not found all 2 ranks at node0:29500 yet" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="no compiler"):
@@ -221,23 +199,12 @@ def test_a_signal_reaches_ranks_that_are_not_ready_for_it(number):
     assert (job.returncode, said) == (128 + number, f"error: {Stopped(number)}\n")
 
 
-@pytest.mark.parametrize(
-    ("flags", "count"),
-    [
-        ([], 1),
-        (["--num_gpus", "3"], 3),
-        (["--num_gpus=2", "--log_level", "info"], 2),
-        (["--num_gpus", "2", "--num_nodes", "2"], None),
-        (["--include=localhost:1"], None),
-        (["--no_ssh", "--node_rank", "0"], None),
-    ],
-)
-def test_ranks_of_one_machine_need_no_launcher_of_deepspeed(monkeypatch, flags, count):
+def test_ranks_of_one_machine_need_no_launcher_of_deepspeed(monkeypatch):
     monkeypatch.setattr(launch, "has_gpu_device", lambda: False)
-    assert local_ranks(flags) == count
-
-
-@pytest.mark.parametrize("given", [["--num_gpus=0"], ["--num_gpus", "two"], ["--num_gpus"]])
-def test_a_number_of_ranks_is_at_least_one(given):
-    with pytest.raises(UserError, match=r"--num_gpus \S*: give the number of ranks, 1 or more"):
-        split_launcher_flags([*given])
+    for flags, count in (("", 1), ("--num_gpus 3", 3), ("--num_gpus=2 --log_level info", 2)):
+        assert launch.local_ranks(flags.split()) == count
+    for flags in ("--num_gpus 2 --num_nodes 2", "--include=localhost:1", "--no_ssh --node_rank 0"):
+        assert launch.local_ranks(flags.split()) is None
+    for flags in ("--num_gpus=0", "--num_gpus two", "--num_gpus"):
+        with pytest.raises(UserError, match=r"--num_gpus \S*: give the number of ranks, 1 or more"):
+            launch.split_launcher_flags(flags.split())

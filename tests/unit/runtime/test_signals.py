@@ -56,13 +56,9 @@ def run(program: str, log: Path | None = None, **environment: str) -> SimpleName
         os._exit(code)
     os.close(its_out)
     os.close(its_err)
-    said = []
-    for number in (out, err):
-        with os.fdopen(number) as file:
-            said.append(file.read())
-    return SimpleNamespace(
-        returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stdout=said[0], stderr=said[1]
-    )
+    with os.fdopen(out) as output, os.fdopen(err) as errors:
+        said = {"stdout": output.read(), "stderr": errors.read()}
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), **said)
 
 
 @pytest.mark.parametrize(("rank", "said"), [(None, AT_ONCE), ("0", AT_ONCE), ("1", "")])
@@ -103,10 +99,8 @@ sys.exit(exit_code(job))
 
 
 def test_nohup_keeps_a_command_from_the_end_of_its_terminal():
-    done = run("""
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-sys.exit(exit_code(lambda: [send(signal.SIGHUP), print("went on")]))
-""")
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = run(f"{ignored}sys.exit(exit_code(lambda: [send(signal.SIGHUP), print('went on')]))")
     assert (done.returncode, done.stdout) == (0, "went on\n")
 
 

@@ -68,24 +68,19 @@ def test_forward_pass_keeps_what_autograd_saves(family, factorized):
     assert tracer.live["activations"] == pytest.approx(expected, rel=0.01)
 
 
-def test_work_of_a_product_and_of_a_sum():
-    left, right = torch.empty(8, 4, device="meta"), torch.empty(4, 2, device="meta")
-    tracer = Tracer()
+def test_work_of_products_and_of_a_sum():
+    sums, left, right = (torch.empty(size, device="meta") for size in ((8, 2), (8, 4), (4, 2)))
+    tracer, adding = Tracer(), Tracer()
     with tracer:
         (left @ right).sum()
     assert tracer.work.flops == 2 * 8 * 4 * 2
     assert tracer.work.product_bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
     assert tracer.work.other_bytes == 4 * (8 * 2 + 1)
     assert tracer.work.operations == 2
-
-
-def test_products_that_add_in_place_are_work_too():
-    sums, left, right = torch.empty(8, 2), torch.empty(8, 4), torch.empty(4, 2)
-    tracer = Tracer()
-    with tracer:
+    with adding:  # in place
         sums.addmm_(left, right)
         sums.expand(3, 8, 2).clone().baddbmm_(left.expand(3, 8, 4), right.expand(3, 4, 2))
-    assert tracer.work.flops == 4 * 2 * 8 * 4 * 2
+    assert adding.work.flops == 4 * 2 * 8 * 4 * 2
 
 
 def test_peak_by_part_starts_again_when_it_is_taken():

@@ -29,12 +29,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 def test_rank_0_comes_first_then_a_rank_of_each_node(run: Callable) -> None:
     order: list[int] = []
-
-    def job(world: World) -> int:
-        order.append(world.rank)
-        return world.rank * 10
-
-    assert run(lambda world: in_turns(lambda: job(world), world)) == [0, 10, 20, 30, 40]
+    numbers = run(lambda world: in_turns(lambda: order.append(world.rank) or world.rank * 10, world))
+    assert numbers == [0, 10, 20, 30, 40]
     assert order[0] == 0
     assert set(order[1:3]) == {2, 4}
     assert set(order[3:]) == {1, 3}
