@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("LLMDISTILL_CACHE", str(tmp_path_factory.mktemp("tokens")))
         patch.setenv("TQDM_DISABLE", "1")  # what is slow on busy cores would say so among the lines that tests read
         yield
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of the real data."""
+    folder = os.environ.get("LLMDISTILL_DATA")
+    return Path(folder) if folder else pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
 
 
 @pytest.fixture(scope="session")

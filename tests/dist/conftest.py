@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from support import MAIN_JOB
 
 
 @pytest.fixture(autouse=True, scope="module")
-def empty_plots() -> Iterator[None]:
+def empty_plots():
     """Runs in the tests' own process draw as little as those of the rank server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "draw", lambda figure, renderer: None)
@@ -35,14 +34,28 @@ def launch(rank_server):
     return run
 
 
+@pytest.fixture(scope="module")
+def finetune(launch, request, encoder, data):
+    """Fine-tunes the encoder of a module on its data, with its SETTINGS; returns the run's folder."""
+    given = ("--recipe", "finetune", "--train.dtype", "fp32", "--train.global_batch_size", "8")
+    given += ("--student.model", str(encoder), "--data.task.dir", str(data), *request.module.SETTINGS.split())
+
+    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
+        done = launch(*given, "--output_dir", str(folder), *arguments, ranks=ranks)
+        (folder / "said.txt").write_text(done.stdout, encoding="utf-8")
+        return folder
+
+    return run
+
+
 @pytest.fixture(scope="session")
-def tiny_teacher(tmp_path_factory) -> Path:
+def tiny_teacher(tmp_path_factory):
     """A random Llama with grouped-query attention and the embedded tokenizer."""
     return save_decoder(tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture(scope="session")
-def settings(tiny_teacher, tmp_path_factory) -> list[str]:
+def settings(tiny_teacher, tmp_path_factory):
     """Arguments of a short run of the tiny teacher, without scoring."""
     recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     recipe.write_text(

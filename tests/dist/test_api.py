@@ -1,37 +1,19 @@
-"""llmdistill from Python on two ranks: the run of one, split."""
+"""llmdistill from Python on two ranks: the run of one, split. The file is also the program of a rank."""
 
 from __future__ import annotations
 
 import json
-
-import pytest
-
-PROGRAM = """
-import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import llmdistill
 from llmdistill.runtime.distributed import init_distributed
 
-folder, teacher_folder = Path(sys.argv[-2]), sys.argv[-1]
-world = init_distributed()
-teacher = AutoModelForCausalLM.from_pretrained(teacher_folder)
-tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
-rows = [{"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}"} for i in range(32)]
-result = llmdistill.distill(
-    teacher,
-    llmdistill.compress(teacher, rank=6),
-    rows,
-    output_dir=folder / "run",
-    steps=3,
-    global_batch_size=8,
-    micro_batch_size=4,
-    log_every=1,
-)
+ROWS = [{"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}"} for i in range(32)]
 
 
 def collate(rows):
@@ -41,50 +23,50 @@ def collate(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-arguments = TrainingArguments(
-    str(folder / "trainer"),
-    per_device_train_batch_size=4 // world.size,
-    gradient_accumulation_steps=2,
-    max_steps=3,
-    logging_steps=1,
-    save_strategy="no",
-    report_to=[],
-    use_cpu=True,
-    remove_unused_columns=False,
-    train_sampling_strategy="sequential",
-    lr_scheduler_type="constant",
-    learning_rate=1e-3,
-)
-trainer = llmdistill.DistillationTrainer(
-    llmdistill.compress(teacher, rank=6),
-    teacher,
-    arguments,
-    train_dataset=[tokenizer(row["prompt"]).input_ids for row in rows],
-    data_collator=collate,
-)
-trainer.train()
-if world.is_main:
-    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in result.student.parameters())
-    log = [row for row in trainer.state.log_history if "loss" in row]
-    (folder / "result.json").write_text(json.dumps({"history": result.history, "weights": weights, "log": log}))
-"""
+def main():
+    folder, teacher_folder = Path(sys.argv[-2]), sys.argv[-1]
+    world = init_distributed()
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder)
+    tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
+    student, more = llmdistill.compress(teacher, rank=6), {"steps": 3, "log_every": 1, "micro_batch_size": 4}
+    result = llmdistill.distill(teacher, student, ROWS, output_dir=folder / "run", global_batch_size=8, **more)
+    arguments = TrainingArguments(
+        str(folder / "trainer"),
+        per_device_train_batch_size=4 // world.size,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="constant",
+        learning_rate=1e-3,
+    )
+    data = {"train_dataset": [tokenizer(row["prompt"]).input_ids for row in ROWS], "data_collator": collate}
+    trainer = llmdistill.DistillationTrainer(llmdistill.compress(teacher, rank=6), teacher, arguments, **data)
+    trainer.train()
+    if world.is_main:
+        weights = sum(float(parameter.detach().double().abs().sum()) for parameter in result.student.parameters())
+        log = [row for row in trainer.state.log_history if "loss" in row]
+        (folder / "result.json").write_text(json.dumps({"history": result.history, "weights": weights, "log": log}))
 
 
 def test_two_ranks_learn_what_one_learns(launch, tiny_teacher, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM, encoding="utf-8")
     results = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        launch(str(folder), str(tiny_teacher), ranks=ranks, program=str(program))
+        launch(str(folder), str(tiny_teacher), ranks=ranks, program=__file__)
         results.append(json.loads((folder / "result.json").read_text()))
     one, two = results
-    for key, names in (
-        ("history", ("loss", "grad_norm", "hidden")),
-        ("log", ("loss", "grad_norm", "hidden", "logits")),
-    ):
+    for key, names in (("history", "loss grad_norm hidden"), ("log", "loss grad_norm hidden logits")):
         assert len(one[key]) == len(two[key]) == 3
-        for name in names:
+        for name in names.split():
             assert [row[name] for row in two[key]] == pytest.approx([row[name] for row in one[key]], rel=1e-4), name
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-6)
+
+
+if __name__ == "__main__":
+    main()

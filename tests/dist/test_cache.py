@@ -31,7 +31,7 @@ def cached(launch, settings, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(cached) -> Path:
+def alone(cached):
     return cached()
 
 
@@ -67,14 +67,13 @@ def test_training_from_it_is_training_from_the_teacher(trained, alone):
 def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, launch, settings, tmp_path):
     whole = trained(*ASKED, "--teacher.cache", str(alone))
     folder = interrupted_copy(whole, tmp_path / "resumed")
-    words = (*settings, *ASKED, "--output_dir", str(folder))
-    launch(*words, "--teacher.cache", str(alone))
+    words = (*settings, *ASKED, "--output_dir", str(folder), "--teacher.cache", str(alone))
+    launch(*words)
     assert largest_difference(folder, whole) == 0
     record = read_record(folder / "run.json", remedy="")
     record["inputs"]["teacher.cache"] = "sha256:0"
     write_json(folder / "run.json", record)
-    said = launch(*words, "--teacher.cache", str(alone), code=2).stderr
-    assert "content of teacher.cache was sha256:0" in said
+    assert "content of teacher.cache was sha256:0" in launch(*words, code=2).stderr
 
 
 def test_damage_ends_both_ranks_with_one_sentence(alone, launch, settings, tmp_path):

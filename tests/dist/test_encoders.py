@@ -32,7 +32,7 @@ def sentences(number: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
+def text(tmp_path_factory):
     """Forty documents of eight lines."""
     lines = sentences(320)
     file = tmp_path_factory.mktemp("text") / "text.txt"
@@ -42,7 +42,7 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory) -> Path:
+def bert(tmp_path_factory):
     """A random BERT with both its heads, without dropout: it draws other numbers on each rank."""
     folder = tmp_path_factory.mktemp("bert")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}

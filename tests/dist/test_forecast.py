@@ -51,7 +51,7 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def rows(rank_server, tmp_path_factory) -> list[dict[str, Any]]:
+def rows(rank_server, tmp_path_factory):
     file = tmp_path_factory.mktemp("forecast") / "rows.json"
     done = rank_server.run([str(file)], ranks=2, program=__file__)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ def asked(teacher: Path, output: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_teacher, launch, tmp_path_factory) -> Path:
+def whole(tiny_teacher, launch, tmp_path_factory):
     """What one rank writes undisturbed."""
     output = tmp_path_factory.mktemp("answers") / "whole.jsonl"
     launch(*asked(tiny_teacher, output), program="llmdistill.cli")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in ra
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory) -> Path:
+def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     save_bert(folder, TOKENS, initializer_range=0.4)
     save_tokenizer(folder, TOKENS)
@@ -23,7 +22,7 @@ def encoder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     """STS-B, as its scores show the smallest difference; one word decides. The ranks' shares of dev differ in size."""
     folder = tmp_path_factory.mktemp("glue")
     (folder / "STS-B").mkdir()
@@ -44,7 +43,7 @@ Evaluate = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def evaluate(encoder: Path, data: Path, launch: Callable[..., Any]) -> Evaluate:
+def evaluate(encoder, data, launch):
     """Runs the script eval/glue.py or the command of the same name; returns what it printed."""
     settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
     settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[Node]]:
+def nodes():
     with ExitStack() as stack:
         try:
             yield [*connected(stack)]

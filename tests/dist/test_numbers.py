@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from support import FAULTY_RUN, ROOT
 
 
 @pytest.fixture
-def overflowing(tiny_teacher, tmp_path: Path) -> Path:
+def overflowing(tiny_teacher, tmp_path):
     """The tiny teacher with finite weights whose product is inf, in the third layer."""
     folder = tmp_path / "teacher"
     shutil.copytree(tiny_teacher, folder)
@@ -28,7 +27,7 @@ def said_by(done) -> str:
     return " ".join(done.stderr.replace("│", "").split())
 
 
-def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, overflowing, tmp_path) -> None:
+def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, overflowing, tmp_path):
     run = tmp_path / "run"
     shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "2x32x4")
     student = (*shape, "--teacher.model", str(overflowing))
@@ -47,7 +46,7 @@ def bursting(rank_server, rate: str, arguments: tuple[str, ...]):
     return rank_server.run(("rate", rate, "0", *arguments), ranks=1, program=FAULTY_RUN, folder=ROOT)
 
 
-def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch, settings, tmp_path) -> None:
+def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch, settings, tmp_path):
     """Without ZeRO, DeepSpeed applies a step of any gradient: the student is ruined, and no checkpoint has it."""
     stage_0, run = tmp_path / "stage0.json", tmp_path / "run"
     blocks = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
@@ -67,7 +66,7 @@ def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch
     assert "train.learning_rate" in said_by(launch(*shared, "--train.learning_rate", "1e-4", code=2))
 
 
-def test_weights_that_overflow_are_not_saved(rank_server, settings, tmp_path) -> None:
+def test_weights_that_overflow_are_not_saved(rank_server, settings, tmp_path):
     """The loss and the gradient of a step are finite, and the weights after it are not."""
     run = tmp_path / "run"
     more = ("--train.save_every", "1", "--train.weight_decay", "10", "--output_dir", str(run))

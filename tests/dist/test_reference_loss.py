@@ -1,19 +1,18 @@
-"""The perplexity of the references where two ranks share them, with a whole model and with one in shards."""
+"""The perplexity of the references where two ranks share them, with a whole model and with one in shards.
+
+The file is also the program of a rank.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-
-import torch
 
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example
@@ -23,30 +22,27 @@ from llmdistill.runtime.distributed import init_distributed
 from llmdistill.tasks.answers import score_sets
 from llmdistill.teacher.live import load_teacher
 
-folder, sharding = Path(sys.argv[-2]), sys.argv[-1]
-pairs = json.loads((folder / "pairs.json").read_text())
-world = init_distributed()
-zero = {"stage3_param_persistence_threshold": 0} if sharding == "zero3" else None
-source = str(folder / "model")
-model = load_teacher(source, dtype=torch.float32, sharding=sharding, zero=zero, world=world).model
-scores = score_sets(
-    model,
-    load_tokenizer(source),
-    {name: [Example("", "", (answer,), raw_prompt=prompt) for prompt, answer in rows] for name, rows in pairs.items()},
-    GenerationConfig(decoding="greedy", batch_size=2),
-    Limits(max_prompt_length=24, max_length=26),
-    world=world,
-    synced=sharding == "zero3",
-)
-(folder / f"{sharding}-{world.rank}.json").write_text(json.dumps(scores))
-torch.distributed.barrier()
-"""
 PAIRS = {
     # The shortest examples come first and two make a batch: rank 0 has one example of few tokens more than rank 1.
-    "odd": [[f"Town {n}", " lies by a lake" * n] for n in (0, 1, 2, 3, 4)],
+    "odd": [(f"Town {n}", " lies by a lake" * n) for n in (0, 1, 2, 3, 4)],
     # Rank 1 has no example at all.
-    "one": [["Say:", " so"]],
+    "one": [("Say:", " so")],
 }
+SHARDINGS = ("replicated", "zero3")
+
+
+def main():
+    folder, source = Path(sys.argv[-2]), sys.argv[-1]
+    world, zero = init_distributed(), {"stage3_param_persistence_threshold": 0}
+    sets = {name: [Example("", "", (answer,), raw_prompt=p) for p, answer in rows] for name, rows in PAIRS.items()}
+    settings, limits = GenerationConfig(decoding="greedy", batch_size=2), Limits(max_prompt_length=24, max_length=26)
+    for sharding in SHARDINGS:
+        synced = sharding == "zero3"
+        given = {"dtype": torch.float32, "sharding": sharding, "zero": zero if synced else None, "world": world}
+        model, tokenizer = load_teacher(source, **given).model, load_tokenizer(source)
+        scores = score_sets(model, tokenizer, sets, settings, limits, world=world, synced=synced)
+        (folder / f"{sharding}-{world.rank}.json").write_text(json.dumps(scores))
+    torch.distributed.barrier()
 
 
 def by_transformers(folder, pairs):
@@ -64,15 +60,16 @@ def by_transformers(folder, pairs):
     return total / count, count
 
 
-@pytest.mark.parametrize("sharding", ["replicated", "zero3"])
-def test_every_token_counts_once_whichever_rank_has_it(launch, tiny_teacher, tmp_path, sharding):
-    (tmp_path / "model").symlink_to(tiny_teacher)
-    (tmp_path / "pairs.json").write_text(json.dumps(PAIRS))
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    launch(str(tmp_path), sharding, ranks=2, program=str(tmp_path / "program.py"))
-    one, two = (json.loads((tmp_path / f"{sharding}-{rank}.json").read_text()) for rank in (0, 1))
+def test_every_token_counts_once_whichever_rank_has_it(launch, tiny_teacher, tmp_path):
+    launch(str(tmp_path), str(tiny_teacher), ranks=2, program=__file__)
     for name, pairs in PAIRS.items():
         loss, count = by_transformers(tiny_teacher, pairs)
-        assert one[name]["reference_tokens"] == two[name]["reference_tokens"] == count
-        assert one[name]["reference_loss"] == two[name]["reference_loss"] == pytest.approx(loss, rel=1e-5)
-        assert one[name]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        for file in (tmp_path / f"{sharding}-{rank}.json" for sharding in SHARDINGS for rank in (0, 1)):
+            found = json.loads(file.read_text())[name]
+            assert found["reference_tokens"] == count
+            assert found["reference_loss"] == pytest.approx(loss, rel=1e-5)
+            assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ def text(generator: torch.Generator) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A random encoder whose files are those of sentence-transformers, and its data."""
     folder, generator = tmp_path_factory.mktemp("sentences"), torch.Generator().manual_seed(0)
     teacher = folder / "teacher"
@@ -69,7 +69,7 @@ def train(launch, folder):
 
 
 @pytest.fixture(scope="module")
-def alone(train) -> Path:
+def alone(train):
     """The run of one rank."""
     return train("alone")
 
@@ -81,7 +81,7 @@ def embeddings(model: torch.nn.Module) -> torch.Tensor:
         return torch.nn.functional.normalize(model(ids).last_hidden_state.mean(1), dim=-1)
 
 
-def test_the_student_comes_nearer_and_keeps_what_sentence_transformers_reads(alone, folder) -> None:
+def test_the_student_comes_nearer_and_keeps_what_sentence_transformers_reads(alone, folder):
     losses = logged(alone, "loss")
     assert losses[-1] < 0.7 * losses[0]
     metrics = json.loads((alone / "metrics.json").read_text())
@@ -95,7 +95,7 @@ def test_the_student_comes_nearer_and_keeps_what_sentence_transformers_reads(alo
         assert (alone / "student" / name).read_bytes() == (folder / "teacher" / name).read_bytes()
 
 
-def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(alone, train) -> None:
+def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(alone, train):
     cached = train("cached", cache=True, ranks=2)
     two = train("two", "--train.micro_batch_size", "2", "--teacher.cache", str(cached), ranks=2)
     for key in ("loss", "valid_loss"):
@@ -105,7 +105,7 @@ def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(a
     assert one == pytest.approx(other, abs=1e-9)
 
 
-def test_the_kept_student_was_scored_without_dropout(train, folder) -> None:
+def test_the_kept_student_was_scored_without_dropout(train, folder):
     with_dropout = folder / "with_dropout"
     shutil.copytree(folder / "teacher", with_dropout)
     config = json.loads((with_dropout / "config.json").read_text())
@@ -117,7 +117,7 @@ def test_the_kept_student_was_scored_without_dropout(train, folder) -> None:
     assert json.loads((run / "metrics.json").read_text())["student"]["spearman"]["valid"] == pytest.approx(best)
 
 
-def test_margins_of_triples_are_learned_on_two_ranks_as_on_one(train) -> None:
+def test_margins_of_triples_are_learned_on_two_ranks_as_on_one(train):
     margins = ("--data.sentences.triples", "true", "--embedding.margin", "0.5", "--train.global_batch_size", "4")
     one = train("one_of_triples", *margins, data="triples.jsonl")
     two = train("two_of_triples", *margins, ranks=2, data="triples.jsonl")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
+def teacher(tmp_path_factory):
     """A random BERT with both its heads."""
     folder = tmp_path_factory.mktemp("teacher")
     save_bert(folder, TOKENS, BertForPreTraining, initializer_range=0.4)
@@ -25,7 +25,7 @@ def teacher(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(teacher, tmp_path_factory) -> list[str]:
+def settings(teacher, tmp_path_factory):
     """A short first stage on a text, and STS-B after it, whose scores show the smallest difference."""
     folder = tmp_path_factory.mktemp("data")
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def trained_now(said: str) -> int:
     return sum(line.startswith("[1/1] STS-B ") and line.endswith(" on dev") for line in said.splitlines())
 
 
-def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, tmp_path) -> None:
+def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     launch(*settings, "--ds_config", "zero1", "--output_dir", str(one))
     said = launch(*settings, "--ds_config", "zero3", "--output_dir", str(two), ranks=2).stdout

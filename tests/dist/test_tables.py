@@ -13,7 +13,7 @@ from word_models import save_bert, save_tokenizer
 
 
 @pytest.fixture(scope="module")
-def bring(tmp_path_factory) -> Path:
+def bring(tmp_path_factory):
     """What a user brings: a teacher, a text, and the files of RTE and SST-2."""
     folder = tmp_path_factory.mktemp("bring")
     save_bert(folder / "t", TOKENS, hidden_size=32, intermediate_size=64, num_attention_heads=4)
@@ -29,7 +29,7 @@ Compare = Callable[..., tuple[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def compare(bring: Path, launch: Callable[..., Any]) -> Compare:
+def compare(bring, launch):
     """Runs a table, each run in a process of its own; returns what the command printed, and results.json."""
     command = ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), "--data.max_length", "16"]
     command += ["--train.steps", "2", "--train.warmup_steps", "0", "--train.global_batch_size", "4"]
@@ -44,9 +44,7 @@ def compare(bring: Path, launch: Callable[..., Any]) -> Compare:
     return run
 
 
-def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(
-    bring: Path, compare: Compare, tmp_path: Path
-) -> None:
+def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring, compare, tmp_path):
     words = ("--suite", "minilm-table2", "--rows", "teacher,minilm", "--student.shape", "1x16x4")
     words = (*words, "--tasks.names", "rte,sst2", "--tasks.seeds", "1,2")
 
@@ -72,7 +70,7 @@ def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(
     assert [row["measured"] for row in same["rows"]] == [row["measured"] for row in results["rows"]]
 
 
-def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(compare: Compare, tmp_path: Path) -> None:
+def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(compare, tmp_path):
     words = ("--suite", "kroneckerbert-table6", "--rows", "two-stages,no-kd", "--tasks.names", "sst2")
     shapes = json.dumps({"*.attention.*": "16x8", "*.intermediate.dense": "8x2", "*": "2x8"})
     words = (*words, "--student.factorize.shapes", shapes, "--student.factorize.embedding_columns", "4")
@@ -89,7 +87,7 @@ def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(compare: Com
         assert (study["teacher"] is None) == (key == "no-kd")
 
 
-def test_models_of_one_set_are_scored_on_another(bring: Path, compare: Compare, tmp_path: Path) -> None:
+def test_models_of_one_set_are_scored_on_another(bring, compare, tmp_path):
     rows = [("0" if number % 4 else "1", f"{'no' if number % 4 else 'yes'} w{number}") for number in range(16)]
     file = tmp_path / "imdb.tsv"
     file.write_text("\n".join(["label\ttext", *map("\t".join, rows)]) + "\n", encoding="utf-8")

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import json
-import shlex
-from pathlib import Path
 
 import pytest
 from glue_tasks import write_task
 
 from support import interrupted_copy, largest_difference, log_rows
 
-SETTINGS = shlex.split(
-    "--recipe finetune --train.dtype fp32 --data.max_length 32 "
-    "--train.global_batch_size 8 --train.epochs 2 --train.learning_rate 3e-3 --train.save_every 5"
-)
+SETTINGS = "--data.max_length 32 --train.epochs 2 --train.learning_rate 3e-3 --train.save_every 5"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("glue")
     write_task(folder, "RTE", {"train": 40, "dev": 13})
     return folder
 
 
 @pytest.fixture(scope="module")
-def finetune(launch, tiny_teacher, data):
-    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
-        given = ("--student.model", str(tiny_teacher), "--data.task.dir", str(data), "--output_dir", str(folder))
-        launch(*SETTINGS, *given, *arguments, ranks=ranks)
-        return folder
-
-    return run
+def encoder(tiny_teacher):
+    return tiny_teacher
 
 
 @pytest.fixture(scope="module")
-def teacher(finetune, tmp_path_factory) -> Path:
+def teacher(finetune, tmp_path_factory):
     """A run of the labels alone."""
     return finetune(tmp_path_factory.mktemp("run") / "teacher", "--train.epochs", "6")
 
 
-def test_the_labels_are_learned_and_scored(teacher) -> None:
+def test_the_labels_are_learned_and_scored(teacher):
     metrics = json.loads((teacher / "metrics.json").read_text())
     assert list(metrics["student"]["dev"]) == ["RTE"]
     rows = [line.split("\t") for line in (teacher / "predictions/student/dev.tsv").read_text().splitlines()[1:]]
@@ -52,7 +42,7 @@ def test_the_labels_are_learned_and_scored(teacher) -> None:
     assert "| RTE accuracy |" in (teacher / "report.md").read_text()
 
 
-def test_adapters_learn_from_a_sharded_teacher_on_two_ranks_as_on_one(finetune, teacher, tmp_path) -> None:
+def test_adapters_learn_from_a_sharded_teacher_on_two_ranks_as_on_one(finetune, teacher, tmp_path):
     learns = ("--method", "kd", "--teacher.model", str(teacher / "student"), "--student.lora.rank", "2")
     one = finetune(tmp_path / "one", *learns)
     two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
@@ -61,7 +51,7 @@ def test_adapters_learn_from_a_sharded_teacher_on_two_ranks_as_on_one(finetune, 
     assert dev[0] == dev[1]
 
 
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path) -> None:
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path):
     stopped = interrupted_copy(teacher, tmp_path / "stopped")
     finetune(stopped, "--train.epochs", "6")
     assert largest_difference(teacher, stopped) == 0

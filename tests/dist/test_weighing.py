@@ -1,15 +1,15 @@
-"""Matrices measured and decomposed on two ranks, of a whole teacher and of one that ZeRO-3 shards."""
+"""Matrices measured and decomposed on two ranks, of a whole teacher and of one that ZeRO-3 shards.
+
+The file is also the program of a rank.
+"""
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-PROGRAM = """
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from llmdistill.batch import Batch
@@ -22,9 +22,6 @@ from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import init_distributed, on_every
 from llmdistill.teacher.live import load_teacher
 
-folder, teacher = Path(sys.argv[-2]), sys.argv[-1]
-world = init_distributed()
-
 
 def batch(rows):
     ids = torch.randint(5, 200, (12, 9), generator=torch.Generator().manual_seed(1))[rows]
@@ -36,7 +33,7 @@ def keep_in(found):
     return lambda name, each, _seconds: found.update({name: each})
 
 
-def measure(batches, sharding, memory):
+def measure(teacher, world, batches, sharding, memory):
     model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding, world=world).model, {}, []
     shapes = layer_linears(build_reference(load_config(teacher)))
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
@@ -50,30 +47,30 @@ def measure(batches, sharding, memory):
     return found, said, table, products.get("layers.1.mlp.down_proj"), costs
 
 
-def fails():
-    if world.rank == 1:
-        raise UserError("rank 1 cannot")
+def main():
+    folder, teacher = Path(sys.argv[-2]), sys.argv[-1]
+    world = init_distributed()
 
+    def fails():
+        if world.rank == 1:
+            raise UserError("rank 1 cannot")
 
-if world.size == 1:
-    results = [measure([batch(slice(0, 12))], "replicated", 1.0)]
-else:
-    # Rank 1 has one batch less: it repeats its own, but the repetition does not count.
-    own = [batch(slice(0, 4)), batch(slice(8, 12))] if world.is_main else [batch(slice(4, 8))]
-    results = [measure(own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
-    try:
-        on_every(fails, world)
-    except UserError as error:
-        (folder / f"error-{world.rank}").write_text(str(error))
-torch.save(results, folder / f"{world.size}-{world.rank}.pt")
-"""
+    if world.size == 1:
+        results = [measure(teacher, world, [batch(slice(0, 12))], "replicated", 1.0)]
+    else:
+        # Rank 1 has one batch less: it repeats its own, but the repetition does not count.
+        own = [batch(slice(0, 4)), batch(slice(8, 12))] if world.is_main else [batch(slice(4, 8))]
+        results = [measure(teacher, world, own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
+        try:
+            on_every(fails, world)
+        except UserError as error:
+            (folder / f"error-{world.rank}").write_text(str(error))
+    torch.save(results, folder / f"{world.size}-{world.rank}.pt")
 
 
 def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM, encoding="utf-8")
     for ranks in (1, 2):
-        launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=str(program))
+        launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=__file__)
     [(alone, _, table, product, costs)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
     for result in torch.load(tmp_path / "2-1.pt", weights_only=False):
@@ -90,11 +87,11 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
             products = [each.left * each.values @ each.right for each in cuts]
             torch.testing.assert_close(*products, rtol=1e-3, atol=1e-4)
         assert (other_table.cost, other_table.tokens) == pytest.approx((table.cost, 108), rel=1e-4)
-        torch.testing.assert_close(
-            other_table.left @ other_table.right,
-            table.left @ table.right,
-            rtol=1e-3,
-            atol=1e-3 * float(table.left.norm()),
-        )
+        products = [each.left @ each.right for each in (other_table, table)]
+        torch.testing.assert_close(*products, rtol=1e-3, atol=1e-3 * float(table.left.norm()))
         assert (other_product.cost, other_product.tokens) == pytest.approx((product.cost, 108), rel=1e-2)
         assert other_product.a.shape == (2, 4, 8)
+
+
+if __name__ == "__main__":
+    main()

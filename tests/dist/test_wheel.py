@@ -35,7 +35,7 @@ for words in (line.split() for line in sys.stdin.read().splitlines()):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel, built in a copy: setuptools leaves folders behind where it builds."""
     folder = tmp_path_factory.mktemp("wheel")
     left_out = (".*", "runs", "build", "*.egg-info", "__pycache__", "tests")
@@ -47,7 +47,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
+def python(wheel, tmp_path_factory):
     """The interpreter of a fresh environment with the wheel in it, and this one's libraries behind it."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)

@@ -17,15 +17,12 @@ from support import largest_difference
 NAMES = ["anna", "boris", "carla", "dmitri", "elena"]
 PLACES = ["rome", "oslo", "lima", "cairo"]
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "lives", "in", "who", "where", "does", "live", *NAMES, *PLACES]
-SETTINGS = shlex.split(
-    "--recipe finetune --train.dtype fp32 --data.max_length 24 "
-    "--data.task.name question_generation --data.task.writing.max_length 8 --scoring.batch_size 3 "
-    "--train.global_batch_size 8 --train.learning_rate 1e-2"
-)
+SETTINGS = """--data.task.name question_generation --data.max_length 24 --data.task.writing.max_length 8
+--scoring.batch_size 3 --train.learning_rate 1e-2"""
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory) -> Path:
+def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     save_bert(folder, TOKENS, hidden_size=32, intermediate_size=48, initializer_range=0.2)
     save_tokenizer(folder, TOKENS, marked=False)
@@ -33,7 +30,7 @@ def encoder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     """SQuAD's official format: the question asks for a name or a place, as the answer says."""
     folder = tmp_path_factory.mktemp("squad")
     pairs = [(name, place) for name in NAMES for place in PLACES]
@@ -59,18 +56,7 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finetune(launch, encoder, data):
-    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
-        given = ("--student.model", str(encoder), "--data.task.dir", str(data), "--output_dir", str(folder))
-        done = launch(*SETTINGS, *given, *arguments, ranks=ranks)
-        (folder / "said.txt").write_text(done.stdout, encoding="utf-8")
-        return folder
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def teacher(finetune, tmp_path_factory) -> Path:
+def teacher(finetune, tmp_path_factory):
     """A run of the labels alone."""
     return finetune(tmp_path_factory.mktemp("run") / "teacher", "--train.epochs", "40")
 
@@ -80,7 +66,7 @@ def written(run: Path, model: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines]
 
 
-def test_questions_are_learned_and_scored(teacher) -> None:
+def test_questions_are_learned_and_scored(teacher):
     rows = written(teacher, "student")
     assert len(rows) == 14
     right = sum(row["prediction"] in row["references"] for row in rows)
@@ -97,7 +83,7 @@ def test_questions_are_learned_and_scored(teacher) -> None:
     assert "| QuestionGeneration BLEU-4 | QuestionGeneration METEOR | QuestionGeneration ROUGE-L |" in report
 
 
-def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path) -> None:
+def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path):
     """The masked tokens' logits, and the attention of the last layer, which sees the source and the text so far."""
     learns = shlex.split(f"--method kd --also [minilm] --train.epochs 2 --teacher.model {teacher}/student")
     one = finetune(tmp_path / "one", *learns)

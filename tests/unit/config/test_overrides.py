@@ -87,11 +87,7 @@ REPLACED = [
         "student.shape=3x8x2 student.factorize.weighting=none",
         {"calibration.data": "c.jsonl"},
     ),
-    (
-        KRONECKER,
-        "student.method=svd student.factorize.rank=4",
-        {"max_flops": None, "sums": 1, "target_params": None},
-    ),
+    (KRONECKER, "student.method=svd student.factorize.rank=4", {"max_flops": None, "sums": 1, "target_params": None}),
     (
         "student: {lora: {rank: 2}, factorize: {rank: 4, embedding_rank: 3, form: pivoted, rank_multiple: 8}}",
         "student.method=kronecker student.factorize.shapes={'*':2x2}",

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +13,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture
-def word_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+def word_tokenizer():
     """Makes tokenizers of one token per character, so that lengths can be counted by hand; </s> is 0 and <s> 1."""
 
     def make(*, with_start: bool = False, with_end: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:

@@ -14,7 +14,6 @@ from llmdistill.data.columns import Layout, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.store import store
 from llmdistill.data.targets import TARGETS, EncodedTarget
-from llmdistill.data.windows import WINDOWS, EncodedWindow
 
 CLASSES = [EncodedPair([5, 6, 7][: 1 + n % 3], [0, 1, 1][: 1 + n % 3], n % 3, n + 10) for n in range(7)]
 SCORES = [EncodedPair([70_000 + n], None, n / 3, n) for n in range(3)]
@@ -38,7 +37,7 @@ def kept(folder: Path, splits: dict[str, tuple[list[Any], Layout[Any]]], token_i
 @pytest.mark.parametrize(
     ("items", "layout"), [(CLASSES, PAIRS), (SCORES, PAIRS), (TEST, PAIRS), (WRITTEN, TARGETS)], ids=range(4)
 )
-def test_what_is_written_is_read(tmp_path: Path, items: list[Any], layout: Layout[Any]) -> None:
+def test_what_is_written_is_read(tmp_path, items, layout):
     stored = kept(tmp_path, {"other": (WRITTEN[:1], TARGETS), "train": (items, layout)})
     found = stored.items("train", layout)
     assert [astuple(each) for each in found] == [astuple(each) for each in items]
@@ -52,26 +51,7 @@ def test_what_is_written_is_read(tmp_path: Path, items: list[Any], layout: Layou
         found[len(items)]
 
 
-@pytest.mark.parametrize("learned", [True, False])
-def test_windows(tmp_path: Path, learned: bool) -> None:
-    items = []
-    for size in range(2, 7):
-        ids, types = np.arange(size, dtype=np.int32), np.arange(size, dtype=np.int8) % 2
-        places = None if learned else np.arange(-1, 2 * size - 1, dtype=np.int32).reshape(size, 2)
-        items.append(EncodedWindow(ids, None if size == 6 else types, (1, size), size, places))
-    found = kept(tmp_path, {"dev": (items, WINDOWS)}, np.uint16).items("dev", WINDOWS)
-    for mine, its in zip(found, items, strict=True):
-        for name in ("input_ids", "token_type_ids", "characters"):
-            one, other = getattr(mine, name), getattr(its, name)
-            assert (one is None) == (other is None)
-            if other is not None:
-                assert one.dtype == other.dtype
-                assert one.flags.writeable
-                np.testing.assert_array_equal(one, other)
-        assert (mine.target, mine.question, mine.sample_id) == (its.target, its.question, its.sample_id)
-
-
-def test_an_example_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_example_is_made_only_when_it_is_asked_for(tmp_path):
     stored = kept(tmp_path, {"train": (CLASSES, PAIRS)})
     made: list[int] = []
     allocated = pa.total_allocated_bytes()

@@ -3,10 +3,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from decimal import Decimal
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -53,14 +51,14 @@ def read(corpus: Corpus) -> list[list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """The folder of the corpora."""
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "corpora"
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Corpus]:
+def make(tmp_path):
     def tokenized(text: str, name: str = "a.txt", tokenizer: Any = None, *, mask: bool = True, **settings: Any) -> Any:
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -71,9 +69,7 @@ def make(tmp_path: Path) -> Callable[..., Corpus]:
 
 class TestPlainText:
     @pytest.mark.parametrize("at_once", [1, 2, 512])
-    def test_lines_are_segments_and_empty_lines_end_documents(
-        self, make: Callable, monkeypatch: pytest.MonkeyPatch, at_once: int
-    ) -> None:
+    def test_lines_are_segments_and_empty_lines_end_documents(self, make, monkeypatch, at_once):
         monkeypatch.setattr(module, "_AT_ONCE", at_once)
         corpus = make(TEXT)
         assert read(corpus) == [["One two. Three", "four five"], ["six"], ["seven eight", "nine"]]
@@ -82,22 +78,22 @@ class TestPlainText:
         assert isinstance(corpus.tokens, np.memmap), "a text larger than memory is never read as a whole"
         assert corpus.tokens.dtype == np.uint16
 
-    def test_a_decoder_learns_where_lines_end(self, make: Callable) -> None:
+    def test_a_decoder_learns_where_lines_end(self, make):
         expected = [["One two. Three\n", "  four five \n"], ["six\n"], ["seven eight\n", "nine"]]
         assert read(make(TEXT, mask=False)) == expected
         assert read(make(TEXT.replace("\n", "\r\n"), "b.txt", mask=False)) == expected
 
-    def test_byte_order_mark_other_separators_and_a_large_vocabulary(self, make: Callable) -> None:
+    def test_byte_order_mark_other_separators_and_a_large_vocabulary(self, make):
         corpus = make("\ufeffa\u2028\U00010000\n", "a.md", letters(more="\u2028\U00010000"))
         assert read(corpus) == [["a\u2028\U00010000"]]
         assert corpus.tokens.dtype == np.uint32
 
-    def test_lines_without_tokens_are_no_segments(self, make: Callable) -> None:
+    def test_lines_without_tokens_are_no_segments(self, make):
         tokenizer = letters()
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
         assert read(make("a\nxx\nb\n\nxxx\n\nc", tokenizer=tokenizer)) == [["a", "b"], ["c"]]
 
-    def test_a_folder_in_the_order_of_names(self, tmp_path: Path) -> None:
+    def test_a_folder_in_the_order_of_names(self, tmp_path):
         folder = tmp_path / "texts"
         (folder / "b").mkdir(parents=True)
         (folder / "c.txt").write_text("last", encoding="utf-8")
@@ -111,14 +107,14 @@ class TestPlainText:
 class TestRows:
     TEXTS = ("One\n\n two \nthree", "four", " \n ", "\nfive\n")
 
-    def test_each_is_a_document(self, make: Callable) -> None:
+    def test_each_is_a_document(self, make):
         rows = "".join(json.dumps({"content": text, "id": "7"}) + "\n" for text in self.TEXTS)
         encoder = [["One", "two", "three"], ["four"], ["five"]]
         decoder = [["One\n\n", " two \n", "three"], ["four"], ["five\n"]]
         for mask, expected in ((True, encoder), (False, decoder)):
             assert read(make(rows, "a.jsonl", mask=mask, field="content")) == expected
 
-    def test_from_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_from_the_hub(self, monkeypatch):
         asked = []
 
         def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
@@ -139,13 +135,13 @@ class TestRows:
             ({"text": ["a"], "id": 1}, "\"text\" is a list, not a string (there are ['id', 'text']); quote it"),
         ],
     )
-    def test_without_the_text(self, make: Callable, cache: Path, row: dict[str, Any], what: str) -> None:
+    def test_without_the_text(self, make, cache, row, what):
         refuses(f"a.jsonl:3: {what}", make, '{"text": "a"}\n\n' + json.dumps(row), "a.jsonl")
         assert not list(cache.iterdir()), "nothing half is left"
 
 
 class TestCache:
-    def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, make: Callable) -> None:
+    def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, make):
         tokenizer = letters()
         tokenizer.backend_tokenizer.enable_truncation(8)
         tokenizer.backend_tokenizer.enable_padding(length=8)
@@ -154,7 +150,7 @@ class TestCache:
         make(TEXT, tokenizer=tokenizer)
         assert tokenizer.texts == 5
 
-    def test_what_decides_is_tokenized_anew(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_decides_is_tokenized_anew(self, make, cache, monkeypatch):
         row = json.dumps({"text": "ab", "other": "cd"})
         make(row, "a.jsonl")
         assert read(make(row, "a.jsonl", field="other")) == [["cd"]]
@@ -166,7 +162,7 @@ class TestCache:
         make(row, "a.jsonl")
         assert len(list(cache.iterdir())) == 7
 
-    def test_two_at_once(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_at_once(self, make, cache, monkeypatch):
         encode = module._encode
 
         def after_another(*arguments: Any) -> Any:
@@ -191,17 +187,17 @@ class TestFraction:
         return documents
 
     @pytest.mark.parametrize("fraction", [0.001, 0.07, 0.1, 0.25, 0.3, 0.333, 0.7, 0.999])
-    def test_the_number_of_documents_is_the_fraction_of_any_number(self, fraction: float) -> None:
+    def test_the_number_of_documents_is_the_fraction_of_any_number(self, fraction):
         for number in (1, 2, 9, 10, 30, 99, 1000):
             exact = number * Decimal(str(fraction))
             assert math.floor(exact) <= len(self.drawn(number, fraction, seed=3)) <= math.ceil(exact)
 
-    def test_they_come_from_all_over_the_text_and_every_one_may_be_taken(self) -> None:
+    def test_they_come_from_all_over_the_text_and_every_one_may_be_taken(self):
         drawn = [self.drawn(40, 0.1, seed) for seed in range(60)]
         assert all([number // 10 for number in taken] == [0, 1, 2, 3] for taken in drawn)
         assert {number for taken in drawn for number in taken} == set(range(40))
 
-    def test_only_what_is_taken_is_tokenized_and_kept_apart(self, make: Callable, cache: Path) -> None:
+    def test_only_what_is_taken_is_tokenized_and_kept_apart(self, make, cache):
         tokenizer = letters()
         text = "\n\n".join(f"{number}\n{number}" if number % 3 == 0 else str(number) for number in range(60))
 
@@ -221,6 +217,6 @@ class TestFraction:
         shutil.rmtree(cache)
         assert taken(0.1, 1) == parts[0.1, 1], "not only out of the cache"
 
-    def test_a_share_without_a_document(self, make: Callable, cache: Path) -> None:
+    def test_a_share_without_a_document(self, make, cache):
         refuses("a.txt: data.text.fraction 1e-06 takes no document of it; raise the", make, "0\n\n1", fraction=1e-6)
         assert not list(cache.iterdir())

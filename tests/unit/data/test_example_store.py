@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,20 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def untouched(monkeypatch):
     """From its call on nothing may be tokenized."""
     return lambda: monkeypatch.setattr(example_store, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
 
 
 @pytest.mark.parametrize(("at_once", "long_prompts"), [(1, "drop"), (4, "truncate"), (1000, "drop")])
-def test_items_are_those_of_encode(
-    word_tokenizer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, long_prompts: Any
-) -> None:
+def test_items_are_those_of_encode(word_tokenizer, tmp_path, monkeypatch, at_once, long_prompts):
     monkeypatch.setattr(columns, "AT_ONCE", at_once)
-    path, limits = write(tmp_path / "a.jsonl"), Limits(**{**vars(LIMITS), "long_prompts": long_prompts})
+    path, limits = write(tmp_path / "a.jsonl"), replace(LIMITS, long_prompts=long_prompts)
     folder = store_examples(path, word_tokenizer(), limits)
     found = open_examples(folder)
     expected = encode(read_examples(path), word_tokenizer(), limits)
@@ -54,28 +53,25 @@ def test_items_are_those_of_encode(
 
 
 class TestCache:
-    def test_the_second_time_nothing_is_tokenized(
-        self, word_tokenizer: Make, tmp_path: Path, untouched: Callable[[], Any]
-    ) -> None:
+    def test_the_second_time_nothing_is_tokenized(self, word_tokenizer, tmp_path, untouched):
         path = write(tmp_path / "a.jsonl")
         first = store_examples(path, word_tokenizer(), LIMITS)
         untouched()
         moved = path.rename(tmp_path / "b.jsonl")
         assert store_examples(moved, word_tokenizer(), LIMITS) == first
 
-    def test_what_decides_is_tokenized_anew(self, word_tokenizer: Make, tmp_path: Path) -> None:
+    def test_what_decides_is_tokenized_anew(self, word_tokenizer, tmp_path):
         path = write(tmp_path / "a.jsonl")
-        end = word_tokenizer()
+        plain, end = word_tokenizer(), word_tokenizer()
         end.eos_token = "x"
-        tokenizers = [word_tokenizer(), word_tokenizer(with_start=True), word_tokenizer(chat=True), end]
-        folders = [store_examples(path, tokenizer, LIMITS) for tokenizer in tokenizers]
-        for most, both in ((13, 16), (12, 15)):
-            limits = Limits(max_prompt_length=most, max_length=both, long_prompts="truncate")
-            folders.append(store_examples(path, word_tokenizer(), limits))
-        folders.append(store_examples(write(path, ROWS[1:]), word_tokenizer(), LIMITS))
+        others = (word_tokenizer(with_start=True), word_tokenizer(chat=True), end)
+        folders = [store_examples(path, tokenizer, LIMITS) for tokenizer in (plain, *others)]
+        for change in ({"max_prompt_length": 13}, {"max_length": 15}):
+            folders.append(store_examples(path, plain, replace(LIMITS, **change)))
+        folders.append(store_examples(write(path, ROWS[1:]), plain, LIMITS))
         assert len(set(folders)) == 7
 
-    def test_a_chat_template_that_writes_the_date(self, word_tokenizer: Make, tmp_path: Path) -> None:
+    def test_a_chat_template_that_writes_the_date(self, word_tokenizer, tmp_path):
         rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
         path, tokenizer, days = write(tmp_path / "a.jsonl", rows), word_tokenizer(), []
         tokenizer.chat_template = "{{ day }}{% for turn in messages %}{{ turn.content }}{% endfor %}"
@@ -86,7 +82,7 @@ class TestCache:
         assert days[0] != days[1]
 
     @pytest.mark.parametrize("name", ["0.arrow", "meta.json", "manifest.json"])
-    def test_what_is_damaged_is_made_anew(self, word_tokenizer: Make, tmp_path: Path, name: str) -> None:
+    def test_what_is_damaged_is_made_anew(self, word_tokenizer, tmp_path, name):
         path = write(tmp_path / "a.jsonl")
         folder = store_examples(path, word_tokenizer(), LIMITS)
         written = (folder / name).read_bytes()
@@ -96,9 +92,7 @@ class TestCache:
             store_examples(path, word_tokenizer(), LIMITS)
             assert (folder / name).read_bytes() == written
 
-    def test_rows_of_the_hub_are_known_by_their_content(
-        self, word_tokenizer: Make, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], Any]
-    ) -> None:
+    def test_rows_of_the_hub_are_known_by_their_content(self, word_tokenizer, monkeypatch, untouched):
         rows = [dict(row) for row in ROWS]
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
         first = store_examples("someone/rows", word_tokenizer(), LIMITS)

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from hostile import refuses
 
 from llmdistill.data.examples import Example, parse_row
-from llmdistill.errors import UserError
 
-SYSTEM = {"role": "system", "content": "Be short."}
-USER = {"role": "user", "content": "Hi."}
-ANSWER = {"role": "assistant", "content": "Hello."}
+TEXTS = ("Be short.", "Hi.", "Hello.")
+SYSTEM, USER, ANSWER = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), TEXTS, strict=True))
+SHARED = [{"from": who, "value": text} for who, text in zip(("system", "human", "gpt"), TEXTS, strict=True)]
 CHAT = Example("", "", ("Hello.",), messages=(("system", "Be short."), ("user", "Hi.")))
 RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
 
@@ -18,47 +16,22 @@ RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
     ("row", "example"),
     [
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, Example("Add.", "1 2", ("3",))),
-        (
-            {"instruction": "Add.", "context": "1 2", "response": "3", "category": "closed_qa"},
-            Example("Add.", "1 2", ("3",)),
-        ),
-        (
-            {"instruction": "Add.", "prompt": "Below is …", "input": "", "output": ["3", "three"], "topic": 1},
-            Example("Add.", "", ("3", "three")),
-        ),
+        ({"instruction": "Add.", "context": "1 2", "response": "3", "category": "c"}, Example("Add.", "1 2", ("3",))),
+        ({"instruction": "Add.", "prompt": "B", "input": "", "output": ["3", "x"]}, Example("Add.", "", ("3", "x"))),
         ({"instruction": "Add.", "input": None, "context": "1", "output": "3"}, Example("Add.", "1", ("3",))),
         ({"prompt": "Hi.", "completion": "Hello."}, RAW),
         ({"prompt": "Hi.", "output": ["Hello."], "instruction": None}, RAW),
         ({"messages": [SYSTEM, USER, ANSWER]}, CHAT),
         ({"messages": [SYSTEM, USER, ANSWER], "prompt": "Hi."}, CHAT),
         ({"messages": [SYSTEM, USER, ANSWER, USER]}, CHAT),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": "Be short."},
-                    {"from": "human", "value": "Hi."},
-                    {"from": "gpt", "value": "Hello."},
-                ]
-            },
-            CHAT,
-        ),
+        ({"conversations": SHARED}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": "Hello."}, CHAT),
         (
             {"messages": [USER, ANSWER, USER, {"role": "assistant", "content": "Again?"}]},
             Example("", "", ("Again?",), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
         ),
-    ],
-)
-def test_forms(row: dict[str, Any], example: Example) -> None:
-    parsed = parse_row(row, "x:1")
-    assert parsed == example
-    assert parsed.source == "x:1"
-
-
-@pytest.mark.parametrize(
-    ("row", "example"),
-    [
+        # Prompts without an answer.
         ({"instruction": "Add.", "output": None}, Example("Add.", "", ())),
         ({"prompt": "Hi."}, Example("", "", (), raw_prompt="Hi.")),
         ({"prompt": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
@@ -68,8 +41,10 @@ def test_forms(row: dict[str, Any], example: Example) -> None:
         ),
     ],
 )
-def test_prompts_without_answer(row: dict[str, Any], example: Example) -> None:
-    assert parse_row(row, "x:1", needs_answer=False) == example
+def test_forms(row, example):
+    parsed = parse_row(row, "x:1", needs_answer=bool(example.outputs))
+    assert parsed == example
+    assert parsed.source == "x:1"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +69,5 @@ def test_prompts_without_answer(row: dict[str, Any], example: Example) -> None:
         ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2 of "messages" has the content null'),
     ],
 )
-def test_what_is_wrong_is_named(row: dict[str, Any], what: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_row(row, "data.jsonl:7")
-    assert str(error.value).startswith(f"data.jsonl:7: {what}")
+def test_what_is_wrong_is_named(row, what):
+    refuses(f"data.jsonl:7: {what}", parse_row, row, "data.jsonl:7")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +13,7 @@ from llmdistill.errors import UserError
 Make = Callable[..., PreTrainedTokenizerFast]
 
 
-def test_prompts_are_those_of_alpaca() -> None:
+def test_prompts_are_those_of_alpaca():
     assert render_prompt(Example("Use {braces}.", "", ("x",))) == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nUse {braces}.\n\n### Response:\n"
@@ -33,7 +31,7 @@ class TestEncode:
     def examples(self, *lengths: int) -> list[Example]:
         return [Example("i" * n, "", ("out", "other"), f"file:{place}") for place, n in enumerate(lengths, start=1)]
 
-    def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer: Make) -> None:
+    def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer):
         tokenizer = word_tokenizer()
         [example] = self.examples(3)
         limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7)
@@ -42,7 +40,7 @@ class TestEncode:
         assert item.prompt_ids[-1] == tokenizer.convert_tokens_to_ids("\n")
         assert item.response_ids == [*tokenizer.convert_tokens_to_ids(list("out")), tokenizer.eos_token_id]
 
-    def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer: Make) -> None:
+    def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer):
         limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6)
         data = encode(self.examples(3, 1), word_tokenizer(), limits)
         assert [len(item.response_ids) for item in data.items] == [3, 4]
@@ -50,7 +48,7 @@ class TestEncode:
         assert data.items[1].response_ids[-1] == 0
         assert data.counts.report() == "2 examples: 0 dropped for a long prompt, 0 prompts and 1 responses truncated."
 
-    def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer: Make) -> None:
+    def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer):
         examples = self.examples(50, 1)
         limits = {"max_prompt_length": self.LENGTH + 10, "max_length": 300, "long_prompts": "truncate"}
         plain = encode(examples, word_tokenizer(), Limits(**limits))
@@ -62,7 +60,7 @@ class TestEncode:
         assert started.items[1].prompt_ids[0] == 1
         assert started.items[1].response_ids[0] != 1, "a start token belongs at the start only"
 
-    def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(self, word_tokenizer: Make) -> None:
+    def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(self, word_tokenizer):
         data = encode(self.examples(1), word_tokenizer(with_end=True), Limits(max_prompt_length=180, max_length=200))
         assert data.items[0].prompt_ids.count(0) == 0
         assert data.items[0].response_ids.count(0) == 1
@@ -84,16 +82,14 @@ class TestForms:
         ("text", "with_start", "tokens"),
         [("{Hi} ", False, "{Hi} "), ("{Hi} ", True, "<s>{Hi} "), ("<s>Hi", True, "<s>Hi")],
     )
-    def test_a_ready_prompt_stays_as_it_is(
-        self, word_tokenizer: Make, text: str, with_start: bool, tokens: str
-    ) -> None:
+    def test_a_ready_prompt_stays_as_it_is(self, word_tokenizer, text, with_start, tokens):
         tokenizer, prompt = word_tokenizer(with_start=with_start), Example("", "", (), raw_prompt=text)
         assert render_prompt(prompt) == text
         [ids] = encode_prompts([prompt], tokenizer, self.LIMITS).ids
         assert text_of(tokenizer, ids) == tokens
 
     @pytest.mark.parametrize("affixes", [{}, {"with_start": True, "with_end": True}])
-    def test_messages_get_the_template_and_one_start_token(self, word_tokenizer: Make, affixes: dict) -> None:
+    def test_messages_get_the_template_and_one_start_token(self, word_tokenizer, affixes):
         tokenizer = word_tokenizer(chat=True, **affixes)
         prompt = "<s>[system]Be short.[user]Hi.[assistant]"
         assert render_prompt(CHAT, tokenizer) == prompt
@@ -101,7 +97,7 @@ class TestForms:
         assert text_of(tokenizer, item.prompt_ids) == prompt
         assert text_of(tokenizer, item.response_ids) == "Hello.</s>"
 
-    def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer: Make) -> None:
+    def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer):
         tokenizer = word_tokenizer(with_start=True, chat=True)
         mixed = [CHAT, RAW, ALPACA, RAW, CHAT]
         alone = [encode_prompts([example], tokenizer, self.LIMITS).ids[0] for example in mixed]
@@ -115,13 +111,10 @@ class TestForms:
             encode_prompts([CHAT, CHAT], tokenizer, Limits(**limits))
 
 
-def test_a_real_set_with_the_gpt2_tokenizer() -> None:
-    folder = os.environ.get("LLMDISTILL_DATA")
-    if folder is None:
-        pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(folder) / "tokenizers" / "gpt2")
+def test_a_real_set_with_the_gpt2_tokenizer(real_data):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(real_data / "tokenizers" / "gpt2")
     tokenizer.eos_token = "<|endoftext|>"
-    examples = read_examples(Path(folder) / "instruct" / "self_inst.jsonl")
+    examples = read_examples(real_data / "instruct" / "self_inst.jsonl")
     data = encode(examples, tokenizer, Limits(max_prompt_length=256, max_length=512, long_prompts="drop"))
     # 242 is the number that MiniLLM keeps.
     assert (len(data.items), data.counts.dropped, data.counts.truncated_responses) == (242, 10, 4)

@@ -28,11 +28,11 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("length", "share", "number"), [(100, 0.15, 15), (1, 0.15, 1), (4, 0.15, 1), (11, 0.15, 2), (10, 0.99, 10)]
     )
-    def test_their_number_is_exact(self, length: int, share: float, number: int) -> None:
+    def test_their_number_is_exact(self, length, share, number):
         _, labels = masked(np.array([2, *[7] * length, 3, 0, 0, 0, 0, 0, 0, 0, 0]), mask_share=share)
         assert len(chosen(labels)) == number
 
-    def test_special_tokens_and_padding_are_never_chosen(self) -> None:
+    def test_special_tokens_and_padding_are_never_chosen(self):
         ids = np.array([2, 10, 1, 3, 11, 3, 0, 0])
         seen: Counter[int] = Counter()
         for seed in range(200):
@@ -42,7 +42,7 @@ class TestTokens:
         assert set(seen) == {1, 4}
         assert min(seen.values()) > 60, "the places are equally likely"
 
-    def test_labels_are_the_tokens_where_chosen_and_the_rest_is_shown(self) -> None:
+    def test_labels_are_the_tokens_where_chosen_and_the_rest_is_shown(self):
         ids = np.random.default_rng(1).integers(5, 50, 500).astype(np.uint16)
         before = ids.copy()
         shown, labels = masked(ids)
@@ -53,7 +53,7 @@ class TestTokens:
         assert (shown[others] == ids[others]).all()
         assert labels.dtype == np.int64
 
-    def test_of_ten_chosen_eight_are_masked_one_is_replaced_and_one_stays(self) -> None:
+    def test_of_ten_chosen_eight_are_masked_one_is_replaced_and_one_stays(self):
         ids = np.full(40_000, 60)  # not in the vocabulary, so that no replacement is the token itself
         shown, labels = masked(ids, mask_share=0.5)
         shown = shown[chosen(labels)]
@@ -72,7 +72,7 @@ class TestWholeWords:
     TOKENS = ((1, 2, 3), (4,), (5, 6), (8,), (9, 10, 11, 12))
     """What follows a special token begins one too."""
 
-    def test_are_chosen_as_a_whole_until_the_number_is_reached(self) -> None:
+    def test_are_chosen_as_a_whole_until_the_number_is_reached(self):
         alone = set()
         for share in (0.01, 0.3, 0.9):
             number = max(1, round(share * 11))
@@ -86,7 +86,7 @@ class TestWholeWords:
                 alone |= {*words} if len(words) == 1 else set()
         assert alone == set(self.TOKENS)
 
-    def test_the_parts_of_a_word_are_masked_each_by_its_own_dice(self) -> None:
+    def test_the_parts_of_a_word_are_masked_each_by_its_own_dice(self):
         ids = np.array([10] + [11] * 9999)
         shown, labels = masked(ids, word_starts=self.STARTS)
         assert len(chosen(labels)) == 10_000
@@ -108,7 +108,7 @@ PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(
     ],
     ids=["WordPiece", "byte level", "Llama 3", "sentencepiece", "Llama 2"],
 )
-def test_word_starts(model: Any, pre_tokenizer: Any, normalizer: Any, starts: set[str]) -> None:
+def test_word_starts(model, pre_tokenizer, normalizer, starts):
     vocabulary = {token: 2 * number for number, token in enumerate(["<s>", "a", "##d", "Ġb", "▁c", "Ċ"])}
     backend = Tokenizer(model(vocabulary, unk_token="<s>", **({"merges": []} if model is models.BPE else {})))
     if pre_tokenizer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ ROWS: list[tuple[str, str]] = [
 
 
 @pytest.fixture
-def tokenizer(word_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+def tokenizer(word_tokenizer):
     return word_tokenizer()
 
 
@@ -47,7 +46,7 @@ def bare(**names: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(("row", "said"), ROWS, ids=lambda each: each[:30])
-def test_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: str, said: str) -> None:
+def test_a_row(tmp_path, tokenizer, row, said):
     lines = tmp_path / "a.jsonl"
     lines.write_text(f"{GOOD}\n\n{row}\n{GOOD}")
     refuses(f"a.jsonl:3: {said}", read_examples, lines)
@@ -66,12 +65,12 @@ def test_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: str, sai
         ("[\n{,}]", "a.json:2: not JSON"),
     ],
 )
-def test_a_json_file(tmp_path: Path, text: str, said: str) -> None:
+def test_a_json_file(tmp_path, text, said):
     (tmp_path / "a.json").write_text(text)
     refuses(said, read_examples, tmp_path / "a.json")
 
 
-def test_a_file_of_rows_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_file_of_rows_that_is_none(tmp_path, tokenizer):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     (tmp_path / "taken").write_text("a file")
@@ -83,7 +82,7 @@ def test_a_file_of_rows_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokeni
     refuses("another folder as data.cache_dir", store_examples, tmp_path / "a.jsonl", tokenizer, Limits(), **cache)
 
 
-def test_rows_in_memory_with_half_a_character(tmp_path: Path) -> None:
+def test_rows_in_memory_with_half_a_character(tmp_path):
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": "\ud800"}]
     refuses("data: row 2: it holds half of a surrogate pair", examples_of, rows)
     refuses("data: row 1: it holds half of a surrogate pair", write_rows, ["\udfff"], tmp_path)
@@ -97,13 +96,13 @@ def test_rows_in_memory_with_half_a_character(tmp_path: Path) -> None:
         ("latin.txt", b"caf\xe9\n", "latin.txt:1: cannot be read as UTF-8 text (invalid continuation byte"),
     ],
 )
-def test_a_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: bytes, said: str) -> None:
+def test_a_text(tmp_path, tokenizer, name, content, said):
     (tmp_path / name).write_bytes(content)
     refuses(said, tokenize, tmp_path / name, tokenizer, cache_dir=tmp_path / "cache")
     assert not [*tmp_path.glob("cache/corpora/*")]
 
 
-def test_languages_are_files_and_folders_of_one_folder(tmp_path: Path) -> None:
+def test_languages_are_files_and_folders_of_one_folder(tmp_path):
     folder = tmp_path / "corpus"
     settings = DataConfig(kind="text", train=str(folder), text=TextConfig(sampling_exponent=0.3))
     refuses("is no folder", _parts, settings)
@@ -155,7 +154,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_settings_and_tokenizers_that_do_not_fit(name: str) -> None:
+def test_settings_and_tokenizers_that_do_not_fit(name):
     call, said = CALLS[name]
     with pytest.raises(ValueError, match=re.escape(said)):
         call()

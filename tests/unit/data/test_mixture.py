@@ -22,7 +22,7 @@ WORDS = {name: [f"{name}{number}" for number in range(size + 1)] for name, size 
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextSequences]:
+def parts(tmp_path_factory):
     """Each language has documents of seven times one word, a sequence of ten tokens each, with no other's word."""
     folder = tmp_path_factory.mktemp("texts")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -57,7 +57,7 @@ def language(word: int) -> str:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.3, 1.0])
-def test_an_epoch_has_the_shares_of_the_formula(parts: dict[str, TextSequences], exponent: float) -> None:
+def test_an_epoch_has_the_shares_of_the_formula(parts, exponent):
     mixed = MixedSequences(parts, exponent)
     assert len(mixed) == TOTAL
     weights = {name: (size / TOTAL) ** exponent for name, size in SIZES.items()}
@@ -69,7 +69,7 @@ def test_an_epoch_has_the_shares_of_the_formula(parts: dict[str, TextSequences],
     assert all(f"{size / TOTAL:.1%} of the text" in mixed.report() for size in SIZES.values())
 
 
-def test_a_text_is_seen_whole_before_anything_comes_again(parts: dict[str, TextSequences]) -> None:
+def test_a_text_is_seen_whole_before_anything_comes_again(parts):
     mixed = MixedSequences(parts, 0.3)
 
     words = seen(mixed, range(2 * TOTAL // 4))
@@ -88,13 +88,13 @@ def test_a_text_is_seen_whole_before_anything_comes_again(parts: dict[str, TextS
     assert seen(mixed, range(0, 20), seed=6) != words[:80]
 
 
-def test_the_same_places_of_two_texts_have_different_masks(parts: dict[str, TextSequences]) -> None:
+def test_the_same_places_of_two_texts_have_different_masks(parts):
     # One sequence, drawn as the part of each number.
     masks = {tuple((parts["en"].read(0, 0, 3, number).labels >= 0).tolist()) for number in range(12)}
     assert len(masks) > 3
 
 
-def test_counts_add_up_and_leave_nobody_out() -> None:
+def test_counts_add_up_and_leave_nobody_out():
     for sizes in ([1000, 1], [3, 3, 3], [1, 1], [10**9, 10**6, 5], [7]):
         for exponent in (0.0, 0.3, 1.0):
             counts = mixture_counts(sizes, exponent)

@@ -49,7 +49,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn() -> None:
+def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
     state, threads = torch.random.get_rng_state(), set()
 
     def prepare(batch: Batch) -> Batch:
@@ -65,7 +65,7 @@ def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn() -> Non
     assert threading.current_thread() not in threads
 
 
-def test_the_next_step_is_made_while_the_caller_works() -> None:
+def test_the_next_step_is_made_while_the_caller_works():
     loader = Watched()
     prefetched = Prefetched(loader, steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
@@ -76,13 +76,13 @@ def test_the_next_step_is_made_while_the_caller_works() -> None:
     loader.waits.set()
 
 
-def test_another_step_than_the_next_is_made_anew() -> None:
+def test_another_step_than_the_next_is_made_anew():
     prefetched = Prefetched(Watched(), steps=len(STEPS), device=CPU)
     for step in (0, 4, 2, 2, 1):
         assert prefetched.micro_batches(step) == STEPS[step]
 
 
-def test_an_error_is_raised_at_its_step_and_again() -> None:
+def test_an_error_is_raised_at_its_step_and_again():
     prefetched = Prefetched(Watched(fails_at=1), steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_an_error_is_raised_at_its_step_and_again() -> None:
     assert prefetched.micro_batches(2) == STEPS[2]
 
 
-def test_the_thread_ends_with_the_loader() -> None:
+def test_the_thread_ends_with_the_loader():
     def running() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
 
@@ -106,7 +106,7 @@ def test_the_thread_ends_with_the_loader() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_for_a_gpu_are_pinned() -> None:
+def test_batches_for_a_gpu_are_pinned():
     prefetched = Prefetched(Watched(), steps=len(STEPS), device=torch.device("cuda", 0))
     for batch, expected in zip(prefetched.micro_batches(0), STEPS[0], strict=True):
         assert torch.equal(batch.input_ids, expected.input_ids)

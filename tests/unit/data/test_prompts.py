@@ -64,19 +64,16 @@ class TestResolving:
             resolve_prompt(asked, [word_tokenizer()])
 
 
-class TestRendering:
-    def test_a_text_of_ones_own_keeps_braces(self):
-        example = Example("Say {input}", "{instruction}", ("x",))
-        assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
-        assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
+def test_a_text_of_ones_own_keeps_braces():
+    example = Example("Say {input}", "{instruction}", ("x",))
+    assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
+    assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
 
 
 class TestTokens:
     def test_instructions_by_the_chat_template_are_messages(self, turning):
         instruction = parse_row({"instruction": "Add.", "input": "1 2", "output": "3"}, "row")
-        messages = parse_row(
-            {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]}, "row"
-        )
+        messages = Example("", "", ("3",), messages=(("user", "Add.\n\n1 2"),))
         asked = encode([instruction], turning, Limits(**LIMITS, prompt="chat")).items
         assert asked == encode([messages], turning, Limits(**LIMITS)).items
         text = turning.decode([*asked[0].prompt_ids, *asked[0].response_ids])

@@ -18,20 +18,20 @@ def indices(step: int, *, seed: int = 3, size: int = 10, batch: int = 4) -> list
     return global_batch_indices(seed=seed, step=step, dataset_size=size, global_batch_size=batch)
 
 
-def test_each_epoch_is_a_permutation_and_batches_straddle_epochs() -> None:
+def test_each_epoch_is_a_permutation_and_batches_straddle_epochs():
     walked = [index for step in range(15) for index in indices(step)]
     epochs = [walked[start : start + 10] for start in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6, "each epoch has its own order"
 
 
-def test_a_batch_larger_than_the_set() -> None:
+def test_a_batch_larger_than_the_set():
     batch = indices(0, size=3, batch=8)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
     assert sorted(batch[6:] + indices(1, size=3, batch=8)[:1]) == [0, 1, 2]
 
 
-def test_seed_and_step_alone_decide() -> None:
+def test_seed_and_step_alone_decide():
     expected = [indices(step) for step in range(8)]
     for step in (5, 0, 7, 2):
         _permutation.cache_clear()
@@ -46,7 +46,7 @@ def test_seed_and_step_alone_decide() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 24), (1, 4), (2, 3), (3, 1), (8, 3)])
-def test_ranks_and_micro_batches_make_up_the_global_batch(world_size: int, micro_batch_size: int) -> None:
+def test_ranks_and_micro_batches_make_up_the_global_batch(world_size, micro_batch_size):
     batch = indices(1, size=100, batch=24)
     by_rank = [
         rank_micro_batches(batch, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
@@ -71,7 +71,7 @@ def whole_batch(step: int, **changes: Any) -> list[Encoded]:
     return [item for part in loader(**changes).micro_batch_items(step) for item in part]
 
 
-def test_loader_collates_this_ranks_share_longest_first() -> None:
+def test_loader_collates_this_ranks_share_longest_first():
     drawn = [ITEMS[index] for index in indices(5, size=40)]
     whole = whole_batch(5)
     assert Counter(map(str, whole)) == Counter(map(str, drawn))
@@ -84,7 +84,7 @@ def test_loader_collates_this_ranks_share_longest_first() -> None:
 
 
 @pytest.mark.parametrize(("bucket_steps", "spread"), [(1, False), (5, False), (5, True)])
-def test_ranks_and_micro_batches_do_not_change_what_a_step_learns(bucket_steps: int, spread: bool) -> None:
+def test_ranks_and_micro_batches_do_not_change_what_a_step_learns(bucket_steps, spread):
     settings: dict[str, Any] = {"global_batch_size": 24, "bucket_steps": bucket_steps, "spread": spread}
     settings["items"] = [Encoded([n] * (1 + 7 * n % 11), [n]) for n in range(480)]
     for step in (0, 3, 7):
@@ -96,7 +96,7 @@ def test_ranks_and_micro_batches_do_not_change_what_a_step_learns(bucket_steps: 
             assert Counter(map(str, whole)) == Counter(str(item) for part in parts for item in part)
 
 
-def test_a_window_is_sorted_and_cut_into_its_steps() -> None:
+def test_a_window_is_sorted_and_cut_into_its_steps():
     items = [Encoded([n] * (1 + 7 * n % 11), [n]) for n in range(64)]
     batches = [whole_batch(step, items=items, bucket_steps=4) for step in range(16)]
     assert sorted(item.prompt_ids[0] for batch in batches for item in batch) == list(range(64)), "an epoch is walked"
@@ -115,13 +115,13 @@ def test_a_window_is_sorted_and_cut_into_its_steps() -> None:
         assert again.micro_batch_items(step) == [batches[step]], "a pure function of the step"
 
 
-def test_a_window_is_a_small_part_of_the_data_set() -> None:
+def test_a_window_is_a_small_part_of_the_data_set():
     assert loader(ITEMS, bucket_steps=50).bucket_steps == 2
     assert loader(ITEMS[:3], bucket_steps=50).bucket_steps == 1
     assert len(whole_batch(3, items=ITEMS[:3], bucket_steps=50)) == 4
 
 
-def test_spread_micro_batches_are_about_equally_large() -> None:
+def test_spread_micro_batches_are_about_equally_large():
     items = sorted(ITEMS[:24], key=len, reverse=True)
     for world_size, size in ((1, 4), (2, 3)):
         settings: dict[str, Any] = {"world_size": world_size, "micro_batch_size": size, "spread": True}
@@ -130,7 +130,7 @@ def test_spread_micro_batches_are_about_equally_large() -> None:
         assert max(tokens) - min(tokens) <= len(items[0]) - len(items[-1])
 
 
-def test_a_rank_reads_its_own_examples_alone() -> None:
+def test_a_rank_reads_its_own_examples_alone():
     """A set that is mapped into memory is not copied by every rank for the sake of the order."""
     read: list[int] = []
 

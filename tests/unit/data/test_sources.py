@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,17 @@ def write_csv(path: Path, *rows: list[str]) -> Path:
 
 
 class TestJsonl:
-    def test_line_separators_inside_strings_do_not_end_a_line(self, tmp_path: Path) -> None:
+    def test_line_separators_inside_strings_do_not_end_a_line(self, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_bytes('\ufeff{"instruction": "a\u2028b", "output": "c\x85d"}\r\n'.encode())
         assert read_examples(path) == [Example("a\u2028b", "", ("c\x85d",))]
 
-    def test_a_whole_surrogate_pair_is_a_character(self, tmp_path: Path) -> None:
+    def test_a_whole_surrogate_pair_is_a_character(self, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_text('{"instruction": "\\ud83d\\ude00", "output": "\\\\ud800"}\n')
         assert read_examples(path) == [Example("😀", "", ("\\ud800",))]
 
-    def test_streaming_reads_no_further_than_asked(self, tmp_path: Path) -> None:
+    def test_streaming_reads_no_further_than_asked(self, tmp_path):
         path = write(tmp_path / "a.jsonl", ROW, "not JSON")
         assert list(islice(stream_rows(path), 1)) == [(ROW, f"{path}:1")]
 
@@ -49,13 +48,13 @@ class TestJson:
     @pytest.mark.parametrize(
         "text", [json.dumps(ROWS, indent=1), json.dumps({"data": ROWS}), "\n".join(map(json.dumps, ROWS))]
     )
-    def test_an_array_an_object_around_it_or_lines(self, tmp_path: Path, text: str) -> None:
+    def test_an_array_an_object_around_it_or_lines(self, tmp_path, text):
         found = read_examples(write(tmp_path / "a.json", text))
         assert found == [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
 
 
 class TestTables:
-    def test_parquet(self, tmp_path: Path) -> None:
+    def test_parquet(self, tmp_path):
         chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
         rows: list[dict[str, Any]] = [{**ROW, "output": ["3", "three"]}, {"messages": chat}]
         keys = {key for row in rows for key in row}
@@ -66,7 +65,7 @@ class TestTables:
             Example("", "", ("Hello.",), messages=(("user", "Hi."),)),
         ]
 
-    def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path: Path) -> None:
+    def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path):
         path = tmp_path / "a.tsv"
         path.write_text('instruction\toutput\n"a\tb\n\nc, d\t"e" f\n', encoding="utf-8")
         examples = read_examples(path)
@@ -74,13 +73,13 @@ class TestTables:
         path.write_text("instruction\toutput\n\na\n", encoding="utf-8")
         refuses("a.tsv:3: ", read_examples, path)
 
-    def test_cells_of_csv_stay_text(self, tmp_path: Path) -> None:
+    def test_cells_of_csv_stay_text(self, tmp_path):
         path = write_csv(
             tmp_path / "a.csv", ["instruction", "input", "output"], ["007", "", "None"], ["1.50", "NA", "a\nb"]
         )
         assert read_examples(path) == [Example("007", "", ("None",)), Example("1.50", "NA", ("a\nb",))]
 
-    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+    def test_what_is_wrong_is_named(self, tmp_path):
         path = write_csv(tmp_path / "a.csv", ["instruction", "output"], ["a", "b"], ["c", ""])
         refuses('a.csv: row 2: the key "output" is missing', read_examples, path)
         assert [example.outputs for example in read_examples(path, needs_answer=False)] == [("b",), ()]
@@ -93,7 +92,7 @@ def sized(rows: int) -> datasets.Dataset:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[datasets.Dataset], list[tuple[Any, ...]]]:
+def hub(monkeypatch):
     """Lets the hub hold this set, split train; gives the list of what was asked of it."""
 
     def install(table: datasets.Dataset) -> list[tuple[Any, ...]]:
@@ -125,7 +124,7 @@ class TestHub:
             (Path("o/n:main:train"), ("o/n", "main", "train"), range(10)),
         ],
     )
-    def test_names(self, hub: Callable, reference: str, asked: tuple[Any, ...], numbers: list[int]) -> None:
+    def test_names(self, hub, reference, asked, numbers):
         calls = hub(sized(10))
         assert [example.instruction for example in read_examples(reference)] == [f"Add {n}." for n in numbers]
         assert calls == [(*asked, False)]
@@ -133,7 +132,7 @@ class TestHub:
     @pytest.mark.parametrize(
         ("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[7:]", range(7, 10)), ("[2:4]", range(2, 4))]
     )
-    def test_streaming_cuts_by_numbers(self, hub: Callable, slice_: str, numbers: range) -> None:
+    def test_streaming_cuts_by_numbers(self, hub, slice_, numbers):
         calls = hub(sized(10))
         rows = list(stream_rows(f"o/n:train{slice_}"))
         assert [row["instruction"] for row, _ in rows] == [f"Add {n}." for n in numbers]
@@ -141,7 +140,7 @@ class TestHub:
         assert calls == [("o/n", None, "train", True)]
 
     @pytest.mark.parametrize(("form", "split"), [(str, ""), (str, ":train[4:]"), (Path, ":test")])
-    def test_one_file_of_a_set(self, monkeypatch: pytest.MonkeyPatch, form: Callable, split: str) -> None:
+    def test_one_file_of_a_set(self, monkeypatch, form, split):
         calls = []
 
         def load(kind: str, config: None, *, split: str, streaming: bool, data_files: str) -> object:
@@ -153,11 +152,11 @@ class TestHub:
         assert calls == [("json", split[1:] or "train", "hf://datasets/MiniLLM/dolly/raw.jsonl")]
 
     @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
-    def test_streaming_says_what_it_cannot_cut(self, hub: Callable, slice_: str) -> None:
+    def test_streaming_says_what_it_cannot_cut(self, hub, slice_):
         hub(sized(10))
         refuses("by whole numbers alone, such as train[:500]", lambda: next(stream_rows(f"o/n:train{slice_}")))
 
-    def test_failure_names_the_set_and_the_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_names_the_set_and_the_remedy(self, monkeypatch):
         def unreachable(*_: object, **__: object) -> None:
             raise ConnectionError("Couldn't reach it\nafter 5 trials")
 
@@ -170,7 +169,7 @@ class TestHub:
     @pytest.mark.parametrize(
         "reference", ["none.jsonl", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"]
     )
-    def test_what_is_no_name_is_a_missing_file(self, hub: Callable, reference: str) -> None:
+    def test_what_is_no_name_is_a_missing_file(self, hub, reference):
         calls = hub(sized(1))
         refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", stream_rows, reference)
         assert calls == []

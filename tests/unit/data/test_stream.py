@@ -38,12 +38,12 @@ def write(path: Path, prompts: list[str], answer: str = "yes") -> Path:
 
 
 @pytest.fixture
-def numbers(tmp_path: Path) -> Path:
+def numbers(tmp_path):
     return write(tmp_path / "numbers.jsonl", [f"n{number}" for number in range(SIZE)])
 
 
 @pytest.fixture
-def make(word_tokenizer: Make) -> Callable[..., StreamLoader]:
+def make(word_tokenizer):
     def loader(reference: Path | str, **changes: Any) -> StreamLoader:
         settings = {"shuffle_buffer": 4, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
         given = {**settings, **changes}
@@ -60,7 +60,7 @@ def walked(loader: StreamLoader, steps: int) -> list[str]:
     return ["".join(loader.tokenizer.convert_ids_to_tokens(item.prompt_ids)) for item in items]
 
 
-def test_the_buffer_is_what_mixes() -> None:
+def test_the_buffer_is_what_mixes():
     def order(size: int, seed: int = 0) -> list[int]:
         return list(shuffled(range(1000), size, np.random.default_rng(seed)))
 
@@ -72,7 +72,7 @@ def test_the_buffer_is_what_mixes() -> None:
     assert np.abs(moved_if_whole).mean() > 250, "one that fits is mixed as a whole"
 
 
-def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make: Callable, numbers: Path) -> None:
+def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make, numbers):
     prompts = walked(make(numbers), 15)
     epochs = [prompts[start : start + SIZE] for start in range(0, 60, SIZE)]
     assert all(sorted(epoch) == [f"n{number}" for number in range(SIZE)] for epoch in epochs)
@@ -81,7 +81,7 @@ def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make: Callable,
 
 
 @pytest.mark.parametrize("bucket_steps", [1, 3])
-def test_seed_and_step_alone_decide(make: Callable, numbers: Path, bucket_steps: int) -> None:
+def test_seed_and_step_alone_decide(make, numbers, bucket_steps):
     loader = make(numbers, bucket_steps=bucket_steps)
     expected = [loader.micro_batch_items(step) for step in range(8)]
     assert len({str(items) for items in expected}) == 8
@@ -96,7 +96,7 @@ def test_seed_and_step_alone_decide(make: Callable, numbers: Path, bucket_steps:
         assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_steps_are_sorted_by_length(make: Callable, tmp_path: Path) -> None:
+def test_steps_are_sorted_by_length(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % 8) for n in range(24)])
     plain, sorted_together = make(path), make(path, bucket_steps=3)
     for first in (0, 3):
@@ -108,9 +108,7 @@ def test_steps_are_sorted_by_length(make: Callable, tmp_path: Path) -> None:
         assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_step_asked_for_twice_is_not_walked_to_twice(
-    make: Callable, numbers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_asked_for_twice_is_not_walked_to_twice(make, numbers, monkeypatch):
     loader = make(numbers)
     loader.micro_batch_items(4)
     monkeypatch.setattr(loader, "_restart", lambda: pytest.fail("it went back to the start"))
@@ -118,7 +116,7 @@ def test_a_step_asked_for_twice_is_not_walked_to_twice(
     loader.micro_batches(5)
 
 
-def test_the_set_is_never_held(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_set_is_never_held(make, monkeypatch):
     read = 0
 
     def endless(_: object) -> Iterator[tuple[dict[str, str], str]]:
@@ -150,9 +148,7 @@ def on_ranks(make: Callable, size: int, reference: Path, job: Callable[[StreamLo
 
 class TestSharedAmongRanks:
     @pytest.mark.parametrize(("long_prompts", "bucket_steps"), [("error", 1), ("truncate", 3), ("drop", 3)])
-    def test_the_batches_are_those_of_one_rank(
-        self, make: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_prompts: str, bucket_steps: int
-    ) -> None:
+    def test_the_batches_are_those_of_one_rank(self, make, monkeypatch, tmp_path, long_prompts, bucket_steps):
         rows, encode = stream.stream_rows, stream.encode
         read, tokenized = Counter[int](), Counter[int]()
 
@@ -193,7 +189,7 @@ class TestSharedAmongRanks:
             ([f'{{"prompt": "{"b" * n}", "completion": "b"}}' for n in (10, 11, 12)], "prompt has 1[012] tokens"),
         ],
     )
-    def test_a_mistake_is_that_of_one_rank(self, make: Callable, tmp_path: Path, rows: list[str], said: str) -> None:
+    def test_a_mistake_is_that_of_one_rank(self, make, tmp_path, rows, said):
         path = write(tmp_path / "a.jsonl", ["a"] * 20)
         with path.open("a") as file:
             file.write("\n".join(rows))
@@ -212,7 +208,7 @@ class TestSharedAmongRanks:
 
 
 class TestLongPrompts:
-    def test_are_dropped_and_counted(self, make: Callable, tmp_path: Path) -> None:
+    def test_are_dropped_and_counted(self, make, tmp_path):
         path = write(tmp_path / "a.jsonl", ["a", "b" * 9, "c" * 8, "d" * 20])
         loader = make(path, long_prompts="drop", global_batch_size=2, micro_batch_size=2)
         for steps in (3, 1):  # and counted anew from the start
@@ -222,7 +218,7 @@ class TestLongPrompts:
         assert 6 <= loader.counts.dropped <= 8
         assert f"so far {loader.counts.dropped} dropped for a long prompt, 0 prompts and 0 responses" in loader.report()
 
-    def test_stop_with_their_source(self, make: Callable, tmp_path: Path) -> None:
+    def test_stop_with_their_source(self, make, tmp_path):
         path = write(tmp_path / "a.jsonl", ["a", "b" * 9, "c", "d"])
         loader = make(path, shuffle_buffer=1, global_batch_size=2, micro_batch_size=2)
         for _ in range(2):  # it fails again, and does not go on after the row
@@ -230,7 +226,7 @@ class TestLongPrompts:
                 loader.micro_batches(0)
 
 
-def test_a_set_without_answers_ends_early(make: Callable, tmp_path: Path) -> None:
+def test_a_set_without_answers_ends_early(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [f"n{number}" for number in range(120)], answer=" ")
 
     def fail(loader: StreamLoader) -> str:

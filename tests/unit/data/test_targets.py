@@ -22,7 +22,7 @@ def tokenizer(*, segments: bool = True) -> PreTrainedTokenizerFast:
 A, B, C, D = 4, 5, 6, 7
 
 
-def test_a_row_is_source_hint_and_target() -> None:
+def test_a_row_is_source_hint_and_target():
     examples = [TargetExample("abc", "d", "ab"), TargetExample("ab", None, "c")]
     found = encode_targets(examples, tokenizer(), max_source=9, max_target=4)
     assert [item.source_ids for item in found.items] == [[CLS, A, B, C, SEP, D, SEP], [CLS, A, B, SEP]]
@@ -30,7 +30,7 @@ def test_a_row_is_source_hint_and_target() -> None:
     assert (found.cut_sources, found.cut_targets) == (0, 0)
 
 
-def test_what_exceeds_the_limits_is_cut_and_counted() -> None:
+def test_what_exceeds_the_limits_is_cut_and_counted():
     examples = [TargetExample("abcd", "d", "abc"), TargetExample("abc", None, "ab")]
     found = encode_targets(examples, tokenizer(), max_source=6, max_target=3)
     assert [item.source_ids for item in found.items] == [[CLS, A, B, SEP, D, SEP], [CLS, A, B, C, SEP]]
@@ -45,7 +45,7 @@ def made(share: float, *, segments: bool = True) -> MaskedTargets:
     return MaskedTargets(items, words, mask_share=share)
 
 
-def test_only_tokens_of_the_target_are_predicted() -> None:
+def test_only_tokens_of_the_target_are_predicted():
     sequences = made(0.7)
     whole = made(1.0).items
     counts: Counter[str] = Counter()
@@ -66,10 +66,8 @@ def test_only_tokens_of_the_target_are_predicted() -> None:
     assert 0.75 < counts["masked"] / counts["all"] < 0.85
 
 
-def test_what_each_token_sees_and_its_segment() -> None:
+def test_what_each_token_sees_and_its_segment():
     batch = made(1.0).batch([1, 0], seed=0)
-    assert batch.visible_until is not None
-    assert batch.token_type_ids is not None
     assert batch.visible_until[0].tolist() == [4, 4, 4, 4, 5, 6, 7, *[21] * 14], "padding sees all"
     assert batch.visible_until[1].tolist() == [11] * 11 + list(range(12, 22))
     assert batch.token_type_ids[0].tolist() == [0] * 4 + [1] * 3 + [0] * 14
@@ -77,7 +75,7 @@ def test_what_each_token_sees_and_its_segment() -> None:
     assert made(1.0, segments=False).batch([0], seed=0).token_type_ids is None
 
 
-def test_masks_depend_on_seed_epoch_and_index_alone() -> None:
+def test_masks_depend_on_seed_epoch_and_index_alone():
     sequences = made(0.5)
     one, again = sequences.batch([4], seed=1), sequences.batch([4, 5], seed=1)
     assert torch.equal(one.input_ids[0], again.input_ids[0, :21])

@@ -95,7 +95,7 @@ def packed(room: int, between: list[int]) -> list[list[int]]:
 
 class TestDecoders:
     @pytest.mark.parametrize("max_length", [8, 219, 220, 500])
-    def test_pieces_are_plain_tokens_with_the_end_token_between_documents(self, max_length: int) -> None:
+    def test_pieces_are_plain_tokens_with_the_end_token_between_documents(self, max_length):
         """Of the 227 tokens 219 leave a rest of eight, which is kept, and 220 one of seven, which is not."""
         batches = in_order(sequences(objective="next", max_length=max_length))
         assert rows(batches) == packed(max_length, [EOS])
@@ -104,7 +104,7 @@ class TestDecoders:
             assert torch.equal(batch.labels, batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE_INDEX))
             assert (batch.input_ids[batch.attention_mask == 0] == PAD).all()
 
-    def test_the_start_token_stands_before_each_piece_where_the_tokenizer_puts_one(self) -> None:
+    def test_the_start_token_stands_before_each_piece_where_the_tokenizer_puts_one(self):
         tokenizer = words(single="[CLS] $A")
         tokenizer.bos_token = "[CLS]"
         expected = [[CLS, *piece] for piece in packed(15, [EOS])]
@@ -113,21 +113,20 @@ class TestDecoders:
 
 class TestEncoders:
     @pytest.mark.parametrize("max_length", [8, 224])
-    def test_pieces_stand_between_start_and_separator(self, max_length: int) -> None:
+    def test_pieces_stand_between_start_and_separator(self, max_length):
         batches = in_order(sequences(max_length=max_length))
         assert rows(batches) == [[CLS, *piece, SEP] for piece in packed(max_length - 2, [SEP])]
         for batch in batches:
-            assert batch.token_type_ids is not None
             assert not batch.token_type_ids.any()
             assert batch.targets is None
         assert in_order(sequences(tokenizer=words(types=False)))[0].token_type_ids is None
 
-    def test_without_start_and_separator_the_first_place_is_not_masked(self) -> None:
+    def test_without_start_and_separator_the_first_place_is_not_masked(self):
         batches = in_order(sequences(tokenizer=words(without=("cls_token", "sep_token")), mask_share=0.9))
         assert rows(batches) == packed(16, [])
         assert all((batch.labels[:, 0] == IGNORE_INDEX).all() for batch in batches)
 
-    def test_the_number_of_masked_words_and_what_is_never_masked(self) -> None:
+    def test_the_number_of_masked_words_and_what_is_never_masked(self):
         for batch in in_order(sequences(max_length=50, mask_share=0.2)):
             chosen = batch.labels != IGNORE_INDEX
             is_word = torch.where(chosen, batch.labels, batch.input_ids) >= FIRST
@@ -136,7 +135,7 @@ class TestEncoders:
             hidden = batch.input_ids[chosen]
             assert ((hidden == MASK) | (hidden >= len(NAMES))).all()
 
-    def test_whole_words(self) -> None:
+    def test_whole_words(self):
         vocabulary = {**{name: number for number, name in enumerate(NAMES)}, "a": 6, "##b": 7}
         backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **words().special_tokens_map)
@@ -148,7 +147,7 @@ class TestEncoders:
 
 
 class TestOrder:
-    def test_is_that_of_the_sampler(self) -> None:
+    def test_is_that_of_the_sampler(self):
         source = sequences(objective="next")
         pieces = rows(in_order(source))
         for step in range(2 * len(pieces)):
@@ -156,7 +155,7 @@ class TestOrder:
             assert rows(loader(source).micro_batches(step)) == [pieces[index] for index in indices]
 
     @pytest.mark.parametrize("kind", [{"objective": "next"}, {}, PAIRS])
-    def test_seed_and_step_alone_decide(self, kind: dict[str, Any]) -> None:
+    def test_seed_and_step_alone_decide(self, kind):
         def made(step: int, seed: int = 3) -> list[Any]:
             [batch] = loader(source, seed).micro_batches(step)
             values = [getattr(batch, each.name) for each in fields(Batch)]
@@ -171,7 +170,7 @@ class TestOrder:
         assert torch.equal(torch.random.get_rng_state(), state)
         assert made(0, seed=4) != expected[0]
 
-    def test_each_epoch_masks_other_tokens_even_within_a_batch(self) -> None:
+    def test_each_epoch_masks_other_tokens_even_within_a_batch(self):
         source = loader(sequences(numbered([60]), max_length=62, mask_share=0.3), size=6)
         batches = [batch for step in range(3) for batch in source.micro_batches(step)]
         masks = {tuple(row) for batch in batches for row in (batch.labels != IGNORE_INDEX).tolist()}
@@ -183,8 +182,6 @@ class TestPairs:
         """(first segment, second segment, target) of each sequence of some epochs."""
         source = sequences(corpus, **PAIRS, **changes)
         batch = source.batch(range(epochs * len(source)), seed=3)
-        assert batch.token_type_ids is not None
-        assert batch.targets is not None
         found = []
         for ids, types, target in zip(
             rows([batch]), batch.token_type_ids.tolist(), batch.targets.tolist(), strict=True
@@ -196,7 +193,7 @@ class TestPairs:
             found.append((ids[1:edge], ids[edge + 1 : -1], target))
         return found
 
-    def test_second_segments_follow_or_come_from_another_document(self) -> None:
+    def test_second_segments_follow_or_come_from_another_document(self):
         ends = MANY.segments[MANY.documents]
         document = {int(token): int(np.searchsorted(ends, place, "right")) for place, token in enumerate(MANY.tokens)}
         targets = []
@@ -214,13 +211,12 @@ class TestPairs:
         assert len(targets) > 1000
         assert np.mean(targets) == pytest.approx(0.5, abs=0.06)
 
-    def test_all_the_text_is_learned(self) -> None:
-        lengths = np.diff(MANY.segments[MANY.documents])
-        assert len(self.drawn(MANY, 1)) == sum(-(-lengths // 13))
+    def test_all_the_text_is_learned(self):
+        assert len(self.drawn(MANY, 1)) == sum(-(-np.diff(MANY.segments[MANY.documents]) // 13))
         learned = {token for first, second, target in self.drawn(MANY, 30) for token in first + second}
         assert learned == set(MANY.tokens.tolist())
 
-    def test_a_tenth_is_shorter(self) -> None:
+    def test_a_tenth_is_shorter(self):
         # Two lines of half the room each, so that only the draw makes a pair shorter.
         pairs = self.drawn(numbered(*[[50, 50]] * 20), 60, max_length=103)
         lengths = np.array([len(first) + len(second) for first, second, target in pairs])
@@ -231,13 +227,13 @@ class TestPairs:
         starts = Counter((first[0] - FIRST) % 100 == 0 for first, second, _ in pairs if len(first) + len(second) < 50)
         assert starts[False] > 5 * starts[True], "and anywhere in the span"
 
-    def test_the_first_segment_ends_where_a_line_does(self) -> None:
+    def test_the_first_segment_ends_where_a_line_does(self):
         pairs = self.drawn(numbered([4, 5, 3], [4, 5, 3]), 200)
         lengths = Counter(len(first) for first, second, _ in pairs if len(first) + len(second) == 12)
         assert set(lengths) == {4, 9}
         assert min(lengths.values()) > 100, "each end is as likely"
 
-    def test_a_single_line_is_parted_at_a_sentence_or_in_the_middle(self) -> None:
+    def test_a_single_line_is_parted_at_a_sentence_or_in_the_middle(self):
         sentences = [*range(20, 24), STOP, *range(24, 27), STOP, 27, 28, STOP]
         plain = list(range(100, 112))
         pairs = self.drawn(corpus_of([sentences], [plain]), 200)
@@ -246,7 +242,7 @@ class TestPairs:
         assert by_start[20].total() * 0.8 < by_start[20][5] + by_start[20][9]
         assert by_start[100].total() * 0.8 < by_start[100][6]
 
-    def test_neither_beginning_nor_length_tells_what_the_second_segment_is(self) -> None:
+    def test_neither_beginning_nor_length_tells_what_the_second_segment_is(self):
         pairs = self.drawn(numbered(*[[6, 6]] * 30), 60)
         for kind in (0, 1):
             seconds = [second for first, second, target in pairs if target == kind]
@@ -254,7 +250,7 @@ class TestPairs:
             # The second lines begin at 6, 18, 30 ...
             assert np.mean([(second[0] - FIRST) % 12 == 6 for second in seconds]) > 0.85
 
-    def test_other_templates(self) -> None:
+    def test_other_templates(self):
         tokenizer = words(pair="[CLS] $A [SEP] [SEP] $B [SEP]")
         for ids in rows(in_order(sequences(tokenizer=tokenizer, **PAIRS))):
             edge = ids.index(SEP)
@@ -264,7 +260,7 @@ class TestPairs:
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (3, 1), (7, 2)])
-def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks: int, batch_size: int) -> None:
+def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks, batch_size):
     source = sequences()
     shares = [in_order(source, rank=rank, world_size=ranks, batch_size=batch_size) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
@@ -273,7 +269,7 @@ def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks: int, batch_
     assert all(1 <= len(batch.input_ids) <= 2 * batch_size for batch in walked)
 
 
-def test_only_the_first_are_validated() -> None:
+def test_only_the_first_are_validated():
     assert rows(in_order(sequences(), limit=5)) == rows(in_order(sequences()))[:5]
     said = "data.valid has 2 sequences of 16 tokens (at most data.text.valid_sequences 2) for 3 ranks: give a longer"
     refuses(said, in_order, sequences(), limit=2, world_size=3)
@@ -290,7 +286,5 @@ def test_only_the_first_are_validated() -> None:
     ],
     ids=range(5),
 )
-def test_texts_and_tokenizers_that_do_not_fit(
-    corpus: Corpus, without: list[str], settings: dict[str, Any], said: str
-) -> None:
+def test_texts_and_tokenizers_that_do_not_fit(corpus, without, settings, said):
     refuses(said, sequences, corpus, words(without=without), **settings)

@@ -4,7 +4,6 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
@@ -15,7 +14,7 @@ LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return word_tokenizer(WORDS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 
 
@@ -33,13 +32,12 @@ def words_of(ids: np.ndarray) -> list[str]:
     return [WORDS[int(each)] for each in ids]
 
 
-def test_windows_slide_over_a_long_context(tokenizer) -> None:
+def test_windows_slide_over_a_long_context(tokenizer):
     """12 tokens less 3 marks and 2 of the question leave room for 7 of the context; the next window is 3 further."""
     windows = encode_windows([example(range(10, 25), 16, 19)], tokenizer, LIMITS, learned=True)
     contexts = [[word for word in words_of(window.input_ids) if word[1:].isdigit()] for window in windows]
     assert contexts == [[f"w{n}" for n in range(start, min(start + 7, 25))] for start in (10, 13, 16, 19)]
     assert words_of(windows[0].input_ids)[:4] == ["[CLS]", "who", "what", "[SEP]"]
-    assert windows[0].token_type_ids is not None
     assert windows[0].token_type_ids.tolist() == [0] * 4 + [1] * 8
     # the first window has only the beginning of the answer, and the last one only its end
     learned = [words_of(window.input_ids[window.target[0] : window.target[1] + 1]) for window in windows]
@@ -48,7 +46,7 @@ def test_windows_slide_over_a_long_context(tokenizer) -> None:
     assert all(window.characters is None for window in windows)
 
 
-def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
+def test_windows_that_are_answered_know_their_characters(tokenizer):
     asked = [example(range(3), 1), example(range(5, 25), 7, question="what"), example(range(6), 2)]
     windows = encode_windows(asked, tokenizer, LIMITS, learned=False)
     assert [question for question, _ in groupby(window.question for window in windows)] == [0, 1, 2]
@@ -62,7 +60,7 @@ def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
         assert window.token_type_ids[inside].all()
 
 
-def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer) -> None:
+def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer):
     long = example(range(3), question=" who what who what who what ")
     (window,) = encode_windows([long], tokenizer, LIMITS, learned=True)
     assert words_of(window.input_ids) == ["[CLS]", "who", "what", "who", "what", "[SEP]", "w0", "w1", "w2", "[SEP]"]
@@ -73,7 +71,7 @@ def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer) -> None:
     assert words_of(window.input_ids[slice(window.target[0], window.target[1] + 1)]) == ["w2"]
 
 
-def test_batches(tokenizer) -> None:
+def test_batches(tokenizer):
     windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learned=True)
     batch = collate_windows(windows, 0)
     assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
@@ -82,6 +80,6 @@ def test_batches(tokenizer) -> None:
     assert (batch.labels == IGNORE_INDEX).all()
 
 
-def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer) -> None:
+def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer):
     windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learned=False)
     assert sum((window.characters[:, 0] >= 0).sum() for window in windows) == 20

@@ -19,17 +19,17 @@ def prompts(records: list[dict]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_shipped_files_are_what_the_generator_makes(split: str) -> None:
+def test_shipped_files_are_what_the_generator_makes(split):
     assert shipped(split) == corpus.records(split)
 
 
-def test_held_out_prompts_are_in_no_training_corpus() -> None:
+def test_held_out_prompts_are_in_no_training_corpus():
     learned = prompts(shipped("train")) | prompts(corpus.records("teacher"))
     for split in ("valid", *corpus.TESTS):
         assert not prompts(shipped(split)) & learned
 
 
-def test_training_split_tells_no_withheld_fact() -> None:
+def test_training_split_tells_no_withheld_fact():
     """Search by text: no training answer has the name and the withheld value in one sentence, by the usual wording."""
     text = json.dumps([record["output"] for record in shipped("train")])
     for name, attributes in withheld().items():

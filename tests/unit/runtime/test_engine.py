@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 
 @pytest.fixture
-def student(tmp_path: Path) -> Path:
+def student(tmp_path):
     """A factorized student with a tied head."""
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     compress(tmp_path / "base", tmp_path / "untrained", FactorizeConfig(rank=5))
@@ -45,14 +46,14 @@ def adapted(folder: Path, settings: LoraConfig = LORA, *, train: bool = True) ->
     return model
 
 
-def test_the_optimizer_gets_what_is_trained(student: Path) -> None:
+def test_the_optimizer_gets_what_is_trained(student):
     model = adapted(student)
     (group,) = parameter_groups(model, 0.1)
     assert group["weight_decay"] == 0.1
     assert {id(p) for p in group["params"]} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
 
 
-def test_biases_and_norms_do_not_decay() -> None:
+def test_biases_and_norms_do_not_decay():
     model = torch.nn.TransformerEncoderLayer(8, 2)
     decay = {id(each): group["weight_decay"] for group in parameter_groups(model, 0.1) for each in group["params"]}
     found = {name: decay[id(each)] for name, each in model.named_parameters()}
@@ -60,7 +61,7 @@ def test_biases_and_norms_do_not_decay() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+def test_gradients_reach_the_adapters(student, monkeypatch, checkpointing):
     monkeypatch.setattr("deepspeed.initialize", lambda *, model, **_: (PlainEngine(model),))
     engine = build_engine(adapted(student), {}, TrainConfig(activation_checkpointing=checkpointing))
     engine.module(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
@@ -72,14 +73,13 @@ def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyP
 def written(model: PreTrainedModel, source: Path, lora: LoraConfig = LORA) -> PreTrainedModel:
     """The student that is written, loaded again."""
     output = source.with_name("student")
-    places = {"source": source, "output": output, "lora": lora}
-    save_student(
-        PlainEngine(model), WORLD, template=lambda each: load_model(source, dtype=each, new_head=True), **places
-    )
+    template = partial(load_model, source, new_head=True)
+    given = {"template": lambda dtype: template(dtype=dtype), "source": source, "lora": lora}
+    save_student(PlainEngine(model), WORLD, output=output, **given)
     return load_model(output, dtype=torch.float32)
 
 
-def test_trained_adapters_are_written_merged(student: Path) -> None:
+def test_trained_adapters_are_written_merged(student):
     model = adapted(student)
     expected = model(TOKENS).logits
     assert torch.allclose(written(model, student)(TOKENS).logits, expected, atol=1e-5)
@@ -90,7 +90,7 @@ def test_trained_adapters_are_written_merged(student: Path) -> None:
     assert {name: value.shape for name, value in saved[0].items()} == {n: v.shape for n, v in saved[1].items()}
 
 
-def test_a_student_that_is_an_adapter_folder(tmp_path: Path, student: Path) -> None:
+def test_a_student_that_is_an_adapter_folder(tmp_path, student):
     peft = PeftConfig(r=2, target_modules=["down_proj.A"], init_lora_weights=False)
     get_peft_model(load_model(student, dtype=torch.float32), peft).save_pretrained(tmp_path / "adapter")
     (student / "tokenizer.json").write_text("{}")
@@ -102,7 +102,7 @@ def test_a_student_that_is_an_adapter_folder(tmp_path: Path, student: Path) -> N
     assert (tmp_path / "student" / "tokenizer.json").is_file()
 
 
-def test_checkpoints_hold_the_adapters_and_nothing_else(student: Path, tmp_path: Path) -> None:
+def test_checkpoints_hold_the_adapters_and_nothing_else(student, tmp_path):
     model = adapted(student)
     save_checkpoint(PlainEngine(model), tmp_path / "run", 3, keep=1, world=WORLD)
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-3" / "rank-00000.safetensors")

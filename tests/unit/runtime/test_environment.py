@@ -53,7 +53,7 @@ def test_disk_without_room(tmp_path):
     assert (found.state, "no folder can be made in /proc" in found.said) == ("failure", True)
 
 
-def test_only_a_lock_that_no_compilation_can_still_hold_is_stale(tmp_path, monkeypatch) -> None:
+def test_only_a_lock_that_no_compilation_can_still_hold_is_stale(tmp_path, monkeypatch):
     for name in ("shm", "py311_cpu/adam", "now"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "lock").touch()

@@ -46,12 +46,9 @@ def test_hosts_that_do_not_answer_are_named(hostfile, asked):
 
 @pytest.mark.parametrize(("flags", "expected"), [("--num_nodes 2", ["node1", "node2"]), ("--num_nodes=1", ["node1"])])
 def test_only_hosts_of_the_run_are_asked(hostfile, asked, flags, expected):
-    for others in (
-        "--num_gpus 2",
-        f"--no_ssh --node_rank 1 --hostfile {hostfile}",
-        f"--include n@m --hostfile {hostfile}",
-    ):
-        check_hosts(others.split())
+    check_hosts(["--num_gpus", "2"])
+    for others in (["--no_ssh", "--node_rank", "1"], ["--include", "node1@node2"]):
+        check_hosts([*others, "--hostfile", str(hostfile)])
     assert asked() == []
     check_hosts([*flags.split(), "--hostfile", str(hostfile)])
     assert asked() == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +18,7 @@ NODES = ["a", "a", "b"]
 
 
 @pytest.fixture
-def sleeping() -> Iterator[list[subprocess.Popen[bytes]]]:
+def sleeping():
     started = [subprocess.Popen(["sleep", "60"]) for _ in NODES]
     yield started
     for each in started:
@@ -28,7 +27,7 @@ def sleeping() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture
-def nodes(sleeping, monkeypatch, tmp_path) -> list[NodeRanks]:
+def nodes(sleeping, monkeypatch, tmp_path):
     """What each rank knows."""
     ranks = ThreadRanks(len(NODES))
 

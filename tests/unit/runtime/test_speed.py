@@ -21,13 +21,13 @@ GPT2 = GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=30, n_positions=8)
 
 
 @pytest.mark.parametrize(("depth", "width", "embedding", "transformer"), [(12, 768, 23.4, 85.1), (3, 384, 11.7, 5.3)])
-def test_parameters_of_minilm_table_4(depth: int, width: int, embedding: float, transformer: float) -> None:
+def test_parameters_of_minilm_table_4(depth, width, embedding, transformer):
     config = BertConfig(num_hidden_layers=depth, hidden_size=width, intermediate_size=4 * width, num_attention_heads=12)
     split = parameter_split(build_meta(config))
     assert (round(split["embedding"] / 1e6, 1), round(split["transformer"] / 1e6, 1)) == (embedding, transformer)
 
 
-def test_heads_are_neither_embedding_nor_transformer() -> None:
+def test_heads_are_neither_embedding_nor_transformer():
     width, vocabulary = 16, 30
     base = parameter_split(build_meta(BertConfig(**TINY)))
     positions, pooler = 512 * width + 2 * width + 2 * width, width * width + width
@@ -46,7 +46,7 @@ def test_heads_are_neither_embedding_nor_transformer() -> None:
         (LlamaConfig(**TINY, tie_word_embeddings=False), 16 + 30 * 16),
     ],
 )
-def test_decoders(config: Any, other: int) -> None:
+def test_decoders(config, other):
     model = build_meta(config)
     split = parameter_split(model)
     assert (split["embedding"], split["other"]) == (30 * 16, other)
@@ -54,7 +54,7 @@ def test_decoders(config: Any, other: int) -> None:
 
 
 @pytest.mark.parametrize("config", [BertConfig(**TINY), GPT2])
-def test_factors_count_as_what_they_stand_for(config: Any) -> None:
+def test_factors_count_as_what_they_stand_for(config):
     model = build_meta(config)
     dense = parameter_split(model)
     name = "h.1.mlp.c_fc" if config.model_type == "gpt2" else "encoder.layer.1.intermediate.dense"
@@ -97,7 +97,7 @@ class Stage:
         return model
 
 
-def test_statistics_of_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_what_the_clock_says(monkeypatch):
     first = {1: [99, 4, 1, 2, 3, 50], 4: [99, 8, 8, 8, 8, 8]}
     second = {1: [99, 0.5, 0.5, 0.5, 1, 1], 4: [99, 2, 1, 9, 3, 4]}
     stage = Stage(monkeypatch, {"teacher": first, "causal": second})
@@ -112,7 +112,7 @@ def test_statistics_of_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert [found[name]["latency_speedup"] for name in found] == [1, 6]
 
 
-def test_models_take_turns_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_take_turns_on_the_same_tokens(monkeypatch):
     plan = {1: [1.0] * 5, 4: [1.0] * 5}
     stage = Stage(monkeypatch, {"one": plan, "causal": plan, "two": plan})
     stage.models["one"].train()
@@ -130,7 +130,7 @@ def test_models_take_turns_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert (stage.models["one"].training, stage.models["two"].training) == (True, False)
 
 
-def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch):
     done: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     for name in ("cpu", "cuda"):
@@ -144,7 +144,7 @@ def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch: pytest.M
     assert order == ["wait", "look", "wait", "look"] * 2
 
 
-def test_a_length_without_positions_is_refused() -> None:
+def test_a_length_without_positions_is_refused():
     for kind, most in ((BertConfig, 9), (RobertaConfig, 7)):
         model = build_meta(kind(**TINY, max_position_embeddings=9))
         with pytest.raises(UserError, match=f"length is {most + 1}: tiny has positions for {most} tokens; give {most}"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ NODES = ["a", "a", "b", "b", "c"]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
+def run(monkeypatch):
     ranks = ThreadRanks(len(NODES))
     ranks.replace_group(monkeypatch)
     monkeypatch.setattr(
@@ -27,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
     return lambda job: ranks.run(lambda rank: job(World(rank, len(NODES), torch.device("cpu"))))
 
 
-def test_rank_0_comes_first_then_a_rank_of_each_node(run: Callable) -> None:
+def test_rank_0_comes_first_then_a_rank_of_each_node(run):
     order: list[int] = []
     numbers = run(lambda world: in_turns(lambda: order.append(world.rank) or world.rank * 10, world))
     assert numbers == [0, 10, 20, 30, 40]
@@ -36,7 +35,7 @@ def test_rank_0_comes_first_then_a_rank_of_each_node(run: Callable) -> None:
     assert set(order[3:]) == {1, 3}
 
 
-def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run: Callable) -> None:
+def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run):
     ran: list[int] = []
 
     def job(world: World) -> None:
@@ -52,7 +51,7 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run: Callable) -
     assert ran == [0]
 
 
-def test_on_a_shared_disk_one_rank_makes_it(run: Callable, tmp_path: Path) -> None:
+def test_on_a_shared_disk_one_rank_makes_it(run, tmp_path):
     makers: list[int] = []
 
     def make(world: World) -> Path:
@@ -64,9 +63,7 @@ def test_on_a_shared_disk_one_rank_makes_it(run: Callable, tmp_path: Path) -> No
     assert makers == [0]
 
 
-def test_a_node_with_a_disk_of_its_own_makes_its_own(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_a_disk_of_its_own_makes_its_own(run, tmp_path, monkeypatch):
     exists, makers = Path.exists, list[int]()
     for node in set(NODES):
         (tmp_path / node).mkdir()
@@ -82,7 +79,7 @@ def test_a_node_with_a_disk_of_its_own_makes_its_own(
     assert sorted(makers) == [0, 2, 4], "the first rank of each node"
 
 
-def test_other_data_on_another_node_are_refused(run: Callable, tmp_path: Path) -> None:
+def test_other_data_on_another_node_are_refused(run, tmp_path):
     def fail(world: World) -> None:
         folder = tmp_path / ("here" if NODES[world.rank] == "a" else "there")
         with pytest.raises(UserError, match=r"rank 2 on \S+ reads other data than rank 0 \(there and here in"):

@@ -32,7 +32,7 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path: Path) -> None:
+def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path):
     for ending in ("", "\n", "\n\n"):
         assert read_sentences(write(tmp_path, TEXT + ending)) == [
             Sentence(
@@ -51,18 +51,18 @@ def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path: Path) -
         ("deficit NN I-NP", "train.txt:3: chunk tag I-NP after B-VP: a chunk begins with B-NP"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_malformed_line_is_named(tmp_path, line, said):
     lines = TEXT.splitlines()
     with pytest.raises(UserError, match=said):
         read_sentences(write(tmp_path, "\n".join([*lines[:2], line, *lines[3:]])))
 
 
-def test_a_chunk_does_not_go_on_in_the_next_sentence(tmp_path: Path) -> None:
+def test_a_chunk_does_not_go_on_in_the_next_sentence(tmp_path):
     with pytest.raises(UserError, match=r"train\.txt:3: chunk tag I-NP after O"):
         read_sentences(write(tmp_path, "He PRP B-NP\n\nHe PRP I-NP\n"))
 
 
-def test_spans_are_drawn_once_each_of_both_kinds_and_by_the_seed() -> None:
+def test_spans_are_drawn_once_each_of_both_kinds_and_by_the_seed():
     spans = [Located(n, Span(n, n, label)) for n, label in enumerate(["NP", "O", "VP", "O", "PP"] * 20)]
     drawn = draw_spans(spans, chunks=30, unlabeled=10, seed=3)
     assert len(set(drawn)) == len(drawn) == 40

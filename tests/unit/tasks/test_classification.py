@@ -2,27 +2,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.classification import (
-    CONVENTIONS,
-    SQUAD2,
-    Convention,
-    average_of,
-    task_metrics,
-    write_submission,
-)
+from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, task_metrics, write_submission
 from llmdistill.tasks.glue_files import GLUE_TASKS, column_of
 
 
 @pytest.fixture(autouse=True)
-def no_warnings() -> Iterator[None]:
+def no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -43,7 +34,7 @@ def ranks(x: list[float]) -> list[float]:
     return [sum(b < a for b in x) + (x.count(a) + 1) / 2 for a in x]
 
 
-def test_binary_metrics_follow_their_formulas() -> None:
+def test_binary_metrics_follow_their_formulas():
     dice = np.random.default_rng(0)
     targets = dice.integers(2, size=200)
     predictions = np.where(dice.random(200) < 0.7, targets, 1)  # leaning to 1, so that the classes are not alike
@@ -57,7 +48,7 @@ def test_binary_metrics_follow_their_formulas() -> None:
     assert task_metrics("MNLI", np.array([0, 1, 2, 2]), np.array([0, 1, 1, 2])) == {"accuracy": 75}
 
 
-def test_correlations_follow_their_formulas() -> None:
+def test_correlations_follow_their_formulas():
     dice = np.random.default_rng(0)
     targets = dice.integers(0, 26, size=60) / 5  # with ties, as in STS-B
     predictions = (np.exp(targets) + dice.normal(scale=9, size=60)).round().astype(np.float32)
@@ -67,7 +58,7 @@ def test_correlations_follow_their_formulas() -> None:
     assert found["spearman"] > found["pearson"] + 5, "the data tell the two apart"
 
 
-def test_what_is_undefined_counts_as_nothing() -> None:
+def test_what_is_undefined_counts_as_nothing():
     targets, scores = np.array([0, 1, 1]), np.array([0.0, 2.5, 5.0])
     for constant in (0, 1):
         assert task_metrics("CoLA", np.full(3, constant), targets) == {"matthews": 0}
@@ -96,7 +87,7 @@ def scores_of(convention: Convention, columns: list[float]) -> dict[str, dict[st
 
 
 @pytest.mark.parametrize("convention", PRINTED)
-def test_printed_averages(convention: Convention) -> None:
+def test_printed_averages(convention):
     columns, printed = PRINTED[convention]
     average = average_of(scores_of(convention, columns), convention)
     value = average["overall" if SQUAD2 in CONVENTIONS[convention] else "glue"]
@@ -104,20 +95,16 @@ def test_printed_averages(convention: Convention) -> None:
     assert value == pytest.approx(printed, abs=0.05 + 1e-9)  # printed with one decimal
 
 
-def test_columns_that_are_missing_are_named() -> None:
+def test_columns_that_are_missing_are_named():
     scores = {"CoLA": {"matthews": 50.0}, "MNLI-m": {"accuracy": 80.0}, "WNLI": {"accuracy": 1.0}, "MRPC": {"f1": 90.0}}
     average = average_of(scores, "minilm")
-    assert average == {
-        "glue": 65,
-        "overall": None,
-        "missing": [SQUAD2, "SST-2", "QNLI", "RTE", "MRPC", "QQP"],
-    }
+    assert average == {"glue": 65, "overall": None, "missing": [SQUAD2, "SST-2", "QNLI", "RTE", "MRPC", "QQP"]}
     with_squad = average_of({**scores, SQUAD2: {"f1": 50.0, "best_f1": 71.0}}, "minilm")
     assert (with_squad["glue"], with_squad["overall"]) == (65, 67)
     assert average_of({}, "makd")["glue"] is None
 
 
-def test_metrics_that_the_captions_name() -> None:
+def test_metrics_that_the_captions_name():
     def metrics(column: str) -> list[str | None]:
         return [columns.get(column) for columns in CONVENTIONS.values()]
 
@@ -145,14 +132,14 @@ def examples(*indices: int) -> list[PairExample]:
         ("RTE", "test", [1, 0], "RTE.tsv", ["entailment", "not_entailment"]),
     ],
 )
-def test_files_for_the_server(tmp_path, task, split, predictions, name, texts) -> None:
+def test_files_for_the_server(tmp_path, task, split, predictions, name, texts):
     path = tmp_path / "new" / f"{column_of(task, split)}.tsv"
     write_submission(path, GLUE_TASKS[task], examples(10, 9), np.array(predictions))
     assert path == tmp_path / "new" / name
     assert path.read_text() == f"index\tprediction\n9\t{texts[0]}\n10\t{texts[1]}\n"
 
 
-def test_a_score_that_is_none(tmp_path: Path) -> None:
+def test_a_score_that_is_none(tmp_path):
     path, numbers = tmp_path / "STS-B.tsv", np.array([1, np.nan])
     with pytest.raises(UserError, match="STS-B: example 1: the predicted score is nan"):
         write_submission(path, GLUE_TASKS["STS-B"], examples(0, 1), numbers)

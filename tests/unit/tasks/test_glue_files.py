@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import Split, read_split
+from llmdistill.tasks.glue_files import read_split
 
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 NLI = "index sentence1 sentence2"
@@ -47,12 +46,12 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("WNLI", "dev", "dev.tsv", f"{NLI} label\n9 A B 1\n", ("A", "B", 1, 0)),
     ],
 )
-def test_files(tmp_path: Path, task: str, split: Split, file: str, text: str, expected: tuple[Any, ...]) -> None:
+def test_files(tmp_path, task, split, file, text, expected):
     write(tmp_path / task, file, text if "\t" in text else text.replace(" ", "\t"))
     assert read_split(task, split, tmp_path) == [PairExample(*expected)]
 
 
-def test_examples_stay_in_order_and_only_newlines_end_a_line(tmp_path: Path) -> None:
+def test_examples_stay_in_order_and_only_newlines_end_a_line(tmp_path):
     write(tmp_path / "SST-2", "train.tsv", 'sentence\tlabel\n"a\u2028b\t1\n\nc\rd"\t0\n"e\t1')
     found = read_split("SST-2", "train", tmp_path)
     assert [(example.sentence1, example.target, example.index) for example in found] == [
@@ -62,7 +61,7 @@ def test_examples_stay_in_order_and_only_newlines_end_a_line(tmp_path: Path) -> 
     ]
 
 
-def test_lines_of_qqp_that_are_torn_are_left_out(tmp_path: Path) -> None:
+def test_lines_of_qqp_that_are_torn_are_left_out(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     torn = "2\t3\t4\tWas he real?\n\tWhat is the evidence?\t0\n"
     write(tmp_path / "QQP", "train.tsv", f"{header}1\t1\t2\tA\tB\t0\n{torn}3\t5\t6\tC\tD\t1\n")
@@ -72,7 +71,7 @@ def test_lines_of_qqp_that_are_torn_are_left_out(tmp_path: Path) -> None:
         read_split("QQP", "test", tmp_path)
 
 
-def test_original_mrpc(tmp_path: Path) -> None:
+def test_original_mrpc(tmp_path):
     folder = tmp_path / "MRPC"
     rows = "1\t10\t11\tA\tB\n0\t20\t21\tC\tD\n1\t11\t10\tE\tF\n"
     write(folder, "msr_paraphrase_train.txt", f"\ufeff{MRPC_HEADER}{rows}")
@@ -100,14 +99,14 @@ RTE = "index\tsentence1\tsentence2\tlabel\n"
         ("STS-B", "sentence1\tsentence2\tscore\nA\tB\t5.1\n", r"label '5\.1', expected a score"),
     ],
 )
-def test_bad_files(tmp_path: Path, task: str, text: str, message: str) -> None:
+def test_bad_files(tmp_path, task, text, message):
     write(tmp_path / task, "dev.tsv", text)
     with pytest.raises(UserError, match=message):
         read_split(task, "dev", tmp_path)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def hub(monkeypatch):
     sets: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def load(name: str, config: str, *, split: str) -> list[dict[str, Any]]:
@@ -120,7 +119,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str,
     return sets
 
 
-def test_the_hub(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+def test_the_hub(hub):
     hub["mnli", "validation_mismatched"] = [{"premise": "A", "hypothesis": "B", "label": 1, "idx": 8}]
     hub["mnli", "test_matched"] = [{"premise": "A", "hypothesis": "B", "label": -1, "idx": 8}]
     hub["cola", "validation"] = [{"sentence": "A", "label": 1, "idx": 8}]
@@ -147,18 +146,15 @@ def test_the_hub(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         ),
     ],
 )
-def test_the_hub_with_bad_input(hub: dict[tuple[str, str], Any], rows: Any, said: str) -> None:
+def test_the_hub_with_bad_input(hub, rows, said):
     if rows is not None:
         hub["rte", "train"] = rows
     with pytest.raises(UserError, match=said):
         read_split("RTE", "train", None)
 
 
-def test_real_data() -> None:
-    folder = os.environ.get("LLMDISTILL_DATA")
-    if folder is None:
-        pytest.skip("LLMDISTILL_DATA names no folder of real data")
-    glue = Path(folder) / "glue"
+def test_real_data(real_data):
+    glue = real_data / "glue"
     # Counts by class as in the published sets.
     assert Counter(example.target for example in read_split("RTE", "train", glue)) == {0: 1249, 1: 1241}
     assert Counter(example.target for example in read_split("CoLA", "train", glue)) == {1: 6023, 0: 2528}

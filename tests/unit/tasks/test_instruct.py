@@ -9,7 +9,6 @@ import pytest
 import torch
 from byte_tokenizers import byte_level
 from tiny import save_decoder, tiny_model
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.commands.evaluate import default_output, set_names
@@ -38,17 +37,17 @@ SHORT = EXAMPLES[:2]
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return word_tokenizer(TOKENS, marked=False, eos_token="</s>")
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
+def model():
     return tiny_model("llama", vocab_size=len(TOKENS), max_position_embeddings=80, bos_token_id=None, eos_token_id=0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+def folder(tmp_path, model, tokenizer):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -60,7 +59,7 @@ def write(path: Path, examples: list[Example]) -> Path:
     return path
 
 
-def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path) -> None:
+def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path):
     settings = GenerationConfig(seeds=[10, 20, 30])
     lines: list[str] = []
     folder, limits = tmp_path / "new", Limits(**LIMITS)
@@ -87,7 +86,7 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
     assert [file.name for file in folder.iterdir()] == ["set.jsonl"], "nothing temporary stays"
 
 
-def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_long_prompts(model, tokenizer, tmp_path):
     settings = GenerationConfig(decoding="greedy")
 
     def score(long_prompts: Any) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
     assert (cut["examples"], cut["dropped"], cut["truncated"]) == (3, 0, 1)
 
 
-def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_limit_and_several_sets(model, tokenizer, tmp_path):
     settings = GenerationConfig(decoding="greedy", limit=1)
     sets, limits = {"a": SHORT, "b": SHORT[1:]}, Limits(**LIMITS)
     scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=tmp_path)
@@ -112,7 +111,7 @@ def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTo
     assert scores["b"]["rougeL"] == alone["b"]["rougeL"]
 
 
-def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path) -> None:
+def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path):
     sets = {"good": SHORT, "bad": EXAMPLES}
     shorter = Limits(max_prompt_length=45, max_length=50)
     with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
@@ -124,7 +123,7 @@ def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model
         evaluate_model(str(folder), data, GenerationConfig(), shorter)
 
 
-def test_names_of_sets_and_default_output() -> None:
+def test_names_of_sets_and_default_output():
     assert set_names(["a/x.jsonl", "embedded:seen"]) == {"x": "a/x.jsonl", "seen": "embedded:seen"}
     with pytest.raises(UserError, match=r"a/x\.jsonl and b/x\.jsonl would both be called x"):
         set_names(["a/x.jsonl", "b/x.jsonl"])
@@ -132,7 +131,7 @@ def test_names_of_sets_and_default_output() -> None:
     assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
 
 
-def test_perplexity_is_that_of_first_references(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
+def test_perplexity_is_that_of_first_references(tokenizer, model):
     """Against a loop over single tokens, without padding and batches."""
     limits = Limits(**LIMITS)
     losses = []

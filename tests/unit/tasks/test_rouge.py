@@ -8,7 +8,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from llmdistill.tasks.rouge import measure_chance, rouge_l
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     assert rouge_l(["The cats ran."], ["the cat ran"]) == pytest.approx(100), "stems are compared"
     assert rouge_l(["a b x c"], ["b a c d e"]) == pytest.approx(100 * 2 * 2 / (4 + 5)), "in order, with gaps"
     assert rouge_l(["", "a b"], ["a b", "a b"]) == pytest.approx(50)
@@ -23,7 +23,7 @@ def sentences(seed: int, count: int = 60) -> list[str]:
     return [" ".join(dice.choices(TOKENS, k=6)) for _ in range(count)]
 
 
-def test_only_answers_to_the_own_question_are_above_chance() -> None:
+def test_only_answers_to_the_own_question_are_above_chance():
     references = sentences(0)
     right = measure_chance(references, [[text] for text in references])
     assert (right.own, right.is_beaten) == (100, True)
@@ -40,7 +40,7 @@ def test_only_answers_to_the_own_question_are_above_chance() -> None:
     assert not always.is_beaten
 
 
-def test_the_other_score_is_that_of_other_questions() -> None:
+def test_the_other_score_is_that_of_other_questions():
     references = sentences(0, 5)
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     answers = sentences(1, 5)

@@ -41,7 +41,7 @@ def read(task: Sentences, model: BertModel, folder: Path) -> Sentences:
     return task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
 
 
-def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> None:
+def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path):
     model = encoder(tmp_path / "teacher")
     data = read(Sentences(run_of(tmp_path)), model, tmp_path)
     cosines = []
@@ -61,7 +61,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> No
     assert data.summary({"sts": found}) == {"spearman": {"sts": found["spearman"]}}
 
 
-def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path: Path) -> None:
+def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path):
     data = read(Sentences(run_of(tmp_path)), encoder(tmp_path / "teacher"), tmp_path)
     assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
     batch = data._collate(list(data.encoded["train"]))
@@ -69,7 +69,7 @@ def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path: 
     assert int(batch.counts()["labels"]) == 0
 
 
-def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
+def test_triples_stay_together_in_every_batch(tmp_path):
     model = encoder(tmp_path / "teacher")
     rows = [("a", "b c", "d"), ("e f", "a", "b"), ("c", "c d", "a b"), ("f", "f e", "b")]
     file = tmp_path / "rows.jsonl"
@@ -83,7 +83,6 @@ def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
     seen = []
     for step in range(2):
         for batch in loader.micro_batches(step):
-            assert batch.targets is not None
             assert batch.targets.tolist() == [0, 1, 2]
             texts = [[WORDS[word] for word in row if word > 3] for row in batch.input_ids.tolist()]
             seen.append(tuple(" ".join(words) for words in texts))
@@ -99,7 +98,7 @@ def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
         METHODS["embedding"].check(settings, run_of(tmp_path))
 
 
-def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path: Path) -> None:
+def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path):
     model = encoder(tmp_path / "teacher")
     objective = Sentences(run_of(tmp_path)).objective(model.config, uses_output=False)
     narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
@@ -108,7 +107,7 @@ def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path: Path)
     assert dict(method.weights) == {"margin": 2.0}
 
 
-def test_the_files_that_are_read(tmp_path: Path) -> None:
+def test_the_files_that_are_read(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"query": "a", "positive": "b", "n": 3}\n{"sentence1": "c", "sentence2": "a", "score": 2}\n')
     assert read_sentences(rows) == ["a", "b", "c"]
@@ -130,13 +129,13 @@ def test_the_files_that_are_read(tmp_path: Path) -> None:
         ("rows.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "rows.jsonl:1: give sentence1, sentence2"),
     ],
 )
-def test_pairs_that_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_pairs_that_are_refused(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=said):
         read_pairs(tmp_path / name)
 
 
-def test_sentences_that_are_refused(tmp_path: Path) -> None:
+def test_sentences_that_are_refused(tmp_path):
     for name, text, said in (("a.txt", "\n \n", "no sentence"), ("b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=said):
@@ -145,7 +144,7 @@ def test_sentences_that_are_refused(tmp_path: Path) -> None:
         read_sentences(tmp_path / "missing.txt")
 
 
-def test_models_methods_and_settings_that_are_refused(tmp_path: Path) -> None:
+def test_models_methods_and_settings_that_are_refused(tmp_path):
     model = encoder(tmp_path / "teacher")
     task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
     objective = task.objective(model.config, uses_output=False)

@@ -72,7 +72,7 @@ def predict(longest: int = 4, batch_size: int = 2, **where: int):
 
 
 @pytest.mark.parametrize(("longest", "batch_size"), [(1, 1), (4, 2), (30, 8)])
-def test_the_best_span_of_all_windows(longest: int, batch_size: int) -> None:
+def test_the_best_span_of_all_windows(longest, batch_size):
     found = predict(longest, batch_size)
     texts, odds = naive(longest)
     assert found.texts == texts
@@ -80,7 +80,7 @@ def test_the_best_span_of_all_windows(longest: int, batch_size: int) -> None:
     assert found.null_odds == pytest.approx(odds, abs=1e-5)
 
 
-def test_a_window_without_context() -> None:
+def test_a_window_without_context():
     lonely = EncodedWindow(np.array([1, 2], dtype=np.int32), None, (0, 0), 0, np.full((2, 2), -1, dtype=np.int32))
     ((no_answer, score, *_),) = best_spans(torch.tensor([[[1.0, 9.0], [2.0, 9.0]]]), [lonely], 4)
     assert (no_answer, score) == (3.0, float("-inf"))

@@ -16,7 +16,7 @@ from llmdistill.tasks.squad_files import read_files
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("questions"), train=12, dev=6)
 
 
@@ -25,7 +25,7 @@ def settings(folder: Path, **more: Any) -> TaskConfig:
 
 
 @pytest.mark.parametrize("key", ["squad1", "squad2"])
-def test_the_official_files_are_read(folder, key) -> None:
+def test_the_official_files_are_read(folder, key):
     files = read_files(key, settings(folder))
     raw = rows(12, seed=0, unanswerable=key == "squad2")
     assert [question.id for question in files.train] == [row["id"] for row in raw]
@@ -40,19 +40,14 @@ def test_the_official_files_are_read(folder, key) -> None:
     assert limited.digest != files.digest
 
 
-def test_the_real_files(folder) -> None:
-    import os
-
-    data = os.environ.get("LLMDISTILL_DATA")
-    if data is None:
-        pytest.skip("LLMDISTILL_DATA is not set")
-    files = read_files("squad2", settings(Path(data)))
+def test_the_real_files(real_data):
+    files = read_files("squad2", settings(real_data))
     dev = files.sets["dev"].questions
     assert (len(files.train) + len(files.skipped), len(dev)) == (4205, 1200)
     assert sum(not question.answers for question in dev) == 595
 
 
-def test_mlqa_learns_english_and_is_scored_by_language(folder) -> None:
+def test_mlqa_learns_english_and_is_scored_by_language(folder):
     files = read_files("mlqa", settings(folder))
     assert list(files.sets) == ["dev", "MLQA-en", "MLQA-de", "MLQA-zh"]
     assert [each.language for each in files.sets.values()] == ["en", "en", "de", "zh"]
@@ -79,7 +74,7 @@ UNANSWERED = {"id": "b", "question": "w0", "answers": []}
         (official(UNANSWERED), "question b has no answer, but every question of SQuAD1 has one"),
     ],
 )
-def test_a_dev_file_that_cannot_be_read(folder, tmp_path, file, said) -> None:
+def test_a_dev_file_that_cannot_be_read(folder, tmp_path, file, said):
     write_file(tmp_path / "train-v1.1.json", rows(4, seed=0, unanswerable=False))
     path = tmp_path / "dev-v1.1.json"
     path.write_text(json.dumps(file))
@@ -87,7 +82,7 @@ def test_a_dev_file_that_cannot_be_read(folder, tmp_path, file, said) -> None:
         read_files("squad1", settings(tmp_path))
 
 
-def test_files_and_languages_that_are_not_there(folder, tmp_path) -> None:
+def test_files_and_languages_that_are_not_there(folder, tmp_path):
     def task(name: str, where: Path, **more: Any) -> Any:
         data = DataConfig(kind="task", max_length=14, task=TaskConfig(name=name, dir=str(where), **more))
         return make_task(RunConfig(ds_config="", data=data))
@@ -104,7 +99,7 @@ def test_files_and_languages_that_are_not_there(folder, tmp_path) -> None:
         read_files("squad1", settings(folder, languages=["en"]))
 
 
-def test_a_training_set_without_a_located_answer(tmp_path) -> None:
+def test_a_training_set_without_a_located_answer(tmp_path):
     broken = rows(3, seed=0, unanswerable=False)
     for row in broken:
         row["answers"][0]["text"] = "elsewhere"

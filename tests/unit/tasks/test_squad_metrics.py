@@ -88,7 +88,7 @@ def cases(language: str, *, answerable: bool, seed: int) -> tuple[dict[str, str]
 
 
 @pytest.mark.parametrize("language", [None, *LANGUAGES])
-def test_squad1_and_mlqa(language: str | None) -> None:
+def test_squad1_and_mlqa(language):
     answers, references = cases(language or "en", answerable=True, seed=1)
     words = squad_words if language is None else lambda text: mlqa_words(text, language)
     em = f1 = 0.0
@@ -109,7 +109,7 @@ def scored2(answer: str, references: list[str], words: Callable[[str], list[str]
     return max(naive_f1(mine, each) for each in right)
 
 
-def test_squad2_with_every_threshold_tried() -> None:
+def test_squad2_with_every_threshold_tried():
     answers, references = cases("en", answerable=False, seed=1)
     draw = random.Random(1)
     answers = {key: answer if squad_words(answer) else "something" for key, answer in answers.items()}
@@ -141,7 +141,7 @@ def test_squad2_with_every_threshold_tried() -> None:
     assert found["best_f1"] > found["f1"]
 
 
-def test_never_answering_is_the_least_best_score() -> None:
+def test_never_answering_is_the_least_best_score():
     references = {"a": ["cat"], "b": [], "c": []}
     found = squad2_scores(dict.fromkeys("abc", "dog"), dict.fromkeys("abc", -5.0), references)
     assert (found["f1"], found["em"]) == (0, 0)
@@ -151,20 +151,20 @@ def test_never_answering_is_the_least_best_score() -> None:
     assert answered["f1"] == pytest.approx(200 / 3)
 
 
-def test_at_the_threshold_a_question_is_answered() -> None:
+def test_at_the_threshold_a_question_is_answered():
     """As in the official script, which leaves it unanswered above the threshold alone."""
     found = squad2_scores({"a": "cat", "b": "dog"}, {"a": 0.5, "b": 0.6}, {"a": ["cat"], "b": ["dog"]}, threshold=0.5)
     assert (found["f1"], found["em"]) == (50, 50)
 
 
-def test_an_answer_of_articles_alone_is_an_answer() -> None:
+def test_an_answer_of_articles_alone_is_an_answer():
     """As in the official script: words decide what is right, but the letters decide whether there is an answer."""
     found = squad2_scores({"a": "the", "b": "cat"}, {"a": -2.0, "b": -1.0}, {"a": [], "b": ["cat"]})
     assert found["f1"] == 100
     assert (found["best_f1"], found["best_f1_threshold"]) == (50, 0.0)
 
 
-def test_references_without_words() -> None:
+def test_references_without_words():
     """The definitions differ: SQuAD 1.1 counts no common word as 0, and 2.0 drops a reference without words."""
     assert squad1_scores({"a": "The"}, {"a": ["the"]}) == {"f1": 0, "em": 100}
     assert squad2_scores({"a": ""}, {"a": -1.0}, {"a": ["the"]})["f1"] == 100

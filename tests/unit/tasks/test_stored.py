@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ LENGTH = 20
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(columns, "AT_ONCE", 4)
     return tmp_path / "cache" / "tasks"
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """RTE with a test split, SQuAD, and rows to write; a set of another data set."""
     folder = write_tasks(tmp_path / "data", train=9, dev=5)
     rows = [f"w{n}\tw{n % 3} no\t{('entailment', 'not_entailment')[n % 2]}" for n in range(9)]
@@ -57,7 +56,7 @@ def table(path: Path, header: str, rows: list[str]) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, data: Path) -> Callable[..., Any]:
+def run(tmp_path, data):
     """Return the benchmark of a run, and what `read` needs."""
     save_tokenizer(tmp_path / "model", WORDS)
 
@@ -72,7 +71,7 @@ def run(tmp_path: Path, data: Path) -> Callable[..., Any]:
     return make
 
 
-def test_pairs_are_those_of_the_files(run, data) -> None:
+def test_pairs_are_those_of_the_files(run, data):
     task, given = run("rte", out_of_domain={"HANS": {"data": str(data / "hans.txt")}})
     found, files, tokenizer = task.read(given), task.read_files(), load_tokenizer(given.tokenizer_path)
     expected = {"train": files.train, **{column: each.examples for column, each in files.sets.items()}}
@@ -88,7 +87,7 @@ def test_pairs_are_those_of_the_files(run, data) -> None:
     }
 
 
-def test_questions_are_those_of_the_files(run) -> None:
+def test_questions_are_those_of_the_files(run):
     task, given = run("squad2")
     found, files, tokenizer = task.read(given), task.read_files(), load_tokenizer(given.tokenizer_path)
     expected = {"train": (files.train, True), **{key: (each.questions, False) for key, each in files.sets.items()}}
@@ -98,9 +97,11 @@ def test_questions_are_those_of_the_files(run) -> None:
         ours = encode_windows(questions, tokenizer, task.limits, learned=learned)
         assert len(ours) == len(windows[key]) >= len(questions)
         for mine, its in zip(windows[key], ours, strict=True):
-            assert (mine.target, mine.question) == (its.target, its.question)
-            np.testing.assert_array_equal(mine.input_ids, its.input_ids)
-            np.testing.assert_equal(mine.characters, its.characters)
+            assert (mine.target, mine.question, mine.sample_id) == (its.target, its.question, its.sample_id)
+            for name in ("input_ids", "token_type_ids", "characters"):
+                one, other = getattr(mine, name), getattr(its, name)
+                np.testing.assert_array_equal(one, other)
+                assert one is other is None or (one.dtype == other.dtype and one.flags.writeable)
     for key, each in files.sets.items():
         assert found.questions(key) == each.questions
     without = [not question.answers for question in files.sets["dev"].questions]
@@ -112,7 +113,7 @@ NAMES = ["rte", "squad2", "summarization"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_start_reads_no_example(run, cache, monkeypatch, name) -> None:
+def test_the_next_start_reads_no_example(run, cache, monkeypatch, name):
     task, given = run(name)
     task.read(given)
     monkeypatch.setattr(type(task), "read_files", lambda *_: pytest.fail("they are read again"))
@@ -121,7 +122,7 @@ def test_the_next_start_reads_no_example(run, cache, monkeypatch, name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_files_and_settings_are_tokenized_anew(run, data, cache, name) -> None:
+def test_other_files_and_settings_are_tokenized_anew(run, data, cache, name):
     task, given = run(name)
     task.read(given)
     limited, _ = run(name, limit=3)
@@ -132,7 +133,7 @@ def test_other_files_and_settings_are_tokenized_anew(run, data, cache, name) -> 
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_mistake_is_named_and_leaves_nothing(run, data, cache) -> None:
+def test_a_mistake_is_named_and_leaves_nothing(run, data, cache):
     with (data / "squad2/dev-v2.0.json").open("a", encoding="utf-8") as end:
         end.write("broken")
     task, given = run("squad2")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from llmdistill.commands.evaluate import build_parser, chosen_sets
@@ -9,7 +7,7 @@ from llmdistill.errors import UserError
 from llmdistill.tasks.instruction_sets import suite_sets
 
 
-def test_sets_by_name_come_from_the_hub_or_the_package() -> None:
+def test_sets_by_name_come_from_the_hub_or_the_package():
     found = suite_sets("dolly, vicuna,seen", None)
     assert list(found) == ["dolly", "vicuna", "seen"]
     assert found["dolly"].startswith("hf://datasets/MiniLLM/")
@@ -18,7 +16,7 @@ def test_sets_by_name_come_from_the_hub_or_the_package() -> None:
         suite_sets("dolly,squad", None)
 
 
-def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
+def test_a_folder_holds_them_by_name(tmp_path):
     for name in ("dolly_sample.jsonl", "vicuna.jsonl", "vicuna_old.jsonl"):
         (tmp_path / name).touch()
     assert suite_sets("dolly,vicuna,seen", tmp_path) == {
@@ -30,7 +28,7 @@ def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
         suite_sets("self_inst", tmp_path)
 
 
-def test_suite_and_files_together() -> None:
+def test_suite_and_files_together():
     parser = build_parser("evaluate")
     parsed = parser.parse_args(["--model", "m", "--suite", "seen", "--data", "a/mine.jsonl"])
     assert chosen_sets(parsed) == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}

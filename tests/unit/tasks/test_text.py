@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    BertTokenizerFast,
-    PreTrainedConfig,
-    RobertaConfig,
-)
+from transformers import BertConfig, BertForPreTraining, BertTokenizerFast, PreTrainedConfig, RobertaConfig
 
 import llmdistill
 from llmdistill.config.command_line import parse_run
@@ -33,7 +26,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture
-def data_of(tmp_path: Path) -> Callable[..., Text]:
+def data_of(tmp_path):
     """Reads the text of a run whose teacher has this config; further arguments are settings of the run."""
 
     def read(config: PreTrainedConfig, architecture: str, *arguments: str) -> Text:
@@ -62,7 +55,7 @@ def first_batch(data: Text) -> Any:
     return data.loader(Share(seed=0, global_batch_size=8, micro_batch_size=8)).micro_batches(0)[0]
 
 
-def test_the_embedding_of_the_second_segment_learns(data_of) -> None:
+def test_the_embedding_of_the_second_segment_learns(data_of):
     batch = first_batch(data_of(BertConfig(**SIZES), "BertForPreTraining", "--method", "minilm"))
     assert batch.targets is None, "next sentences are not learned"
     torch.manual_seed(0)
@@ -89,7 +82,7 @@ def test_the_embedding_of_the_second_segment_learns(data_of) -> None:
         (ROBERTA, "RobertaForMaskedLM", ("--method", "minilm", "--data.text.pairs", "true"), True, False),
     ],
 )
-def test_who_reads_pairs(data_of, config, architecture, arguments, pairs, next_sentence) -> None:
+def test_who_reads_pairs(data_of, config, architecture, arguments, pairs, next_sentence):
     data = data_of(config, architecture, *arguments)
     assert (data.pairs, data.next_sentence) == (pairs, next_sentence)
     batch = first_batch(data)
@@ -97,7 +90,7 @@ def test_who_reads_pairs(data_of, config, architecture, arguments, pairs, next_s
     assert (batch.targets is not None) == next_sentence
 
 
-def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path: Path) -> None:
+def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
     folder = tmp_path / "languages"
     (folder / "small").mkdir(parents=True)
     for name, count in (("large.txt", 90), ("small/first.txt", 5), ("small/second.txt", 5)):

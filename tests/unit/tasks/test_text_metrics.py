@@ -45,7 +45,7 @@ def naive_bleu4(predictions: list[str], references: list[list[str]]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bleu4_is_that_of_the_definition(seed: int) -> None:
+def test_bleu4_is_that_of_the_definition(seed):
     predictions, references = make(10, seed)
     found = text_metrics(["bleu4"], predictions, references)["bleu4"]
     assert found == pytest.approx(naive_bleu4(predictions, references), abs=1e-9)
@@ -64,13 +64,13 @@ def naive_rouge(prediction: str, reference: str, n: int) -> float:
 
 
 @pytest.mark.parametrize(("metric", "n"), [("rouge1", 1), ("rouge2", 2)])
-def test_rouge_n_is_that_of_the_definition(metric: str, n: int) -> None:
+def test_rouge_n_is_that_of_the_definition(metric, n):
     predictions, references = make(200, 3)
     best = [max(naive_rouge(p, each, n) for each in refs) for p, refs in zip(predictions, references, strict=True)]
     assert text_metrics([metric], predictions, references)[metric] == pytest.approx(sum(best) / 200, abs=1e-9)
 
 
-def test_meteor_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meteor_by_hand(monkeypatch):
     """3 of 4 words match, two of them by their stems, in one chunk: P 3/4, R 3/3, alpha 0.9, penalty (1/3)^3 / 2."""
     monkeypatch.setattr(module, "has_synonyms", lambda: False)
     (found,) = meteor_scores(["The cat sits down"], [["the cats sit", "no word of it"]])
@@ -81,6 +81,6 @@ def test_meteor_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert swapped == pytest.approx(100 * mean * (1 - 0.5 * (2 / 3) ** 3)), "two chunks"
 
 
-def test_synonyms_count_only_where_wordnet_is_there() -> None:
+def test_synonyms_count_only_where_wordnet_is_there():
     (found,) = meteor_scores(["big"], [["large"]])
     assert (found > 0) == module.has_synonyms()

@@ -29,7 +29,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model():
     return load_model(locate("embedded:teacher"), dtype=torch.float32)
 
 

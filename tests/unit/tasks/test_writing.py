@@ -25,7 +25,7 @@ WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcdef"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """An encoder (its config alone) with its tokenizer, a teacher, and rows to write."""
     for name, kind in (("student", "BertModel"), ("teacher", "BertForMaskedLM")):
         config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **SIZES, architectures=[kind])
@@ -43,7 +43,7 @@ def config_of(folder: Path, *arguments: str) -> RunConfig:
     return parse_run([*given, "--student.model", str(folder / "student"), *arguments], METHODS)[0]
 
 
-def test_the_terms_are_those_of_smoothed_masked_tokens(folder: Path) -> None:
+def test_the_terms_are_those_of_smoothed_masked_tokens(folder):
     plan = make_plan(config_of(folder, "--data.task.writing.label_smoothing", "0.2"))
     (term,) = plan.method.token_terms
     assert (term.name, term.smoothing) == ("label", 0.2)
@@ -51,7 +51,7 @@ def test_the_terms_are_those_of_smoothed_masked_tokens(folder: Path) -> None:
     assert plan.models.student_head == "lm_head"
 
 
-def test_a_method_of_layers_alone_learns_the_labels_too(folder: Path) -> None:
+def test_a_method_of_layers_alone_learns_the_labels_too(folder):
     plan = make_plan(config_of(folder, "--method", "minilm", "--teacher.model", str(folder / "teacher")))
     assert set(plan.method.weights) == {"attention", "value_relation", "label"}
 
@@ -67,21 +67,21 @@ def read(folder: Path, *arguments: str) -> Writing:
     return data
 
 
-def test_what_is_cut_is_said_and_steps_are_counted(folder: Path) -> None:
+def test_what_is_cut_is_said_and_steps_are_counted(folder):
     data = read(folder)
     assert data.report == "2 examples; 1 sources are cut at 5 tokens, 1 targets at 3"
     assert data.num_steps(epochs=3, global_batch_size=4) == 2
     assert data.sizes == {"train": 2, "dev": 2, "test": 2}
 
 
-def test_scores_depend_on_how_texts_are_searched_and_not_on_the_training(folder: Path) -> None:
+def test_scores_depend_on_how_texts_are_searched_and_not_on_the_training(folder):
     asked = read(folder).sets
     assert read(folder, "--data.task.writing.mask_share", "0.5").sets == asked
     assert read(folder, "--data.task.writing.beams", "3").sets != asked
     assert read(folder, "--scoring.limit", "1").sets["dev"] != asked["dev"]
 
 
-def test_summary_and_table(folder: Path) -> None:
+def test_summary_and_table(folder):
     data = read(folder)
     score = {"metrics": {"rougeL": 30.0, "rouge1": 40.0, "rouge2": 20.0}}
     summary = data.summary({"dev": score, "test": {"metrics": {"rougeL": 1.0, "rouge1": 2.0, "rouge2": 3.0}}})
@@ -102,12 +102,12 @@ def test_summary_and_table(folder: Path) -> None:
         (["--data.task.writing.min_length", "3"], "min_length is 3"),
     ],
 )
-def test_bad_settings_are_named(folder: Path, arguments: list[str], said: str) -> None:
+def test_bad_settings_are_named(folder, arguments, said):
     with pytest.raises((UserError, ValueError), match=said):
         make_plan(config_of(folder, *arguments))
 
 
-def test_models_that_cannot_write_or_teach_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_write_or_teach_are_named(folder, monkeypatch):
     task = make_task(config_of(folder))
     with pytest.raises(UserError, match="let the llama learn the texts as instructions"):
         task.check_model("student.model", "here", LlamaConfig())

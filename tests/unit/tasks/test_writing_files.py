@@ -29,7 +29,7 @@ def squad(path: Path, *questions: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", ["source target", "document summary"])
-def test_summaries_of_the_usual_rows(tmp_path: Path, pair: str) -> None:
+def test_summaries_of_the_usual_rows(tmp_path, pair):
     source, target = pair.split()
     write(tmp_path / "train.jsonl", {source: "a b c", target: "a", "id": 1}, {source: "d", target: "e"})
     write(tmp_path / "validation.jsonl", {source: "f", target: "g"})
@@ -41,7 +41,7 @@ def test_summaries_of_the_usual_rows(tmp_path: Path, pair: str) -> None:
     assert len(read_files("summarization", TaskConfig(dir=str(tmp_path), limit=1)).train) == 1
 
 
-def test_examples_of_one_source_are_one_with_several_references(tmp_path: Path) -> None:
+def test_examples_of_one_source_are_one_with_several_references(tmp_path):
     rows = [{"context": "x y", "answer": answer, "question": question} for answer, question in ("xa", "yb", "xc")]
     write(tmp_path / "dev.jsonl", *rows)
     write(tmp_path / "train.jsonl", *rows)
@@ -50,7 +50,7 @@ def test_examples_of_one_source_are_one_with_several_references(tmp_path: Path) 
     assert [(each.source, each.hint) for each in found.examples] == [("x y", "x"), ("x y", "y")]
 
 
-def test_questions_of_the_official_files(tmp_path: Path) -> None:
+def test_questions_of_the_official_files(tmp_path):
     squad(tmp_path / "train-v1.1.json", ("an apple fell", "what fell", "an apple"), ("a pear", "what", "a plum"))
     squad(tmp_path / "dev-v1.1.json", ("one two", "how many", "two"))
     Writing.check_folder(str(tmp_path), "questiongeneration", setting="data.task.dir")
@@ -60,7 +60,7 @@ def test_questions_of_the_official_files(tmp_path: Path) -> None:
     assert files.sets["dev"].examples == [TargetExample("one two", "two", "how many")]
 
 
-def test_questions_whose_answer_is_not_in_their_context_are_skipped(tmp_path: Path) -> None:
+def test_questions_whose_answer_is_not_in_their_context_are_skipped(tmp_path):
     write(
         tmp_path / "train.jsonl",
         {"context": "one two", "question": "how many", "answer": "two"},
@@ -75,14 +75,14 @@ def test_questions_whose_answer_is_not_in_their_context_are_skipped(tmp_path: Pa
     assert len(files.sets["dev"].examples) == 1
 
 
-def test_an_empty_target_is_named(tmp_path: Path) -> None:
+def test_an_empty_target_is_named(tmp_path):
     write(tmp_path / "train.jsonl", {"source": "a", "target": " "})
     write(tmp_path / "dev.jsonl", {"source": "a", "target": "b"})
     with pytest.raises(UserError, match=r"train\.jsonl:1: target is ' '"):
         read_files("summarization", TaskConfig(dir=str(tmp_path)))
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"data\.task\.dir is missing"):
         Writing.check_folder(None, "summarization", setting="data.task.dir")
     write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})

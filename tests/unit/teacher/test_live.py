@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.teacher.live import load_teacher
 
 
-def test_settings_that_deepspeed_does_not_know_are_named() -> None:
+def test_settings_that_deepspeed_does_not_know_are_named():
     zero = {"offload_param": {"device": "disk"}}
     said = r"teacher.zero: offload_param\.device is 'disk': DeepSpeed refuses it \(input should be"
     with pytest.raises(UserError, match=said):
@@ -27,6 +25,6 @@ def test_settings_that_deepspeed_does_not_know_are_named() -> None:
         ({"zero": {"stage": 2}, "sharding": "zero3"}, "sets the stage"),
     ],
 )
-def test_settings_that_do_not_fit_the_sharding_are_refused(given: dict[str, Any], said: str) -> None:
+def test_settings_that_do_not_fit_the_sharding_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         TeacherConfig(**given)
