@@ -31,6 +31,15 @@ def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"version": "v2.0", "data": articles}), encoding="utf-8")
 
 
+def write_questions(path: Path, *questions: tuple[str, str, str]) -> None:
+    """Write questions of (context, question, answer); an answer that is not in its context is said to begin there."""
+    written = []
+    for number, (context, asked, answer) in enumerate(questions):
+        answers = [{"text": answer, "answer_start": max(context.find(answer), 0)}]
+        written.append({"id": f"{path.stem}-{number}", "question": asked, "context": context, "answers": answers})
+    write_file(path, written)
+
+
 def rows(count: int, *, seed: int, unanswerable: bool) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     return [question(generator, n, has_answer=not unanswerable or n % 3 > 0) for n in range(count)]

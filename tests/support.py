@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -190,6 +190,13 @@ def largest_difference(one: Path, other: Path, without: str = "nothing") -> floa
     return max(float((first[name] - second[name]).abs().max()) for name in compared)
 
 
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as lines of JSON into a folder, which is made; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def train_loader(
     items: Sequence[Any],
     *,
@@ -205,6 +212,24 @@ def train_loader(
 
     make = partial(collate or module.collate, pad_token_id=pad_token_id)
     return TrainLoader(items, Share(**share), make, bucket_steps=bucket_steps, spread=spread)
+
+
+def check_steps(made: Callable[[int], Any]) -> list[Any]:
+    """Check that what a loader makes depends on the step alone, and draws no random number; returns the first steps."""
+    import random
+
+    import numpy as np
+    import torch
+
+    expected = [made(step) for step in range(8)]
+    for step in (5, 5, 0, 7, 2, 3):
+        random.seed(step)
+        np.random.seed(step)
+        torch.manual_seed(step)
+        state = torch.random.get_rng_state()
+        assert made(step) == expected[step]
+        assert torch.equal(torch.random.get_rng_state(), state)
+    return expected
 
 
 def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> Source:

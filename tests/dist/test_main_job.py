@@ -18,7 +18,17 @@ from transformers import AutoModelForCausalLM
 from llmdistill.factorize.export import export_dense
 from llmdistill.run.checkpoints import checkpoints
 
-from support import ROOT, environment, interrupted_copy, largest_difference, launch_command, log_rows, logged, weights
+from support import (
+    ROOT,
+    environment,
+    interrupted_copy,
+    largest_difference,
+    launch_command,
+    log_rows,
+    logged,
+    weights,
+    write_rows,
+)
 
 
 def test_training_moves_the_student_towards_the_teacher(trained):
@@ -289,9 +299,8 @@ def test_mistake_reaches_the_user_through_the_launcher(settings):
 
 
 def test_a_malformed_row_of_a_stream_is_said_once(launch, settings, tmp_path):
-    data = tmp_path / "bad.jsonl"
-    rows = [json.dumps({"instruction": f"Count {n}.", "output": "a b"}) for n in range(30)]
-    data.write_text("\n".join([*rows, '{"instruction": "Count."}']), encoding="utf-8")
+    rows = [{"instruction": f"Count {n}.", "output": "a b"} for n in range(30)]
+    data = write_rows(tmp_path / "bad.jsonl", [*rows, {"instruction": "Count."}])
     given = ("--data.train", str(data), "--data.streaming", "true", "--data.shuffle_buffer", "2")
     done = launch(*settings, "--output_dir", str(tmp_path / "run"), *given, ranks=2, code=2)
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

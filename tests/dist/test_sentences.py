@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, BertModel
 from word_models import save_bert, save_tokenizer
 
-from support import logged
+from support import logged, write_rows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(60))]
 
@@ -39,10 +39,8 @@ def folder(tmp_path_factory):
     (teacher / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}')
     (teacher / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
     (folder / "train.txt").write_text("\n".join(text(generator) for _ in range(96)))
-    triples = [
-        json.dumps({name: text(generator) for name in ("query", "positive", "negative")}) + "\n" for _ in range(24)
-    ]
-    (folder / "triples.jsonl").write_text("".join(triples))
+    names = ("query", "positive", "negative")
+    write_rows(folder / "triples.jsonl", [{name: text(generator) for name in names} for _ in range(24)])
     pairs = [f"{number % 6}\t{text(generator)}\t{text(generator)}\n" for number in range(20)]
     (folder / "sts.tsv").write_text("".join(pairs))
     return folder

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from pathlib import Path
 
 import pytest
-from question_files import write_file
+from question_files import write_questions
 from word_models import save_bert, save_tokenizer
 
 from llmdistill.tasks.text_metrics import text_metrics
@@ -32,26 +33,13 @@ def encoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """SQuAD's official format: the question asks for a name or a place, as the answer says."""
-    folder = tmp_path_factory.mktemp("squad")
-    pairs = [(name, place) for name in NAMES for place in PLACES]
-    for split, some in (("train", pairs), ("dev", pairs[::3])):
-        asked = [
-            (f"{name} lives in {place}", question, answer)
-            for name, place in some
-            for question, answer in ((f"who lives in {place}", name), (f"where does {name} live", place))
-        ]
-        rows = [
-            {
-                "id": f"{split} {context} {answer}",
-                "question": question,
-                "context": context,
-                "answers": [{"text": answer, "answer_start": context.index(answer)}],
-            }
-            for context, question, answer in asked
-        ]
-        if split == "train":
-            rows[0]["answers"] = [{"text": "nobody", "answer_start": 0}]
-        write_file(folder / f"{split}-v1.1.json", rows)
+    folder, asked = tmp_path_factory.mktemp("squad"), []
+    for name, place in itertools.product(NAMES, PLACES):
+        context = f"{name} lives in {place}"
+        asked.append(((context, f"who lives in {place}", name), (context, f"where does {name} live", place)))
+    unanswered = ("anna lives in rome", "who lives in rome", "nobody")
+    write_questions(folder / "train-v1.1.json", unanswered, *itertools.chain(*asked))
+    write_questions(folder / "dev-v1.1.json", *itertools.chain(*asked[::3]))
     return folder
 
 
@@ -78,7 +66,7 @@ def test_questions_are_learned_and_scored(teacher):
     assert metrics["score"] == pytest.approx(expected["bleu4"])
     said, report = (teacher / "said.txt").read_text(), (teacher / "report.md").read_text()
     assert "1 training questions are skipped" in report
-    assert "train anna lives in rome anna" in report, "the question whose answer is not in its context"
+    assert "train-v1.1-0" in report, "the question whose answer is not in its context"
     assert "QuestionGeneration BLEU-4" in said
     assert "| QuestionGeneration BLEU-4 | QuestionGeneration METEOR | QuestionGeneration ROUGE-L |" in report
 

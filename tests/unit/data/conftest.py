@@ -13,6 +13,13 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder of cached tokens of the test's own."""
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "corpora"
+
+
+@pytest.fixture
 def word_tokenizer():
     """Makes tokenizers of one token per character, so that lengths can be counted by hand; </s> is 0 and <s> 1."""
 

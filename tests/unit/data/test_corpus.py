@@ -6,6 +6,7 @@ import shutil
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -17,14 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.data import corpus as module
 from llmdistill.data.corpus import Corpus, tokenize
 
+pytestmark = pytest.mark.usefixtures("cache")
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 TEXT = "One two. Three\n  four five \n\n \n\nsix\n\nseven eight\nnine"
 
 
 class Counting(PreTrainedTokenizerFast):
-    """Counts the texts that it is given."""
-
     texts = 0
+    """The number of texts that it was given."""
 
     def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
         self.texts += len(text)
@@ -42,19 +43,8 @@ def letters(*, mask: bool = True, more: str = "") -> Counting:
 
 def read(corpus: Corpus) -> list[list[str]]:
     """The segments of each document, as text."""
-    documents = []
-    for first, last in pairwise(corpus.documents):
-        bounds = corpus.segments[first : last + 1]
-        parts = [corpus.tokens[start:stop] for start, stop in pairwise(bounds)]
-        documents.append(["".join(map(chr, part)) for part in parts])
-    return documents
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """The folder of the corpora."""
-    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "corpora"
+    segments = ["".join(map(chr, corpus.tokens[start:stop])) for start, stop in pairwise(corpus.segments)]
+    return [segments[first:last] for first, last in pairwise(corpus.documents)]
 
 
 @pytest.fixture
@@ -85,8 +75,7 @@ class TestPlainText:
 
     def test_byte_order_mark_other_separators_and_a_large_vocabulary(self, make):
         corpus = make("\ufeffa\u2028\U00010000\n", "a.md", letters(more="\u2028\U00010000"))
-        assert read(corpus) == [["a\u2028\U00010000"]]
-        assert corpus.tokens.dtype == np.uint32
+        assert (read(corpus), corpus.tokens.dtype) == ([["a\u2028\U00010000"]], np.uint32)
 
     def test_lines_without_tokens_are_no_segments(self, make):
         tokenizer = letters()
@@ -94,14 +83,13 @@ class TestPlainText:
         assert read(make("a\nxx\nb\n\nxxx\n\nc", tokenizer=tokenizer)) == [["a", "b"], ["c"]]
 
     def test_a_folder_in_the_order_of_names(self, tmp_path):
-        folder = tmp_path / "texts"
-        (folder / "b").mkdir(parents=True)
-        (folder / "c.txt").write_text("last", encoding="utf-8")
-        (folder / "b" / "x.jsonl").write_text('{"text": "second\\nrow"}\n{"text": "third"}\n', encoding="utf-8")
-        (folder / "a.txt").write_text("zeroth", encoding="utf-8")
-        (folder / "a2.txt").write_text("first", encoding="utf-8")
-        (folder / ".hidden").write_text("hidden", encoding="utf-8")
-        assert read(tokenize(folder, letters())) == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
+        (tmp_path / "texts" / "b").mkdir(parents=True)
+        rows = '{"text": "second\\nrow"}\n{"text": "third"}\n'
+        files = {"c.txt": "last", "b/x.jsonl": rows, "a.txt": "zeroth", "a2.txt": "first", ".hidden": "hidden"}
+        for name, text in files.items():
+            (tmp_path / "texts" / name).write_text(text)
+        found = read(tokenize(tmp_path / "texts", letters()))
+        assert found == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
 
 
 class TestRows:
@@ -115,18 +103,13 @@ class TestRows:
             assert read(make(rows, "a.jsonl", mask=mask, field="content")) == expected
 
     def test_from_the_hub(self, monkeypatch):
-        asked = []
-
-        def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
-            asked.append((name, config, split, streaming))
-            return [{"text": text} for text in self.TEXTS]
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        load = Mock(return_value=[{"text": text} for text in self.TEXTS])
+        monkeypatch.setattr(datasets, "load_dataset", load)
         for _ in range(2):
             assert len(read(tokenize("someone/texts:en:train", letters()))) == 3
-        assert asked == [("someone/texts", "en", "train", True)]
+        load.assert_called_once_with("someone/texts", "en", split="train", streaming=True)
         tokenize("someone/texts:de:train", letters())
-        assert len(asked) == 2, "another name is another text"
+        assert load.call_count == 2, "another name is another text"
 
     @pytest.mark.parametrize(
         ("row", "what"),

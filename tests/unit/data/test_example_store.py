@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import datasets
 import pyarrow as pa
@@ -16,19 +14,12 @@ from llmdistill.data.example_store import open_examples, store_examples
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sources import read_examples
 
+from support import write_rows
+
 Make = Callable[..., PreTrainedTokenizerFast]
+pytestmark = pytest.mark.usefixtures("cache")
 LIMITS = Limits(max_prompt_length=12, max_length=14, long_prompts="truncate")
 ROWS = [{"prompt": "p" * (1 + n % 15), "completion": "abc"[: n % 4]} for n in range(15)]
-
-
-def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ def untouched(monkeypatch):
 @pytest.mark.parametrize(("at_once", "long_prompts"), [(1, "drop"), (4, "truncate"), (1000, "drop")])
 def test_items_are_those_of_encode(word_tokenizer, tmp_path, monkeypatch, at_once, long_prompts):
     monkeypatch.setattr(columns, "AT_ONCE", at_once)
-    path, limits = write(tmp_path / "a.jsonl"), replace(LIMITS, long_prompts=long_prompts)
+    path, limits = write_rows(tmp_path / "a.jsonl", ROWS), replace(LIMITS, long_prompts=long_prompts)
     folder = store_examples(path, word_tokenizer(), limits)
     found = open_examples(folder)
     expected = encode(read_examples(path), word_tokenizer(), limits)
@@ -54,36 +45,36 @@ def test_items_are_those_of_encode(word_tokenizer, tmp_path, monkeypatch, at_onc
 
 class TestCache:
     def test_the_second_time_nothing_is_tokenized(self, word_tokenizer, tmp_path, untouched):
-        path = write(tmp_path / "a.jsonl")
+        path = write_rows(tmp_path / "a.jsonl", ROWS)
         first = store_examples(path, word_tokenizer(), LIMITS)
         untouched()
         moved = path.rename(tmp_path / "b.jsonl")
         assert store_examples(moved, word_tokenizer(), LIMITS) == first
 
     def test_what_decides_is_tokenized_anew(self, word_tokenizer, tmp_path):
-        path = write(tmp_path / "a.jsonl")
+        path = write_rows(tmp_path / "a.jsonl", ROWS)
         plain, end = word_tokenizer(), word_tokenizer()
         end.eos_token = "x"
         others = (word_tokenizer(with_start=True), word_tokenizer(chat=True), end)
         folders = [store_examples(path, tokenizer, LIMITS) for tokenizer in (plain, *others)]
         for change in ({"max_prompt_length": 13}, {"max_length": 15}):
             folders.append(store_examples(path, plain, replace(LIMITS, **change)))
-        folders.append(store_examples(write(path, ROWS[1:]), plain, LIMITS))
+        folders.append(store_examples(write_rows(path, ROWS[1:]), plain, LIMITS))
         assert len(set(folders)) == 7
 
     def test_a_chat_template_that_writes_the_date(self, word_tokenizer, tmp_path):
         rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-        path, tokenizer, days = write(tmp_path / "a.jsonl", rows), word_tokenizer(), []
+        path, tokenizer, days = write_rows(tmp_path / "a.jsonl", rows), word_tokenizer(), []
         tokenizer.chat_template = "{{ day }}{% for turn in messages %}{{ turn.content }}{% endfor %}"
         render = tokenizer.apply_chat_template
         for day in ("1", "2"):
-            tokenizer.apply_chat_template = lambda *args, day=day, **more: render(*args, **more, day=day)  # type: ignore
+            tokenizer.apply_chat_template = partial(render, day=day)
             days.append(open_examples(store_examples(path, tokenizer, LIMITS)).items[0].prompt_ids)
         assert days[0] != days[1]
 
     @pytest.mark.parametrize("name", ["0.arrow", "meta.json", "manifest.json"])
     def test_what_is_damaged_is_made_anew(self, word_tokenizer, tmp_path, name):
-        path = write(tmp_path / "a.jsonl")
+        path = write_rows(tmp_path / "a.jsonl", ROWS)
         folder = store_examples(path, word_tokenizer(), LIMITS)
         written = (folder / name).read_bytes()
         middle = len(written) // 2

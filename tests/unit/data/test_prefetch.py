@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hostile import refuses
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
@@ -86,8 +87,7 @@ def test_an_error_is_raised_at_its_step_and_again():
     prefetched = Prefetched(Watched(fails_at=1), steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
     for _ in range(2):
-        with pytest.raises(UserError, match="row 7 is bad"):
-            prefetched.micro_batches(1)
+        refuses("row 7 is bad", prefetched.micro_batches, 1)
     assert prefetched.micro_batches(2) == STEPS[2]
 
 

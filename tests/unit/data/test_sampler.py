@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import Share, TrainLoader, _permutation, global_batch_indices, rank_micro_batches
 
-from support import train_loader
+from support import check_steps, train_loader
 
 
 def indices(step: int, *, seed: int = 3, size: int = 10, batch: int = 4) -> list[int]:
@@ -32,26 +29,19 @@ def test_a_batch_larger_than_the_set():
 
 
 def test_seed_and_step_alone_decide():
-    expected = [indices(step) for step in range(8)]
-    for step in (5, 0, 7, 2):
+    def made(step: int) -> list[int]:
         _permutation.cache_clear()
-        random.seed(step)
-        np.random.seed(step)
-        torch.manual_seed(step)
-        state = torch.random.get_rng_state()
-        assert indices(step) == expected[step]
-        assert torch.equal(torch.random.get_rng_state(), state)
+        return indices(step)
+
+    check_steps(made)
     assert indices(0, seed=0) != indices(0, seed=1), "0 is a seed like any other"
     assert indices(0, seed=0, size=1000, batch=1000) != list(range(1000)), "0 does not mean unshuffled"
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 24), (1, 4), (2, 3), (3, 1), (8, 3)])
 def test_ranks_and_micro_batches_make_up_the_global_batch(world_size, micro_batch_size):
-    batch = indices(1, size=100, batch=24)
-    by_rank = [
-        rank_micro_batches(batch, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
-        for rank in range(world_size)
-    ]
+    batch, share = indices(1, size=100, batch=24), {"world_size": world_size, "micro_batch_size": micro_batch_size}
+    by_rank = [rank_micro_batches(batch, rank=rank, **share) for rank in range(world_size)]
     assert {len(parts) for parts in by_rank} == {24 // (world_size * micro_batch_size)}
     assert {len(part) for parts in by_rank for part in parts} == {micro_batch_size}
     # Accumulation step by accumulation step, rank by rank, the order is that of the global batch.

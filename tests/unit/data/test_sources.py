@@ -5,6 +5,7 @@ import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -44,13 +45,12 @@ class TestJsonl:
         assert list(islice(stream_rows(path), 1)) == [(ROW, f"{path}:1")]
 
 
-class TestJson:
-    @pytest.mark.parametrize(
-        "text", [json.dumps(ROWS, indent=1), json.dumps({"data": ROWS}), "\n".join(map(json.dumps, ROWS))]
-    )
-    def test_an_array_an_object_around_it_or_lines(self, tmp_path, text):
-        found = read_examples(write(tmp_path / "a.json", text))
-        assert found == [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
+@pytest.mark.parametrize(
+    "text", [json.dumps(ROWS, indent=1), json.dumps({"data": ROWS}), "\n".join(map(json.dumps, ROWS))]
+)
+def test_json_is_an_array_an_object_around_it_or_lines(tmp_path, text):
+    found = read_examples(write(tmp_path / "a.json", text))
+    assert found == [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
 
 
 class TestTables:
@@ -141,15 +141,11 @@ class TestHub:
 
     @pytest.mark.parametrize(("form", "split"), [(str, ""), (str, ":train[4:]"), (Path, ":test")])
     def test_one_file_of_a_set(self, monkeypatch, form, split):
-        calls = []
-
-        def load(kind: str, config: None, *, split: str, streaming: bool, data_files: str) -> object:
-            calls.append((kind, split, data_files))
-            return sized(3)
-
+        load, name = Mock(return_value=sized(3)), "hf://datasets/MiniLLM/dolly/raw.jsonl"
         monkeypatch.setattr(datasets, "load_dataset", load)
-        assert len(read_examples(form(f"hf://datasets/MiniLLM/dolly/raw.jsonl{split}"))) == 3
-        assert calls == [("json", split[1:] or "train", "hf://datasets/MiniLLM/dolly/raw.jsonl")]
+        assert len(read_examples(form(name + split))) == 3
+        (call,) = load.call_args_list
+        assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
 
     @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
     def test_streaming_says_what_it_cannot_cut(self, hub, slice_):
@@ -157,9 +153,7 @@ class TestHub:
         refuses("by whole numbers alone, such as train[:500]", lambda: next(stream_rows(f"o/n:train{slice_}")))
 
     def test_failure_names_the_set_and_the_remedy(self, monkeypatch):
-        def unreachable(*_: object, **__: object) -> None:
-            raise ConnectionError("Couldn't reach it\nafter 5 trials")
-
+        unreachable = Mock(side_effect=ConnectionError("Couldn't reach it\nafter 5 trials"))
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
         said = "data set o/n, configuration main, split test (ConnectionError: Couldn't reach it); check the name"
         refuses(f"o/n:main:test: no such file, and not loaded from the hub as {said}", read_examples, "o/n:main:test")

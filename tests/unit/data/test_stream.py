@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import stream
@@ -24,7 +21,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.stream import StreamLoader, shuffled
 from llmdistill.errors import UserError
 
-from support import ThreadRanks
+from support import ThreadRanks, check_steps, write_rows
 
 SIZE = 10
 Make = Callable[..., PreTrainedTokenizerFast]
@@ -32,9 +29,7 @@ LIMITS: dict[str, Any] = {"max_prompt_length": 8, "max_length": 12}
 
 
 def write(path: Path, prompts: list[str], answer: str = "yes") -> Path:
-    rows = [{"prompt": prompt, "completion": answer} for prompt in prompts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, ({"prompt": prompt, "completion": answer} for prompt in prompts))
 
 
 @pytest.fixture
@@ -82,27 +77,18 @@ def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make, numbers):
 
 @pytest.mark.parametrize("bucket_steps", [1, 3])
 def test_seed_and_step_alone_decide(make, numbers, bucket_steps):
-    loader = make(numbers, bucket_steps=bucket_steps)
-    expected = [loader.micro_batch_items(step) for step in range(8)]
-    assert len({str(items) for items in expected}) == 8
-    for step in (5, 5, 0, 7, 2, 3):
-        random.seed(step)
-        np.random.seed(step)
-        torch.manual_seed(step)
-        state = torch.random.get_rng_state()
-        assert loader.micro_batch_items(step) == expected[step]
+    expected = check_steps(make(numbers, bucket_steps=bucket_steps).micro_batch_items)
+    assert len(set(map(str, expected))) == 8
+    for step in (5, 0, 7):
         resumed = make(numbers, bucket_steps=bucket_steps)
         assert resumed.micro_batch_items(step) == expected[step], "a resumed run goes on as the first"
-        assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_steps_are_sorted_by_length(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % 8) for n in range(24)])
-    plain, sorted_together = make(path), make(path, bucket_steps=3)
-    for first in (0, 3):
-        walk, steps = (
-            [each.micro_batch_items(step)[0] for step in range(first, first + 3)] for each in (plain, sorted_together)
-        )
+    loaders = (make(path), make(path, bucket_steps=3))
+    for window in (range(3), range(3, 6)):
+        walk, steps = ([each.micro_batch_items(step)[0] for step in window] for each in loaders)
         assert Counter(map(str, chain(*steps))) == Counter(map(str, chain(*walk)))
         lengths = [len(item) for items in sorted(steps, key=lambda items: -len(items[0])) for item in items]
         assert lengths == sorted(lengths, reverse=True)

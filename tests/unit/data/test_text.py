@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
@@ -19,6 +18,8 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
 from llmdistill.data.text import TextSequences, validation_batches
+
+from support import check_steps
 
 PAD, UNK, CLS, SEP, MASK, EOS = range(6)
 NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
@@ -156,19 +157,14 @@ class TestOrder:
 
     @pytest.mark.parametrize("kind", [{"objective": "next"}, {}, PAIRS])
     def test_seed_and_step_alone_decide(self, kind):
+        source = sequences(**kind)
+
         def made(step: int, seed: int = 3) -> list[Any]:
             [batch] = loader(source, seed).micro_batches(step)
             values = [getattr(batch, each.name) for each in fields(Batch)]
             return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
 
-        source, state = sequences(**kind), torch.random.get_rng_state()
-        expected = [made(step) for step in range(12)]
-        for step in (5, 5, 0, 11, 2):
-            random.seed(step)
-            np.random.seed(step)
-            assert made(step) == expected[step]
-        assert torch.equal(torch.random.get_rng_state(), state)
-        assert made(0, seed=4) != expected[0]
+        assert check_steps(made)[0] != made(0, seed=4)
 
     def test_each_epoch_masks_other_tokens_even_within_a_batch(self):
         source = loader(sequences(numbered([60]), max_length=62, mask_share=0.3), size=6)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizers import byte_level
+from hostile import refuses
 from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
 
@@ -17,13 +18,14 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
-from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
 from llmdistill.tasks.rouge import rouge_l
+
+from support import write_rows
 
 WORDS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
 TOKENS = ("</s>", "[PAD]", "[UNK]", *WORDS)
@@ -54,9 +56,7 @@ def folder(tmp_path, model, tokenizer):
 
 
 def write(path: Path, examples: list[Example]) -> Path:
-    rows = [{"instruction": e.instruction, "input": e.input, "output": list(e.outputs)} for e in examples]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, [{"instruction": e.instruction, "input": e.input, "output": e.outputs} for e in examples])
 
 
 def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path):
@@ -114,19 +114,17 @@ def test_limit_and_several_sets(model, tokenizer, tmp_path):
 def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path):
     sets = {"good": SHORT, "bad": EXAMPLES}
     shorter = Limits(max_prompt_length=45, max_length=50)
-    with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
-        score_sets(model, tokenizer, sets, GenerationConfig(), shorter, predictions_dir=tmp_path / "out")
+    said, given = "1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3", GenerationConfig()
+    refuses(said, score_sets, model, tokenizer, sets, given, shorter, predictions_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (folder / "model.safetensors").unlink()
     data = {"bad": str(write(tmp_path / "bad.jsonl", EXAMPLES))}
-    with pytest.raises(UserError, match=r"bad\.jsonl:3"):
-        evaluate_model(str(folder), data, GenerationConfig(), shorter)
+    refuses("bad.jsonl:3", evaluate_model, str(folder), data, GenerationConfig(), shorter)
 
 
 def test_names_of_sets_and_default_output():
     assert set_names(["a/x.jsonl", "embedded:seen"]) == {"x": "a/x.jsonl", "seen": "embedded:seen"}
-    with pytest.raises(UserError, match=r"a/x\.jsonl and b/x\.jsonl would both be called x"):
-        set_names(["a/x.jsonl", "b/x.jsonl"])
+    refuses("a/x.jsonl and b/x.jsonl would both be called x", set_names, ["a/x.jsonl", "b/x.jsonl"])
     assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
     assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from hostile import refuses
 from scipy import stats
 from sentence_encoders import WORDS, encoder
 from transformers import BertConfig, BertModel, LlamaConfig
@@ -15,12 +15,13 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
 from llmdistill.data.sampler import Share
 from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences, read_triples
-from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, build_method
 from llmdistill.objective import Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import Sentences
+
+from support import write_rows
 
 PAIRS = [("a b", "a c", 4.0), ("d", "e f a", 0.5), ("b b b", "b", 5.0), ("c d e", "f", 1.0), ("a", "d e", 2.0)]
 
@@ -72,9 +73,8 @@ def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path):
 def test_triples_stay_together_in_every_batch(tmp_path):
     model = encoder(tmp_path / "teacher")
     rows = [("a", "b c", "d"), ("e f", "a", "b"), ("c", "c d", "a b"), ("f", "f e", "b")]
-    file = tmp_path / "rows.jsonl"
     keys = ("anchor", "positive", "negative")
-    file.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+    file = write_rows(tmp_path / "rows.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
     assert read_triples(file) == [text for row in rows for text in row]
     task = Sentences(run_of(tmp_path, train=str(file), sentences={"triples": True}, bucket_steps=2))
     data = read(task, model, tmp_path)
@@ -88,11 +88,6 @@ def test_triples_stay_together_in_every_batch(tmp_path):
             seen.append(tuple(" ".join(words) for words in texts))
     assert sorted(seen) == sorted(rows)
     assert [item.target for item in data.taught_examples()[0]] == [0, 1, 2] * 4  # there is no validation set
-    file.write_text('{"query": "a", "positive": "b"}\n')
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: give query"):
-        read_triples(file)
-    with pytest.raises(UserError, match=r"no rows of query, positive, negative"):
-        read_triples(tmp_path / "train.txt")
     settings = METHODS["embedding"].settings(margin=1.0)
     with pytest.raises(ValueError, match=r"set data\.sentences\.triples"):
         METHODS["embedding"].check(settings, run_of(tmp_path))
@@ -121,43 +116,34 @@ def test_the_files_that_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("read", "name", "text", "said"),
     [
-        ("plain.tsv", "1\ta\tb\n2\tc\n", "plain.tsv:2: not a score and two sentences"),
-        ("plain.tsv", "1\ta\tb\nnan\tc\td\n", "plain.tsv:2: not a score"),
-        ("plain.tsv", "1\ta\tb\n1\tc\td\n", "2 pairs with no two different scores"),
-        ("rows.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "rows.jsonl:1: give sentence1, sentence2"),
+        (read_pairs, "plain.tsv", "1\ta\tb\n2\tc\n", "plain.tsv:2: not a score and two sentences"),
+        (read_pairs, "plain.tsv", "1\ta\tb\nnan\tc\td\n", "plain.tsv:2: not a score"),
+        (read_pairs, "plain.tsv", "1\ta\tb\n1\tc\td\n", "2 pairs with no two different scores"),
+        (read_pairs, "a.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "a.jsonl:1: give sentence1, sentence2"),
+        (read_sentences, "a.txt", "\n \n", "no sentence"),
+        (read_sentences, "b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent"),
+        (read_sentences, "missing.txt", None, "missing.txt"),
+        (read_triples, "a.jsonl", '{"query": "a", "positive": "b"}\n', "a.jsonl:1: give query"),
+        (read_triples, "a.txt", "a b\n", "no rows of query, positive, negative"),
     ],
 )
-def test_pairs_that_are_refused(tmp_path, name, text, said):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=said):
-        read_pairs(tmp_path / name)
-
-
-def test_sentences_that_are_refused(tmp_path):
-    for name, text, said in (("a.txt", "\n \n", "no sentence"), ("b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent")):
+def test_files_that_are_refused(tmp_path, read, name, text, said):
+    if text is not None:
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=said):
-            read_sentences(tmp_path / name)
-    with pytest.raises(UserError, match=r"missing\.txt"):
-        read_sentences(tmp_path / "missing.txt")
+    refuses(said, read, tmp_path / name)
 
 
 def test_models_methods_and_settings_that_are_refused(tmp_path):
-    model = encoder(tmp_path / "teacher")
+    config = encoder(tmp_path / "teacher").config
     task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
-    objective = task.objective(model.config, uses_output=False)
+    objective = task.objective(config, uses_output=False)
     assert objective.pooling == Pooling(("max",), normalize=True)
-    with pytest.raises(UserError, match="is a decoder"):
-        task.check_model("teacher.model", "x", LlamaConfig())
-    with pytest.raises(UserError, match=r"data\.tests\.valid"):
-        Sentences(run_of(tmp_path, tests={"valid": "sts.tsv"}))
-    with pytest.raises(UserError, match=r"sentences .* have only embeddings: take method embedding"):
-        build_method(["kd"], {}, model.config, model.config, objective)
-    with pytest.raises(UserError, match=r"set data\.kind to sentences"):
-        build_method(["embedding"], {}, model.config, model.config)
-    narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
-    with pytest.raises(UserError, match="16 wide in the teacher and 8 in the student"):
-        build_method(["embedding"], {}, model.config, narrow, objective)
-    assert METHODS["embedding"].build(METHODS["embedding"].defaults(), model.config, model.config, objective).pooling
+    refuses("is a decoder", task.check_model, "teacher.model", "x", LlamaConfig())
+    refuses("data.tests.valid", Sentences, run_of(tmp_path, tests={"valid": "sts.tsv"}))
+    refuses("have only embeddings: take method embedding", build_method, ["kd"], {}, config, config, objective)
+    refuses("set data.kind to sentences", build_method, ["embedding"], {}, config, config)
+    narrow, said = BertConfig(**{**config.to_dict(), "hidden_size": 8}), "16 wide in the teacher and 8 in the student"
+    refuses(said, build_method, ["embedding"], {}, config, narrow, objective)
+    assert METHODS["embedding"].build(METHODS["embedding"].defaults(), config, config, objective).pooling

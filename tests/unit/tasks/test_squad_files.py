@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import refuses
 from question_files import rows, write_file, write_tasks
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
@@ -87,16 +88,12 @@ def test_files_and_languages_that_are_not_there(folder, tmp_path):
         data = DataConfig(kind="task", max_length=14, task=TaskConfig(name=name, dir=str(where), **more))
         return make_task(RunConfig(ds_config="", data=data))
 
-    with pytest.raises(UserError, match=r"data.task.dir .*nowhere: no such folder"):
-        task("squad2", tmp_path / "nowhere")
+    refuses("nowhere: no such folder", task, "squad2", tmp_path / "nowhere")
     write_tasks(tmp_path, train=4, dev=4)
     write_file(tmp_path / "squad2/train-old.json", rows(4, seed=0, unanswerable=True))
-    with pytest.raises(UserError, match=r"found train-old\.json, train-v2\.0\.json; leave one there"):
-        task("squad2", tmp_path)
-    with pytest.raises(UserError, match=r"test has no data for hi \(test-.*json\), only for en, de, zh"):
-        read_files("mlqa", settings(tmp_path, languages=["en", "hi"]))
-    with pytest.raises(UserError, match="SQuAD1 is English: leave it out"):
-        read_files("squad1", settings(folder, languages=["en"]))
+    refuses("found train-old.json, train-v2.0.json; leave one there", task, "squad2", tmp_path)
+    refuses("json), only for en, de, zh", read_files, "mlqa", settings(tmp_path, languages=["en", "hi"]))
+    refuses("SQuAD1 is English: leave it out", read_files, "squad1", settings(folder, languages=["en"]))
 
 
 def test_a_training_set_without_a_located_answer(tmp_path):
@@ -105,8 +102,7 @@ def test_a_training_set_without_a_located_answer(tmp_path):
         row["answers"][0]["text"] = "elsewhere"
     write_file(tmp_path / "train.json", broken)
     write_file(tmp_path / "dev.json", broken)
-    with pytest.raises(UserError, match="no training question has its answer in its context"):
-        read_files("squad1", settings(tmp_path))
+    refuses("no training question has its answer in its context", read_files, "squad1", settings(tmp_path))
     write_file(tmp_path / "train.json", [*broken, {**rows(1, seed=3, unanswerable=False)[0], "id": "right"}])
     files = read_files("squad1", settings(tmp_path))
     assert files.skipped == ["q0", "q1", "q2"]

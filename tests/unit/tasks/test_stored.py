@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hostile import refuses
 from question_files import write_tasks
 from transformers import BertConfig
 from word_models import save_tokenizer
@@ -16,11 +16,12 @@ from llmdistill.config import DataConfig, RunConfig, TaskConfig, WritingConfig
 from llmdistill.data import columns
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.data.windows import encode_windows
-from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models
+
+from support import write_rows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "yes", "no", "maybe", *(f"w{n}" for n in range(12))]
 LENGTH = 20
@@ -44,9 +45,7 @@ def data(tmp_path):
     table(folder / "hans.txt", "premise\thypothesis\tlabel", ["w1 w2\tw3\tentailment", "w4\tw5\tnon-entailment"])
     pairs = [{"source": "w1 w2 " * n, "target": "yes no maybe"} for n in range(1, 9)]
     for split in ("train", "dev", "test"):
-        text = "".join(json.dumps(row) + "\n" for row in pairs)
-        (folder / "summarization").mkdir(exist_ok=True)
-        (folder / "summarization" / f"{split}.jsonl").write_text(text, encoding="utf-8")
+        write_rows(folder / "summarization" / f"{split}.jsonl", pairs)
     return folder
 
 
@@ -82,9 +81,8 @@ def test_pairs_are_those_of_the_files(run, data):
     assert found.sizes == {split: len(expected[split]) for split in expected if split != "test"}
     assert set(found.submissions) == files.sets.keys() & {"test"}
     assert found.sets["dev"]["examples"] == found.digest
-    assert {column: tuple(each) for column, each in found.labels.items()} == {
-        column: each.labels for column, each in files.sets.items() if each.labels
-    }
+    labels = {column: each.labels for column, each in files.sets.items() if each.labels}
+    assert {column: tuple(each) for column, each in found.labels.items()} == labels
 
 
 def test_questions_are_those_of_the_files(run):
@@ -137,6 +135,5 @@ def test_a_mistake_is_named_and_leaves_nothing(run, data, cache):
     with (data / "squad2/dev-v2.0.json").open("a", encoding="utf-8") as end:
         end.write("broken")
     task, given = run("squad2")
-    with pytest.raises(UserError, match=r"dev-v2\.0\.json:1: not JSON"):
-        task.read(given)
+    refuses("dev-v2.0.json:1: not JSON", task.read, given)
     assert not cache.is_dir() or not list(cache.iterdir())

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import pytest
+from hostile import refuses
 
 from llmdistill.commands.evaluate import build_parser, chosen_sets
-from llmdistill.errors import UserError
 from llmdistill.tasks.instruction_sets import suite_sets
 
 
@@ -12,8 +11,7 @@ def test_sets_by_name_come_from_the_hub_or_the_package():
     assert list(found) == ["dolly", "vicuna", "seen"]
     assert found["dolly"].startswith("hf://datasets/MiniLLM/")
     assert found["seen"] == "embedded:seen"
-    with pytest.raises(UserError, match=r"no set 'squad' \(there are dolly, self_inst"):
-        suite_sets("dolly,squad", None)
+    refuses("no set 'squad' (there are dolly, self_inst", suite_sets, "dolly,squad", None)
 
 
 def test_a_folder_holds_them_by_name(tmp_path):
@@ -24,15 +22,13 @@ def test_a_folder_holds_them_by_name(tmp_path):
         "vicuna": str(tmp_path / "vicuna.jsonl"),
         "seen": "embedded:seen",
     }
-    with pytest.raises(UserError, match=r"no self_inst\.jsonl \(there is dolly_sample\.jsonl, vicuna\.jsonl"):
-        suite_sets("self_inst", tmp_path)
+    refuses("no self_inst.jsonl (there is dolly_sample.jsonl, vicuna.jsonl", suite_sets, "self_inst", tmp_path)
 
 
 def test_suite_and_files_together():
-    parser = build_parser("evaluate")
-    parsed = parser.parse_args(["--model", "m", "--suite", "seen", "--data", "a/mine.jsonl"])
-    assert chosen_sets(parsed) == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}
-    with pytest.raises(UserError, match="both have a set called seen"):
-        chosen_sets(parser.parse_args(["--model", "m", "--suite", "seen", "--data", "a/seen.jsonl"]))
-    with pytest.raises(UserError, match="--data is missing"):
-        chosen_sets(parser.parse_args(["--model", "m"]))
+    def chosen(*words):
+        return chosen_sets(build_parser("evaluate").parse_args(["--model", "m", *words]))
+
+    assert chosen("--suite", "seen", "--data", "a/mine.jsonl") == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}
+    refuses("both have a set called seen", chosen, "--suite", "seen", "--data", "a/seen.jsonl")
+    refuses("--data is missing", chosen)

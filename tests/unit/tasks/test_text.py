@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForPreTraining, BertTokenizerFast, PreTrainedConfig, RobertaConfig
+from transformers import BertConfig, BertForPreTraining, PreTrainedConfig, RobertaConfig
+from word_models import save_tokenizer
 
 import llmdistill
 from llmdistill.config.command_line import parse_run
@@ -18,11 +18,9 @@ from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.text import Text
 
-ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
 SIZES = {"vocab_size": 25, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16}
 BERT, ROBERTA = BertConfig(**SIZES), RobertaConfig(**SIZES, type_vocab_size=1)
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -33,8 +31,8 @@ def data_of(tmp_path):
         folder, text = tmp_path / "teacher", tmp_path / "text.txt"
         config.architectures = [architecture]
         config.save_pretrained(folder)
-        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS]))
-        BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        save_tokenizer(folder, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS], model_input_names=names)
         text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(
@@ -42,11 +40,8 @@ def data_of(tmp_path):
             f"data: {{kind: text, train: {text}, max_length: 24, cache_dir: {tmp_path / 'cache'}}}\n",
             encoding="utf-8",
         )
-        ds_config = str(ROOT / "ds_configs/zero2.json")
-        plan = make_plan(parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments], METHODS)[0])
-        data = plan.task.read(plan.models).prepared(WORLD)
-        assert isinstance(data, Text)
-        return data
+        plan = make_plan(parse_run(["--recipe", str(recipe), *arguments], METHODS)[0])
+        return plan.task.read(plan.models).prepared(World.alone())
 
     return read
 
@@ -60,9 +55,7 @@ def test_the_embedding_of_the_second_segment_learns(data_of):
     assert batch.targets is None, "next sentences are not learned"
     torch.manual_seed(0)
     smaller = BertConfig(**{**SIZES, "hidden_size": 8, "num_hidden_layers": 1})
-    teacher, student = (
-        BertForPreTraining._from_config(config, attn_implementation="sdpa") for config in (BertConfig(**SIZES), smaller)
-    )
+    teacher, student = (BertForPreTraining._from_config(each, attn_implementation="sdpa") for each in (BERT, smaller))
     loss = llmdistill.DistillationLoss(teacher, student, method="minilm")
     names = ("input_ids", "attention_mask", "labels", "token_type_ids")
     loss({name: getattr(batch, name) for name in names}).backward()
@@ -100,9 +93,8 @@ def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
     plain = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings)
     mixed = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
 
-    pattern = (
-        r"2 parts: large (.*)% of the text and (.*)% of the batches, small (.*)% of the text and (.*)% of the batches"
-    )
+    shares = "{} (.*)% of the text and (.*)% of the batches"
+    pattern = f"2 parts: {shares.format('large')}, {shares.format('small')}"
     large, of_large, small, of_small = map(float, re.fullmatch(pattern, mixed.report).groups())
     assert large / small == pytest.approx(9, rel=0.1)  # a rest makes a sequence too
     assert of_large / of_small == pytest.approx((large / small) ** 0.3, rel=0.03)

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from hostile import refuses
 from transformers import AutoTokenizer, BertConfig, PreTrainedModel
 
 from llmdistill.commands.evaluate import main
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
@@ -128,5 +128,4 @@ class TestTheCommand:
         assert len(error.splitlines()) == 1
 
     def test_an_encoder_has_none(self, tmp_path, tokenizer):
-        with pytest.raises(UserError, match="take a decoder"):
-            cut_windows(TEXT, tokenizer, BertConfig(), name="text")
+        refuses("take a decoder", cut_windows, TEXT, tokenizer, BertConfig(), name="text")

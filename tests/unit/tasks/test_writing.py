@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import refuses
 from transformers import BertConfig, BertModel, LlamaConfig, RobertaConfig
 from word_models import save_tokenizer
 
@@ -19,7 +19,8 @@ from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, ScoreTable
 from llmdistill.tasks.writing import Writing
 
-ROOT = Path(__file__).resolve().parents[3]
+from support import write_rows
+
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcdef"]
 
@@ -33,14 +34,14 @@ def folder(tmp_path):
         save_tokenizer(tmp_path / name, WORDS, marked=False)
     rows = [{"source": "a b c d e f", "target": "a b c"}, {"source": "a", "target": "a"}]
     for split in ("train", "dev", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(tmp_path / f"{split}.jsonl", rows)
     return tmp_path
 
 
 def config_of(folder: Path, *arguments: str) -> RunConfig:
-    given = ["--recipe", "finetune", "--ds_config", str(ROOT / "ds_configs/zero2.json"), "--data.task.dir", str(folder)]
+    given = ["--recipe", "finetune", "--data.task.dir", str(folder), "--student.model", str(folder / "student")]
     given += ["--data.task.name", "summarization", "--data.max_length", "8", "--data.task.writing.max_length", "3"]
-    return parse_run([*given, "--student.model", str(folder / "student"), *arguments], METHODS)[0]
+    return parse_run([*given, *arguments], METHODS)[0]
 
 
 def test_the_terms_are_those_of_smoothed_masked_tokens(folder):
@@ -57,8 +58,7 @@ def test_a_method_of_layers_alone_learns_the_labels_too(folder):
 
 
 def read(folder: Path, *arguments: str) -> Writing:
-    config = config_of(folder, *arguments)
-    task = make_task(config)
+    task = make_task(config_of(folder, *arguments))
     model, path = BertConfig.from_pretrained(folder / "student"), folder / "student"
     objective = task.objective(model, uses_output=True)
     paths = {"teacher_path": path, "tokenizer_path": path}
@@ -109,13 +109,10 @@ def test_bad_settings_are_named(folder, arguments, said):
 
 def test_models_that_cannot_write_or_teach_are_named(folder, monkeypatch):
     task = make_task(config_of(folder))
-    with pytest.raises(UserError, match="let the llama learn the texts as instructions"):
-        task.check_model("student.model", "here", LlamaConfig())
-    with pytest.raises(UserError, match="BertModel without language-model head"):
-        task.check_model("teacher.model", "here", BertConfig(architectures=["BertModel"]))
+    refuses("let the llama learn the texts as instructions", task.check_model, "student.model", "here", LlamaConfig())
+    headless = BertConfig(architectures=["BertModel"])
+    refuses("BertModel without language-model head", task.check_model, "teacher.model", "here", headless)
     task.check_model("student.model", "here", RobertaConfig(max_position_embeddings=10))
-    with pytest.raises(UserError, match="has positions for 7"):
-        task.check_model("student.model", "here", RobertaConfig(max_position_embeddings=9))
+    refuses("has positions for 7", task.check_model, "student.model", "here", RobertaConfig(max_position_embeddings=9))
     monkeypatch.setattr(BertModel, "forward", lambda self, input_ids: None)
-    with pytest.raises(UserError, match="takes no keys and values"):
-        task.check_model("student.model", "here", BertConfig())
+    refuses("takes no keys and values", task.check_model, "student.model", "here", BertConfig())
