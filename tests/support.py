@@ -153,6 +153,15 @@ class Job:
             raise AssertionError("\n".join((str(error), " ".join(self._command), *self._texts()))) from None
         return subprocess.CompletedProcess(self._command, code, *self._texts())
 
+    def kill_when(self, ready: Callable[[], Any]) -> None:
+        """SIGKILL for all its ranks as soon as it is ready for it; AssertionError if it ends before, or takes long."""
+        patience = time.monotonic() + PATIENCE
+        while not ready():
+            assert not self.is_over(), "\n".join(self._texts())
+            assert time.monotonic() < patience
+            time.sleep(0.005)
+        self.kill()
+
     def kill(self) -> None:
         """SIGKILL for all its ranks."""
         self._signal(signal.SIGKILL)

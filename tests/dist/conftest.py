@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from tiny import save_decoder
 
-from support import MAIN_JOB
+from support import FAULTY_RUN, MAIN_JOB
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,6 +66,12 @@ def settings(tiny_teacher, tmp_path_factory):
         encoding="utf-8",
     )
     return ["--recipe", str(recipe)]
+
+
+@pytest.fixture(scope="session")
+def faulty(rank_server):
+    """Run the main job with a fault or a signal: its stage, kind and rank, and the arguments of the job."""
+    return lambda *arguments, ranks=1: rank_server.run(arguments, ranks=ranks, program=FAULTY_RUN)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Architectures unlike Llama through the whole job: logits with a factor or a cap, and experts, on all ranks."""
 
-from __future__ import annotations
+import shlex
 
 import pytest
 import torch
@@ -24,11 +24,9 @@ def folders(tmp_path_factory):
     return {folder.name: folder for folder in base.iterdir()}
 
 
-SETTINGS = (
-    *("--data.train", "embedded:train", "--data.tests", "{}", "--train.dtype", "fp32", "--method", "kd"),
-    *("--train.global_batch_size", "4", "--train.learning_rate", "1e-3", "--train.log_every", "1"),
-    *("--train.steps", "2", "--train.save_every", "2", "--train.keep_checkpoints", "2", "--scoring.models", "[]"),
-)
+SETTINGS = shlex.split("""--data.train embedded:train --data.tests {} --train.dtype fp32 --method kd
+--train.global_batch_size 4 --train.learning_rate 1e-3 --train.log_every 1 --train.steps 2 --train.save_every 2
+--train.keep_checkpoints 2 --scoring.models []""")
 
 
 def test_own_logits_on_all_ranks_and_after_a_resume(launch, folders, tmp_path):

@@ -1,7 +1,5 @@
 """llmdistill from Python on two ranks: the run of one, split. The file is also the program of a rank."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

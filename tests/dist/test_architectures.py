@@ -1,7 +1,5 @@
 """A student of another family than Llama through the whole job: factorize, five steps, export, scores."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -35,10 +35,7 @@ def test_killed_comparison_goes_on_and_ends_with_the_same_results(rank_server, l
 
     folder.rename(tmp_path / "whole")
     job = rank_server.start(command(settings, folder), **cli)
-    patience = time.monotonic() + 300
-    while not list(folder.glob("trials/seqkd-*/checkpoints/step-*/manifest.json")) and time.monotonic() < patience:
-        time.sleep(0.05)
-    job.kill()
+    job.kill_when(lambda: any(folder.glob("trials/seqkd-*/checkpoints/step-*/manifest.json")))
     assert not (folder / "results.json").exists(), "it was over before it could be killed"
     time.sleep(1)  # the run under way ends with its parent
     resumed = launch(*command(settings, folder), **cli)

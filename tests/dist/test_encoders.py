@@ -76,22 +76,14 @@ def here(folder: Path, *arguments: str) -> Path:
 
 
 METHODS = {
-    "makd": ("--method", "makd", "--student.factorize.rank", "6", "--data.text.next_sentence", "true"),
-    "relations": (
-        *("--method", "minilmv2", "--minilmv2.relation_heads", "8", "--student.shape", "2x16x2"),
-        *("--minilmv2.relations", '["qq", "kk", "vv", "qk"]'),
-        # The others read pairs. Rounding in the sums of these differs by a hair over the bound after Adam's steps.
-        *("--data.text.pairs", "false"),
-    ),
-    "projectors": (
-        *("--method", "tinybert", "--also", '["distilbert"]', "--distilbert.cosine", "0"),
-        *("--student.shape", "2x16x4"),
-    ),
-    "kroneckerbert": (
-        *("--method", "kroneckerbert", "--data.text.next_sentence", "true", "--student.method", "kronecker"),
-        *("--student.factorize.shapes", '{"*.attention.*": 16x8, "*.intermediate.dense": 8x2, "*": 2x8}'),
-        *("--student.factorize.embedding_columns", "4"),
-    ),
+    "makd": "--method makd --student.factorize.rank 6 --data.text.next_sentence true",
+    # The others read pairs. Rounding in the sums of these differs by a hair over the bound after Adam's steps.
+    "relations": "--method minilmv2 --minilmv2.relation_heads 8 --minilmv2.relations qq,kk,vv,qk "
+    "--data.text.pairs false --student.shape 2x16x2",
+    "projectors": "--method tinybert --also distilbert --distilbert.cosine 0 --student.shape 2x16x4",
+    "kroneckerbert": "--method kroneckerbert --data.text.next_sentence true --student.method kronecker "
+    "--student.factorize.shapes {'*.attention.*':16x8,'*.intermediate.dense':8x2,'*':2x8} "
+    "--student.factorize.embedding_columns 4",
 }
 
 
@@ -102,7 +94,7 @@ def one(bert, settings, tmp_path_factory):
 
     @cache
     def run(name: str) -> tuple[Path, list[str]]:
-        arguments = settings(bert, *METHODS[name])
+        arguments = settings(bert, *METHODS[name].split())
         return here(folder / name, *arguments), arguments
 
     return run
@@ -114,7 +106,7 @@ def one(bert, settings, tmp_path_factory):
 )
 def test_two_ranks_equal_one(one, launch, tmp_path, name, ds_config):
     alone, arguments = one(name)
-    launch(*arguments, "--ds_config", f"ds_configs/{ds_config}.json", "--output_dir", str(tmp_path / "two"), ranks=2)
+    launch(*arguments, "--ds_config", ds_config, "--output_dir", str(tmp_path / "two"), ranks=2)
     # The softmax over keys does not see what is added to all of them: where only attention is compared, the gradient of
     # the keys' bias is rounding alone, and Adam makes whole steps of it.
     assert largest_difference(alone, tmp_path / "two", without=r".*\.key\..*bias") < 1e-6
@@ -159,9 +151,8 @@ def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(one, tmp_
 
 
 def test_chain_trains_the_assistant_first_and_resumes_where_it_was(bert, settings, tmp_path, capsys):
-    arguments = settings(
-        bert, "--method", "minilm", "--student.shape", "2x16x4", "--student.assistants", '["4x16x4"]', "--seed", "1"
-    )
+    more = "--method minilm --student.shape 2x16x4 --student.assistants 4x16x4 --seed 1"
+    arguments = settings(bert, *more.split())
     folder = here(tmp_path / "run", *arguments)
     assistant = AutoModel.from_pretrained(folder / "assistant-1" / "student")
     assert (assistant.config.num_hidden_layers, assistant.config.hidden_size) == (4, 16)
@@ -178,12 +169,9 @@ def test_chain_trains_the_assistant_first_and_resumes_where_it_was(bert, setting
 
 
 def test_search_scores_each_layer_and_trains_with_the_best(bert, settings, tmp_path, capsys):
-    arguments = settings(
-        bert,
-        *("--method", "minilmv2", "--minilmv2.relation_heads", "8", "--student.shape", "1x16x4"),
-        *("--minilmv2.teacher_layer", "auto", "--minilmv2.search.layers", "2,4"),
-        *("--minilmv2.search.steps", "2", "--minilmv2.search.probe_steps", "2"),
-    )
+    more = "--method minilmv2 --minilmv2.relation_heads 8 --student.shape 1x16x4 --minilmv2.teacher_layer auto "
+    more += "--minilmv2.search.layers 2,4 --minilmv2.search.steps 2 --minilmv2.search.probe_steps 2"
+    arguments = settings(bert, *more.split())
     folder = here(tmp_path / "run", *arguments)
     found = json.loads((folder / "layer_search.json").read_text())
     assert [each["layer"] for each in found["layers"]] == [2, 4]

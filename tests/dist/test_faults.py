@@ -1,10 +1,8 @@
 """A fault on one of two ranks: the job ends soon and names the rank and the cause, and the next start goes on."""
 
-from __future__ import annotations
-
 import pytest
 
-from support import FAULTY_RUN, ROOT, largest_difference
+from support import largest_difference
 
 SAID = {
     "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
@@ -15,18 +13,17 @@ CASES = [("loading", "error", 1), ("making", "memory", 0), ("training", "killed"
 
 
 @pytest.mark.parametrize(("stage", "kind", "rank"), CASES)
-def test_a_fault_ends_the_job_soon_and_is_named(rank_server, settings, tmp_path, stage, kind, rank):
-    given = (stage, kind, str(rank), *settings, "--output_dir", str(tmp_path / "run"))
-    done = rank_server.run(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
+def test_a_fault_ends_the_job_soon_and_is_named(faulty, settings, tmp_path, stage, kind, rank):
+    done = faulty(stage, kind, str(rank), *settings, "--output_dir", str(tmp_path / "run"), ranks=2)
     assert done.returncode != 0
     assert SAID[kind].format(rank=rank) in done.stderr
     assert ("of this node has ended" in done.stderr) == (kind == "killed"), "a rank that says why is not reported"
 
 
-def test_the_next_start_goes_on(rank_server, launch, trained, settings, tmp_path):
+def test_the_next_start_goes_on(faulty, launch, trained, settings, tmp_path):
     folder = tmp_path / "run"
     more = (*settings, "--output_dir", str(folder))
-    rank_server.run(("saving", "killed", "1", *more), ranks=2, program=FAULTY_RUN, folder=ROOT)
+    faulty("saving", "killed", "1", *more, ranks=2)
     launch(*more, ranks=2)
     assert largest_difference(trained(ranks=2), folder) == 0
 

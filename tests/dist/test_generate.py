@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,8 @@ def test_killed_and_resumed_on_another_number_of_ranks_the_file_is_byte_equal(
     tiny_teacher, whole, rank_server, launch, tmp_path
 ):
     output = tmp_path / "killed.jsonl"
-    job, patience = (
-        rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=2),
-        time.monotonic() + 200,
-    )
-    while finished_batches(output) < 3 and not job.is_over() and time.monotonic() < patience:
-        time.sleep(0.005)
-    job.kill()
+    job = rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=2)
+    job.kill_when(lambda: finished_batches(output) >= 3)
     kept = finished_batches(output)
     assert 3 <= kept < BATCHES, "the run was over before it could be killed"
     assert not output.exists()

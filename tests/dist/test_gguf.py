@@ -1,7 +1,5 @@
 """A teacher in a GGUF file: ranks dequantize it once, and train as from the folder that comes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

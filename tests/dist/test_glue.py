@@ -45,11 +45,11 @@ Evaluate = Callable[..., str]
 @pytest.fixture(scope="module")
 def evaluate(encoder, data, launch):
     """Runs the script eval/glue.py or the command of the same name; returns what it printed."""
-    settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
-    settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]
+    settings = "--protocol custom --learning_rates 3e-3 --epochs 12 --batch_size 8 --tasks stsb --dtype fp32"
 
     def run(output: Path, *more: str, ranks: int, script: bool = False) -> str:
-        words = ["--model", str(encoder), "--output_dir", str(output), *settings, *more]
+        given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(output), "--speed", "false"]
+        words = [*given, *settings.split(), *more]
         if script:
             return launch(*words, program="eval/glue.py", ranks=ranks).stdout
         return launch("evaluate", "--suite", "glue", *words, program="llmdistill.cli", ranks=ranks).stdout

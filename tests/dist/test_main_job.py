@@ -1,12 +1,10 @@
 """The main job under DeepSpeed: the same numbers however it is cut, killed or sharded."""
 
-from __future__ import annotations
-
 import json
 import re
+import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -138,12 +136,7 @@ def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, set
     whole = trained(*long)
     folder = tmp_path / "killed"
     arguments = (*settings, "--output_dir", str(folder), *long)
-    job = rank_server.start(arguments)
-    patience = time.monotonic() + 200
-    while not checkpoints(folder) and not job.is_over() and time.monotonic() < patience:
-        time.sleep(0.01)
-    job.kill()
-    assert checkpoints(folder)
+    rank_server.start(arguments).kill_when(lambda: checkpoints(folder))
     assert not (folder / "student").exists(), "the run was over before it could be killed"
     launch(*arguments)
     assert largest_difference(whole, folder) == 0
@@ -188,10 +181,8 @@ def test_bf16_goes_on_from_its_exact_weights(trained, launch, settings, tmp_path
     assert differing < 0.02  # weights that lie between two values of bf16
 
 
-VALIDATED = (
-    *("--makd.scale", "plain", "--data.valid", "embedded:valid", "--train.schedule", "constant"),
-    *("--train.validate_every", "1", "--train.learning_rate", "0.03", "--scoring.models", "[]"),
-)
+VALIDATED = shlex.split("""--makd.scale plain --data.valid embedded:valid --train.schedule constant
+--train.validate_every 1 --train.learning_rate 0.03 --scoring.models []""")
 
 
 def test_the_student_of_the_smallest_loss_is_that_of_a_run_that_ends_there(trained):
@@ -206,15 +197,11 @@ def test_the_student_of_the_smallest_loss_is_that_of_a_run_that_ends_there(train
 
 
 def test_the_score_of_the_kept_student_is_the_best_in_the_log_of_sharded_ranks(trained):
-    run = trained(
-        *("--recipe", "quickstart", "--student.factorize.weighting", "none", "--student.factorize.allocation"),
-        *("uniform", "--student.factorize.target_params", "null", "--student.factorize.rank", "40", "--data.tests"),
-        *("{}", "--train.steps", "4", "--train.validate_every", "2", "--train.keep_best", "score"),
-        *("--scoring.decoding", "greedy", "--scoring.limit", "2", "--scoring.models", "student"),
-        *("--train.global_batch_size", "16", "--data.max_length", "128"),
-        ranks=2,
-        ds_config="zero3",
-    )
+    greedy = """--recipe quickstart --student.factorize.weighting none --student.factorize.allocation uniform
+    --student.factorize.target_params null --student.factorize.rank 40 --data.tests {} --data.max_length 128
+    --train.steps 4 --train.global_batch_size 16 --train.validate_every 2 --train.keep_best score
+    --scoring.decoding greedy --scoring.limit 2 --scoring.models student"""
+    run = trained(*greedy.split(), ranks=2, ds_config="zero3")
     scores = logged(run, "valid_score")
     metrics = json.loads((run / "metrics.json").read_text())
     assert len(scores) == 2
@@ -226,18 +213,16 @@ def test_the_score_of_the_kept_student_is_the_best_in_the_log_of_sharded_ranks(t
     assert sentence in (run / "report.md").read_text()
 
 
-WEIGHTED = (
-    *("--student.factorize.rank", "null", "--student.factorize.target_params", "60%"),
-    *("--student.factorize.weighting", "gradients", "--student.factorize.allocation", "loss"),
-    *("--student.factorize.calibration.examples", "16", "--student.factorize.calibration.micro_batch_size", "4"),
-)
+CALIBRATION = "--student.factorize.calibration"
+WEIGHTED = f"""--student.factorize.rank null --student.factorize.target_params 60% --student.factorize.form pivoted
+--student.factorize.weighting gradients --student.factorize.allocation loss
+{CALIBRATION}.examples 16 {CALIBRATION}.micro_batch_size 4""".split()
 
 
 def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, tmp_path):
     """A whole teacher and the plain form on two ranks are in test_weighing.py."""
-    same = (*WEIGHTED, "--student.factorize.form", "pivoted")
-    more = ("--teacher.sharding", "zero3", "--student.factorize.calibration.folder", str(tmp_path / "kept"))
-    one, two = trained(*same), trained(*same, *more, ranks=2, ds_config="zero3")
+    more = ("--teacher.sharding", "zero3", f"{CALIBRATION}.folder", str(tmp_path / "kept"))
+    one, two = trained(*WEIGHTED), trained(*WEIGHTED, *more, ranks=2, ds_config="zero3")
     sizes = [json.loads((each / "untrained/config.json").read_text())["quantization_config"] for each in (one, two)]
     assert sizes[0] == sizes[1]
     assert len(set(sizes[0]["modules"].values())) > 3
@@ -255,11 +240,8 @@ def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, tmp
 
 
 def test_two_ranks_prune_a_student_as_one_does(trained):
-    calibration = "--student.factorize.calibration."
-    pruned = (
-        *("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "3x16x2x30"),
-        *("--student.init", "important", f"{calibration}examples", "20", f"{calibration}micro_batch_size", "4"),
-    )
+    pruned = f"""--method kd --student.factorize.rank null --student.shape 3x16x2x30 --student.init important
+    {CALIBRATION}.examples 20 {CALIBRATION}.micro_batch_size 4""".split()
     one, two = trained(*pruned), trained(*pruned, "--teacher.sharding", "zero3", ranks=2)
     first, second = (load_file(each / "untrained/model.safetensors") for each in (one, two))
     assert first["model.layers.2.mlp.down_proj.weight"].shape == (16, 30)
@@ -309,10 +291,8 @@ def test_a_malformed_row_of_a_stream_is_said_once(launch, settings, tmp_path):
 
 def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
     folder = tmp_path / "run"
-    words = ["--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "30"]
-    words += ["--scoring.decoding", "greedy"]
-    lengths = ["--data.max_prompt_length", "96", "--data.max_length", "104"]
-    done = launch(*settings, "--output_dir", str(folder), *words, *lengths)
+    words = ("--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "30")
+    done = launch(*settings, "--output_dir", str(folder), *words, "--scoring.decoding", "greedy", *SHORT)
     assert "WARNING" in done.stderr
     (warning,) = json.loads((folder / "metrics.json").read_text())["warnings"]
     assert warning.startswith("the teacher scores at chance on the validation set")

@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support import FAULTY_RUN, ROOT
-
 
 @pytest.fixture
 def overflowing(tiny_teacher, tmp_path):
@@ -41,19 +39,14 @@ def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settin
     assert len(list((run / "not_finite" / "step-2").glob("rank-*.safetensors"))) == 2
 
 
-def bursting(rank_server, rate: str, arguments: tuple[str, ...]):
-    """Run the main job with another learning rate than it is given, so that its numbers overflow."""
-    return rank_server.run(("rate", rate, "0", *arguments), ranks=1, program=FAULTY_RUN, folder=ROOT)
-
-
-def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch, settings, tmp_path):
+def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(faulty, launch, settings, tmp_path):
     """Without ZeRO, DeepSpeed applies a step of any gradient: the student is ruined, and no checkpoint has it."""
     stage_0, run = tmp_path / "stage0.json", tmp_path / "run"
     blocks = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
     stage_0.write_text(json.dumps({**blocks, "gradient_clipping": "auto", "optimizer": optimizer}))
     shared = (*settings, "--ds_config", str(stage_0), "--output_dir", str(run), "--train.save_every", "2")
-    done = bursting(rank_server, "3e37", shared)
+    done = faulty("rate", "3e37", "0", *shared)
     assert done.returncode == 2
     assert "which goes on from the last checkpoint" in said_by(done), done.stderr
     assert not (run / "checkpoints").exists(), "the first step was finite and is not saved after the second"
@@ -66,11 +59,11 @@ def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(rank_server, launch
     assert "train.learning_rate" in said_by(launch(*shared, "--train.learning_rate", "1e-4", code=2))
 
 
-def test_weights_that_overflow_are_not_saved(rank_server, settings, tmp_path):
+def test_weights_that_overflow_are_not_saved(faulty, settings, tmp_path):
     """The loss and the gradient of a step are finite, and the weights after it are not."""
     run = tmp_path / "run"
     more = ("--train.save_every", "1", "--train.weight_decay", "10", "--output_dir", str(run))
-    done = bursting(rank_server, "3e38", (*settings, *more))
+    done = faulty("rate", "3e38", "0", *settings, *more)
     assert done.returncode == 2
     assert "is not finite after step 1, so nothing is saved" in said_by(done), done.stderr
     assert not list((run / "checkpoints").glob("step-*"))

@@ -3,8 +3,6 @@
 The file is also the program of a rank.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

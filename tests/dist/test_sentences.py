@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -46,17 +47,19 @@ def folder(tmp_path_factory):
     return folder
 
 
+SETTINGS = shlex.split("""--method embedding --data.kind sentences --student.method svd --train.steps 8
+--student.factorize.target_params 70% --train.global_batch_size 8 --train.learning_rate 5e-3 --train.log_every 1
+--train.dtype fp32""")
+
+
 @pytest.fixture(scope="module")
 def train(launch, folder):
     def run(name: str, *arguments: str, ranks: int = 1, data: str = "train.txt", cache: bool = False) -> Path:
         output = folder / name
         sets = f"{{sts: {folder / 'sts.tsv'}}}"
         given = ("--teacher.model", str(folder / "teacher"), "--data.train", str(folder / data), "--data.tests", sets)
-        settings = ("--method", "embedding", "--data.kind", "sentences", "--data.cache_dir", str(folder / "cache"))
-        short = ("--train.steps", "8", "--train.global_batch_size", "8", "--train.learning_rate", "5e-3")
-        shape = ("--student.method", "svd", "--student.factorize.target_params", "70%", "--train.log_every", "1")
-        valid = ("--data.valid", str(folder / "sts.tsv"), "--train.dtype", "fp32")
-        words = (*given, *settings, *short, *shape, *valid, *arguments)
+        given += ("--data.valid", str(folder / "sts.tsv"), "--data.cache_dir", str(folder / "cache"))
+        words = (*given, *SETTINGS, *arguments)
         if cache:
             launch("cache", *words, "--output", str(output), ranks=ranks, program="llmdistill.cli")
         else:

@@ -4,8 +4,6 @@ The file is also the program of a rank. Four ranks on two nodes: the ranks take 
 number.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -19,11 +19,6 @@ import pytest
 from support import FAULTY_RUN, PATIENCE, ROOT, environment, largest_difference, logged, weights
 
 
-def stopped(rank_server, place, arguments, folder, ranks=2):
-    given = (*place, *arguments, "--output_dir", str(folder))
-    return rank_server.run(given, ranks=ranks, program=FAULTY_RUN, folder=ROOT)
-
-
 def saved_steps(folder):
     return sorted(int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*"))
 
@@ -33,15 +28,13 @@ def saved_steps(folder):
     ("ranks", "rank", "kind", "code", "step"), [(1, 0, "SIGTERM", 143, 2), (2, 1, "SIGINT", 130, 3)]
 )
 def test_the_step_is_finished_and_saved_and_the_next_start_goes_on(
-    rank_server, launch, trained, settings, tmp_path, ranks, rank, kind, code, step
+    faulty, launch, trained, settings, tmp_path, ranks, rank, kind, code, step
 ):
     folder = tmp_path / "run"
-    done = stopped(rank_server, ("training", kind, str(rank)), settings, folder, ranks)
+    done = faulty("training", kind, str(rank), *settings, "--output_dir", str(folder), ranks=ranks)
     assert done.returncode == code
-    said = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert said == [
-        f"error: stopped by {kind} after step {step}, which is saved; the same command goes on from there"
-    ], done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert said == f"error: stopped by {kind} after step {step}, which is saved; the same command goes on from there"
     assert saved_steps(folder)[-1] == step
     assert logged(folder, "step") == list(range(1, step + 1))
     launch(*settings, "--output_dir", str(folder), ranks=ranks)
@@ -49,10 +42,10 @@ def test_the_step_is_finished_and_saved_and_the_next_start_goes_on(
     assert logged(folder, "step") == [1, 2, 3, 4, 5]
 
 
-def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, settings, tmp_path):
+def test_a_signal_at_the_last_step_saves_it(faulty, launch, trained, settings, tmp_path):
     folder = tmp_path / "run"
     more = (*settings, "--train.save_every", "null", "--train.steps", "2")
-    done = stopped(rank_server, ("training", "SIGTERM", "0"), more, folder)
+    done = faulty("training", "SIGTERM", "0", *more, "--output_dir", str(folder), ranks=2)
     assert (done.returncode, saved_steps(folder)) == (143, [2])
     assert not (folder / "student").exists()
     launch(*more, "--output_dir", str(folder), ranks=2)
@@ -60,9 +53,10 @@ def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, settin
 
 
 @pytest.mark.parametrize(("ranks", "rank", "place"), [(1, 0, ""), (2, 1, " (rank 1)")])
-def test_elsewhere_the_command_ends_at_once_and_the_rank_says_so(rank_server, settings, tmp_path, ranks, rank, place):
-    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
-    done = stopped(rank_server, ("scoring", "SIGTERM", str(rank)), (*settings, *scored), tmp_path / "run", ranks)
+def test_elsewhere_the_command_ends_at_once_and_the_rank_says_so(faulty, settings, tmp_path, ranks, rank, place):
+    more = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
+    more = (*settings, *more, "--output_dir", str(tmp_path / "run"))
+    done = faulty("scoring", "SIGTERM", str(rank), *more, ranks=ranks)
     assert done.returncode == 143
     said = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert said == [f"error: stopped by SIGTERM; the same command goes on from what is finished{place}"]
@@ -118,16 +112,14 @@ def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(settings, t
     assert not any("Traceback" in line for line in lines), shown.decode()
     if what == "Ctrl-C":
         (said,) = [line for line in lines if "stop" in line and "Training" not in line]
-        assert said.endswith(
-            f"stopped by SIGINT after step {step}, which is saved; the same command goes on from there"
-        )
+        assert said.endswith(f"by SIGINT after step {step}, which is saved; the same command goes on from there")
 
 
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, settings, tmp_path):
     folder = tmp_path / "run"
     more = (*settings, "--train.steps", "200", "--train.log_every", "200")
     given = ("training", "launcher", "0", *more, "--output_dir", str(folder))
-    job = rank_server.start(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
+    job = rank_server.start(given, ranks=2, program=FAULTY_RUN)
     assert job.wait().returncode == -9
     patience = time.monotonic() + 300
     while "stopped by SIGTERM after step" not in job.errors.read_text():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,20 @@ def bring(tmp_path_factory):
     return folder
 
 
+SETTINGS = shlex.split("""--seed 3 --data.max_length 16 --train.steps 2 --train.warmup_steps 0 --train.dtype fp32
+--train.global_batch_size 4 --train.micro_batch_size 4 --tasks.protocol custom --tasks.learning_rates 3e-3
+--tasks.epochs 1""")
 Compare = Callable[..., tuple[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def compare(bring, launch):
     """Runs a table, each run in a process of its own; returns what the command printed, and results.json."""
-    command = ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), "--data.max_length", "16"]
-    command += ["--train.steps", "2", "--train.warmup_steps", "0", "--train.global_batch_size", "4"]
-    command += ["--train.micro_batch_size", "4", "--train.dtype", "fp32", "--tasks.data_dir", str(bring / "glue")]
-    command += ["--tasks.protocol", "custom", "--tasks.learning_rates", "3e-3", "--tasks.epochs", "1"]
+    command = ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), *SETTINGS]
+    command += ["--tasks.data_dir", str(bring / "glue")]
 
     def run(folder: Path, *words: str) -> tuple[str, Any]:
-        given = ["compare", *words, "--output_dir", str(folder), "--seed", "3", *command]
+        given = ["compare", *words, "--output_dir", str(folder), *command]
         said = launch(*given, program="llmdistill.cli", ranks=0).stdout
         return said, json.loads((folder / "results.json").read_text(encoding="utf-8"))
 

@@ -1,7 +1,5 @@
 """Fine-tuning on a task as an ordinary run: adapters, a sharded teacher, two ranks, and going on from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -77,9 +77,8 @@ def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_lo
         assert found.pop("average") == pytest.approx(math.sqrt(math.prod(expected.values())), rel=1e-4)
         assert {text: each["mean"] for text, each in found.items()} == pytest.approx(expected, rel=1e-4)
 
-    tried = {
-        each: plain_loop(each / "student", texts["valid"]) for each in (out / "trials").glob("kd-*") if each.is_dir()
-    }
+    trials = [each for each in (out / "trials").glob("kd-*") if each.is_dir()]
+    tried = {each: plain_loop(each / "student", texts["valid"]) for each in trials}
     assert len(tried) == 2  # the weights on the labels, of which each makes another validation loss
     assert out / methods["kd"]["runs"][0] == min(tried, key=tried.__getitem__)
     assert methods["kd"]["valid_perplexity"] == pytest.approx(min(tried.values()), rel=1e-4)

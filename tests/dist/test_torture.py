@@ -1,7 +1,5 @@
 """The quick form of scripts/torture.sh: some of its cases, and that it sees what it is there to see."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

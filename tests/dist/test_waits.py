@@ -1,7 +1,5 @@
 """With a real engine a step waits for the device only where DeepSpeed's optimizer step looks at the norm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The file is also the program of a rank.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

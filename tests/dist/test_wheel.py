@@ -1,7 +1,5 @@
 """An installed copy is whole: from a wheel, outside of any checkout, every command works."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The help of the main job, and hints at values that nearly fit."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

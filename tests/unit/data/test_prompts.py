@@ -1,7 +1,5 @@
 """How instructions are put to a model: MiniLLM's prompt, its chat template, or a text of one's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmdistill.data.chat import answer_ends, end_of_turn

@@ -1,7 +1,5 @@
 """Questions on the facts of the embedded world: every answer stands in its context, and only there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The DeepSpeed configuration: one owner per knob."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The checks of a machine: what is missing is a failure with a remedy."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hostfile of a launch: what is refused, and which hosts are asked, by an ssh that this test has written."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

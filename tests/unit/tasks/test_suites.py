@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from hostile import refuses
 
 from llmdistill.commands.evaluate import build_parser, chosen_sets

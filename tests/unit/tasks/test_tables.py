@@ -1,7 +1,5 @@
 """What each task says of its models' scores."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig

@@ -1,7 +1,5 @@
 """What a sharded teacher is refused for, before it is loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
