@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, LossSum, Outputs, predicted_labels
 from llmdistill.losses.divergence import output_divergence
@@ -42,6 +43,18 @@ def token_loss(term: TokenTerm, student: Outputs, teacher: Outputs | None, batch
         student.logits, teacher.logits, labels, divergence=value, temperature=temperature, shift=shift
     )
     return LossSum(loss.sum * (term.scale / temperature**2), loss.count)
+
+
+def window_loss(model: PreTrainedModel, ids: list[int], window: int, stride: int, count: int) -> float:
+    """The mean loss of a token of a text, by the model's own logits, a window at a time."""
+    losses = []
+    for start in range(0, stride * count, stride):
+        piece = torch.tensor([ids[start : start + window]])
+        with torch.no_grad():
+            log_probs = model(piece).logits.log_softmax(-1)
+        for place in range(1 if start == 0 else max(1, window - stride), window):
+            losses.append(-float(log_probs[0, place - 1, piece[0, place]]))
+    return sum(losses) / len(losses)
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:

@@ -1,16 +1,21 @@
-"""Architectures unlike Llama through the whole job: logits with a factor or a cap, and experts, on all ranks."""
+"""Models unlike a folder of Llama through the whole job: other architectures and logits, experts, GGUF, an adapter."""
 
+import json
 import shlex
+import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from llmdistill.cli import main
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 
+from gguf_model import write_gguf
 from support import interrupted_copy, largest_difference, logged, weights
 
 
@@ -61,3 +66,76 @@ def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_pa
     assert not any(torch.equal(before[name], after[name]) for name in factors)
     for name, value in weights(two).items():
         torch.testing.assert_close(value, after[name], rtol=1e-3, atol=1e-5)
+
+
+def test_gpt2_on_real_data_end_to_end(launch, real_data, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(real_data / "tokenizers" / "gpt2", teacher)
+    torch.manual_seed(2)
+    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=512, initializer_range=0.1)
+    GPT2LMHeadModel(config).save_pretrained(teacher)
+    recipe = tmp_path / "recipe.yaml"
+    seed_tasks = real_data / "instruct" / "seed_tasks.jsonl"
+    recipe.write_text(
+        f"teacher: {{model: {teacher}}}\n"
+        "student: {factorize: {target_params: 99%}}\n"
+        f"data: {{train: {seed_tasks}, long_prompts: drop, max_length: 300}}\n"
+        "train: {steps: 5, global_batch_size: 4, micro_batch_size: 1, learning_rate: 1.0e-3, log_every: 1}\n",
+        encoding="utf-8",
+    )
+    folder = tmp_path / "run"
+    ran = launch("--recipe", str(recipe), "--ds_config", "zero3", "--output_dir", str(folder), ranks=2)
+    assert "170 examples: 5 dropped for a long prompt" in ran.stdout
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("untrained", "student"))
+    assert before.keys() == after.keys()
+    losses = logged(folder, "loss")
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    metrics, dense = json.loads((folder / "metrics.json").read_text()), tmp_path / "dense"
+    assert metrics["student"]["params"] == metrics["untrained"]["params"] < metrics["teacher"]["params"]
+    assert main(["export", "--to", "dense", "--model", str(folder / "student"), "--output", str(dense)]) == 0
+    assert "quantization_config" not in json.loads((dense / "config.json").read_text())
+    tokens = torch.arange(20)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (folder / "student", dense)]
+    assert torch.allclose(*logits, atol=1e-5, rtol=0)
+    scored = launch(
+        *("--model", str(folder / "student"), "--data", str(seed_tasks), "--long_prompts", "drop", "--limit", "3"),
+        *("--decoding", "greedy", "--max_length", "264", "--json", "--output", str(tmp_path / "scores")),
+        program="eval/instruct.py",
+        ranks=0,
+    )
+    result = json.loads(scored.stdout)["sets"]["seed_tasks"]
+    assert result["examples"] == 3
+    assert 0 <= result["rougeL"] <= 100
+    assert len((tmp_path / "scores" / "seed_tasks.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_gguf_teacher_is_dequantized_once_and_teaches_as_a_folder(trained, tiny_teacher, launch, settings, tmp_path):
+    file = write_gguf(tiny_teacher, tmp_path / "tiny.gguf", "Q8_0")
+    run = tmp_path / "run"
+    words = (*settings, "--method", "kd", "--scoring.models", "[]")
+    done = launch(*words, "--teacher.model", str(file), "--output_dir", str(run), ranks=2)
+    assert done.stderr.count("tiny.gguf: dequantizing 8 bits (Q8_0), once; kept in ") == 1
+    assert f"{file}, " in done.stdout
+    assert "parameters, dequantized from 8 bits (Q8_0)" in done.stdout
+    record = json.loads((run / "metrics.json").read_text())["run"]
+    assert record["teacher_origin"] == "dequantized from 8 bits (Q8_0)"
+    assert "Made from: tiny.gguf, dequantized from 8 bits (Q8_0)" in (run / "student" / "README.md").read_text()
+    folder = locate(str(file))  # made by the run
+    again = trained("--method", "kd", "--scoring.models", "[]", "--teacher.model", str(folder), ranks=2)
+    assert largest_difference(run, again) == 0
+
+
+def test_an_adapter_as_teacher(trained, tiny_teacher, tmp_path):
+    """In shards it equals the merged model, as a whole one does in tests/unit/models/test_adapters.py."""
+    torch.manual_seed(0)
+    peft = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_teacher), peft)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    model.save_pretrained(adapter)
+    model.merge_and_unload().save_pretrained(merged)
+    for file in tiny_teacher.glob("tokenizer*"):
+        shutil.copy(file, merged)
+    expected = trained("--teacher.model", str(merged))
+    sharded = trained("--teacher.model", str(adapter), "--teacher.sharding", "zero3", ranks=2, ds_config="zero3")
+    assert largest_difference(expected, sharded) < 1e-6

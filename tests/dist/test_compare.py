@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 
+ASKED = shlex.split("""--methods none,seqkd --seeds 1 --learning_rates 1e-3 --scoring.limit 2 --scoring.decoding greedy
+--data.tests.seen embedded:seen --data.train embedded:valid --data.max_prompt_length 96 --data.max_length 104""")
+
 
 def command(settings: list[str], folder: Path) -> list[str]:
-    arguments = ["--methods", "none,seqkd", "--seeds", "1", "--learning_rates", "1e-3"]
-    scoring = ["--scoring.limit", "2", "--scoring.decoding", "greedy", "--data.tests.seen", "embedded:seen"]
-    scoring += ["--data.train", "embedded:valid"]
-    words = [*settings, *arguments, *scoring, "--data.max_prompt_length", "96", "--data.max_length", "104"]
-    return ["compare", *words, "--output_dir", str(folder)]
+    return ["compare", *settings, *ASKED, "--output_dir", str(folder)]
 
 
 def results(folder: Path) -> bytes:

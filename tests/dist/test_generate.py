@@ -11,9 +11,9 @@ BATCHES = 12
 
 
 def asked(teacher: Path, output: Path) -> list[str]:
-    data = ["--model", str(teacher), "--data", "embedded:train", "--limit", str(4 * BATCHES), "--batch_size", "4"]
-    lengths = ["--max_prompt_length", "128", "--max_length", "160", "--dtype", "fp32", "--engine", "hf", "--seed", "3"]
-    return ["generate", *data, *lengths, "--output", str(output)]
+    given = f"--data embedded:train --limit {4 * BATCHES} --batch_size 4 --max_prompt_length 128 --max_length 160"
+    more = ["--dtype", "fp32", "--engine", "hf", "--seed", "3", "--output", str(output)]
+    return ["generate", "--model", str(teacher), *given.split(), *more]
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hostile import refuses
@@ -117,44 +115,37 @@ def test_languages_are_files_and_folders_of_one_folder(tmp_path):
 
 MARKS = {"cls_token": "w1", "sep_token": "w2", "pad_token": "w0"}
 QUESTION = QuestionExample("q", "w1", "w2", ())
-CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no end token": (
-        lambda: encode([Example("a", "", ("b",))], bare(), Limits()),
-        "the tokenizer has no end token; set eos_token",
-    ),
-    "prompts as long as everything": (
-        lambda: Limits(max_prompt_length=10, max_length=10),
-        "data.max_prompt_length=10 must be at least 1 and below data.max_length=10",
-    ),
-    "an input that the prompt leaves out": (
-        lambda: render_prompt(Example("Hi", "you", ("x",), "rows:3"), prompt="Q: {instruction}"),
-        "rows:3: an input, but data.prompt has no {input}",
-    ),
-    "whole words of a vocabulary without them": (lambda: word_starts(bare()), "does not mark where words begin"),
-    "no mask": (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
-    "a hint as long as the source": (
-        lambda: encode_targets(
-            [TargetExample("w1", "w1 w1 w1 w1", "w1")], bare(**MARKS, mask_token="w0"), max_source=3, max_target=3
+HINTED = [TargetExample("w1", "w1 w1 w1 w1", "w1")]
+INPUT = Example("Hi", "you", ("x",), "rows:3")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: encode([INPUT], bare(), Limits()), "the tokenizer has no end token; set eos_token"),
+        (lambda: Limits(max_prompt_length=9, max_length=9), "data.max_prompt_length=9 must be at least 1 and below"),
+        (lambda: render_prompt(INPUT, prompt="Q: {instruction}"), "rows:3: an input, but data.prompt has no {input}"),
+        (lambda: word_starts(bare()), "does not mark where words begin"),
+        (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
+        (
+            lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3),
+            "leaves no room in them: raise data.max_length",
         ),
-        "leaves no room in them: raise data.max_length",
-    ),
-    "no room for a window": (
-        lambda: encode_windows([QUESTION], bare(**MARKS), WindowLimits(4, 3, 4), learned=True),
-        "data.max_length is 4: a question may have 4 tokens",
-    ),
-    "packed answers of the student": (
-        lambda: DataConfig(packing=True, on_policy=0.5),
-        "data.packing is true and data.on_policy 0.5: answers that the student",
-    ),
-    "packing of a text": (
-        lambda: DataConfig(kind="text", train="a.txt", packing=True),
-        "data.packing is for instructions, but data.kind is text",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_settings_and_tokenizers_that_do_not_fit(name):
-    call, said = CALLS[name]
+        (
+            lambda: encode_windows([QUESTION], bare(**MARKS), WindowLimits(4, 3, 4), learned=True),
+            "data.max_length is 4: a question may have 4 tokens",
+        ),
+        (
+            lambda: DataConfig(packing=True, on_policy=0.5),
+            "data.packing is true and data.on_policy 0.5: answers that the student",
+        ),
+        (
+            lambda: DataConfig(kind="text", train="a.txt", packing=True),
+            "data.packing is for instructions, but data.kind is text",
+        ),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_settings_and_tokenizers_that_do_not_fit(call, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         call()

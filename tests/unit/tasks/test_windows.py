@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 from hostile import refuses
-from transformers import AutoTokenizer, BertConfig, PreTrainedModel
+from references import window_loss
+from transformers import AutoTokenizer, BertConfig
 
 from llmdistill.commands.evaluate import main
 from llmdistill.data.whole_text import TextSet
@@ -20,7 +21,7 @@ from llmdistill.tasks.windows import cut_windows, score_windows
 from tests import tiny
 
 TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+WORLD = World.alone()
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +34,6 @@ def model():
     return load_model(locate("embedded:teacher"), dtype=torch.float32)
 
 
-def by_transformers(model: PreTrainedModel, ids: list[int], window: int, stride: int, count: int) -> float:
-    """The mean loss of a token, by the model's own logits, a window at a time."""
-    losses = []
-    for start in range(0, stride * count, stride):
-        piece = torch.tensor([ids[start : start + window]])
-        with torch.no_grad():
-            log_probs = model(piece).logits.log_softmax(-1)
-        for place in range(1 if start == 0 else max(1, window - stride), window):
-            losses.append(-float(log_probs[0, place - 1, piece[0, place]]))
-    return sum(losses) / len(losses)
-
-
 @pytest.mark.parametrize(("window", "stride", "limit"), [(64, 64, None), (64, 16, None), (32, 31, 3), (17, 1, 20)])
 def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit):
     ids = tokenizer(TEXT)["input_ids"]
@@ -53,7 +42,7 @@ def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit)
     score = score_windows(model, windows, batch_size=5, world=WORLD)
     assert (score["windows"], score["total"]) == (min(limit or total, total), total)
     assert score["tokens"] == window - 1 + (score["windows"] - 1) * min(stride, window - 1)
-    expected = by_transformers(model, ids, window, stride, score["windows"])
+    expected = window_loss(model, ids, window, stride, score["windows"])
     assert score["loss"] == pytest.approx(expected, abs=1e-5)
     assert score["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
 
@@ -65,7 +54,7 @@ def test_logits_that_are_more_than_a_product(kind):
     ids = torch.randint(3, tiny.WORDS, (200,)).tolist()
     windows = cut_windows("", lambda *_, **__: {"input_ids": ids}, model.config, name="text", window=16)
     score = score_windows(model, windows, batch_size=3, world=WORLD)
-    assert score["loss"] == pytest.approx(by_transformers(model, ids, 16, 16, 12), abs=1e-5)
+    assert score["loss"] == pytest.approx(window_loss(model, ids, 16, 16, 12), abs=1e-5)
 
 
 def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
@@ -94,7 +83,7 @@ class TestTheCommand:
         arguments += ["--decoding", "greedy", "--limit", "2", "--window", "64", "--output", str(tmp_path / "out")]
         assert main([*arguments, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        expected = by_transformers(model, tokenizer(TEXT)["input_ids"], 64, 64, 2)
+        expected = window_loss(model, tokenizer(TEXT)["input_ids"], 64, 64, 2)
         assert found["texts"]["lakes"]["loss"] == pytest.approx(expected, abs=1e-5)
         assert found["texts"]["lakes"]["windows"] == 2
         assert found["sets"]["skills"]["examples"] == 2
