@@ -1,11 +1,9 @@
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import datasets
 import pyarrow as pa
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import columns, example_store
 from llmdistill.data.example_store import open_examples, store_examples
@@ -14,7 +12,6 @@ from llmdistill.data.sources import read_examples
 
 from support import write_rows
 
-Make = Callable[..., PreTrainedTokenizerFast]
 pytestmark = pytest.mark.usefixtures("cache")
 LIMITS = Limits(max_prompt_length=12, max_length=14, long_prompts="truncate")
 ROWS = [{"prompt": "p" * (1 + n % 15), "completion": "abc"[: n % 4]} for n in range(15)]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hostile import refuses
 from transformers import PreTrainedTokenizerFast
@@ -9,8 +7,6 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.data.instruct import Example, Limits, encode, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
-
-Make = Callable[..., PreTrainedTokenizerFast]
 
 
 def test_prompts_are_those_of_alpaca():

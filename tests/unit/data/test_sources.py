@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 from itertools import islice
 from pathlib import Path
@@ -23,20 +22,11 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def write_csv(path: Path, *rows: list[str]) -> Path:
-    with path.open("w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path
-
-
 class TestJsonl:
-    def test_line_separators_inside_strings_do_not_end_a_line(self, tmp_path):
+    def test_line_separators_inside_strings_do_not_end_a_line_and_surrogate_pairs_are_characters(self, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_bytes('\ufeff{"instruction": "a\u2028b", "output": "c\x85d"}\r\n'.encode())
         assert read_examples(path) == [Example("a\u2028b", "", ("c\x85d",))]
-
-    def test_a_whole_surrogate_pair_is_a_character(self, tmp_path):
-        path = tmp_path / "a.jsonl"
         path.write_text('{"instruction": "\\ud83d\\ude00", "output": "\\\\ud800"}\n')
         assert read_examples(path) == [Example("😀", "", ("\\ud800",))]
 
@@ -60,10 +50,8 @@ class TestTables:
         keys = {key for row in rows for key in row}
         path = tmp_path / "a[1]*.parquet"  # no pattern, though it looks like one
         datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows]).to_parquet(path)
-        assert read_examples(path) == [
-            Example("Add.", "1 2", ("3", "three")),
-            Example("", "", ("Hello.",), messages=(("user", "Hi."),)),
-        ]
+        answered = Example("", "", ("Hello.",), messages=(("user", "Hi."),))
+        assert read_examples(path) == [Example("Add.", "1 2", ("3", "three")), answered]
 
     def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path):
         path = tmp_path / "a.tsv"
@@ -74,44 +62,35 @@ class TestTables:
         refuses("a.tsv:3: ", read_examples, path)
 
     def test_cells_of_csv_stay_text(self, tmp_path):
-        path = write_csv(
-            tmp_path / "a.csv", ["instruction", "input", "output"], ["007", "", "None"], ["1.50", "NA", "a\nb"]
-        )
+        path = write(tmp_path / "a.csv", "\ufeffinstruction,input,output", "007,,None", '1.50,NA,"a\nb"\n')
         assert read_examples(path) == [Example("007", "", ("None",)), Example("1.50", "NA", ("a\nb",))]
 
     def test_what_is_wrong_is_named(self, tmp_path):
-        path = write_csv(tmp_path / "a.csv", ["instruction", "output"], ["a", "b"], ["c", ""])
+        path = write(tmp_path / "a.csv", "instruction,output", "a,b", "c,")
         refuses('a.csv: row 2: the key "output" is missing', read_examples, path)
         assert [example.outputs for example in read_examples(path, needs_answer=False)] == [("b",), ()]
         (tmp_path / "b.parquet").write_text("")
         refuses("b.parquet: cannot be read as Parquet", read_examples, tmp_path / "b.parquet")
 
 
-def sized(rows: int) -> datasets.Dataset:
-    return datasets.Dataset.from_list([{**ROW, "instruction": f"Add {number}."} for number in range(rows)])
+TABLE = datasets.Dataset.from_list([{**ROW, "instruction": f"Add {number}."} for number in range(10)])
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """Lets the hub hold this set, split train; gives the list of what was asked of it."""
+def calls(monkeypatch):
+    """Lets the hub hold the table, split train; gives the list of what was asked of it."""
+    found: list[tuple[Any, ...]] = []
 
-    def install(table: datasets.Dataset) -> list[tuple[Any, ...]]:
-        calls: list[tuple[Any, ...]] = []
+    def load(name: str, config: str | None = None, *, split: str, streaming: bool) -> object:
+        found.append((name, config, split, streaming))
+        if streaming:
+            assert split == "train", "the library streams whole splits alone"
+            return TABLE.to_iterable_dataset()
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(TABLE)})
+        return TABLE.select([number for part in slices for number in range(10)[part.from_ : part.to]])
 
-        def load(name: str, config: str | None = None, *, split: str, streaming: bool) -> object:
-            calls.append((name, config, split, streaming))
-            if streaming:
-                assert split == "train", "the library streams whole splits alone"
-                return table.to_iterable_dataset()
-            slices = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(table)})
-            return datasets.concatenate_datasets(
-                [table.select(range(part.from_ or 0, len(table) if part.to is None else part.to)) for part in slices]
-            )
-
-        monkeypatch.setattr(datasets, "load_dataset", load)
-        return calls
-
-    return install
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return found
 
 
 class TestHub:
@@ -124,16 +103,14 @@ class TestHub:
             (Path("o/n:main:train"), ("o/n", "main", "train"), range(10)),
         ],
     )
-    def test_names(self, hub, reference, asked, numbers):
-        calls = hub(sized(10))
+    def test_names(self, calls, reference, asked, numbers):
         assert [example.instruction for example in read_examples(reference)] == [f"Add {n}." for n in numbers]
         assert calls == [(*asked, False)]
 
     @pytest.mark.parametrize(
         ("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[7:]", range(7, 10)), ("[2:4]", range(2, 4))]
     )
-    def test_streaming_cuts_by_numbers(self, hub, slice_, numbers):
-        calls = hub(sized(10))
+    def test_streaming_cuts_by_numbers(self, calls, slice_, numbers):
         rows = list(stream_rows(f"o/n:train{slice_}"))
         assert [row["instruction"] for row, _ in rows] == [f"Add {n}." for n in numbers]
         assert [source for _, source in rows] == [f"o/n:train{slice_}: row {n + 1}" for n in range(len(numbers))]
@@ -141,15 +118,14 @@ class TestHub:
 
     @pytest.mark.parametrize(("form", "split"), [(str, ""), (str, ":train[4:]"), (Path, ":test")])
     def test_one_file_of_a_set(self, monkeypatch, form, split):
-        load, name = Mock(return_value=sized(3)), "hf://datasets/MiniLLM/dolly/raw.jsonl"
+        load, name = Mock(return_value=TABLE), "hf://datasets/MiniLLM/dolly/raw.jsonl"
         monkeypatch.setattr(datasets, "load_dataset", load)
-        assert len(read_examples(form(name + split))) == 3
+        assert len(read_examples(form(name + split))) == 10
         (call,) = load.call_args_list
         assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
 
     @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
-    def test_streaming_says_what_it_cannot_cut(self, hub, slice_):
-        hub(sized(10))
+    def test_streaming_says_what_it_cannot_cut(self, calls, slice_):
         refuses("by whole numbers alone, such as train[:500]", lambda: next(stream_rows(f"o/n:train{slice_}")))
 
     def test_failure_names_the_set_and_the_remedy(self, monkeypatch):
@@ -163,7 +139,6 @@ class TestHub:
     @pytest.mark.parametrize(
         "reference", ["none.jsonl", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"]
     )
-    def test_what_is_no_name_is_a_missing_file(self, hub, reference):
-        calls = hub(sized(1))
+    def test_what_is_no_name_is_a_missing_file(self, calls, reference):
         refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", stream_rows, reference)
         assert calls == []
