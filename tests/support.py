@@ -154,13 +154,12 @@ class Job:
         return subprocess.CompletedProcess(self._command, code, *self._texts())
 
     def kill_when(self, ready: Callable[[], Any]) -> None:
-        """SIGKILL for all its ranks as soon as it is ready for it; AssertionError if it ends before, or takes long."""
+        """SIGKILL for all its ranks as soon as it is ready for it; AssertionError if it never is."""
         patience = time.monotonic() + PATIENCE
-        while not ready():
-            assert not self.is_over(), "\n".join(self._texts())
-            assert time.monotonic() < patience
+        while not ready() and not self.is_over() and time.monotonic() < patience:
             time.sleep(0.005)
         self.kill()
+        assert ready(), "\n".join(self._texts())
 
     def kill(self) -> None:
         """SIGKILL for all its ranks."""
