@@ -13,8 +13,6 @@ from llmdistill.embedded import locate
 
 from support import interrupted_copy, largest_difference, logged
 
-pytestmark = pytest.mark.dist
-
 SAME = 1e-5
 """Adam divides a gradient by its size, so where it is nearly 0 five steps of 1e-3 make more of what was rounded. In
 fp64 the gradients are the same to 1e-12 (tests/unit/teacher/test_translated.py)."""
