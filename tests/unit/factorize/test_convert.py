@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError

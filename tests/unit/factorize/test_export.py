@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.config import FactorizeConfig

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from llmdistill.factorize import svd
-from llmdistill.factorize.kronecker import (
-    KroneckerShape,
-    nearest_kronecker,
-    rearrange,
-)
+from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, rearrange
 
 # Sizes of W, of A, and products: square, wide and tall; A thin, B thin, neither; A a column and B a row, as in SVD.
 CASES = [

@@ -11,11 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from llmdistill.factorize.kronecker import KroneckerShape
-from llmdistill.factorize.modules import (
-    KroneckerEmbedding,
-    KroneckerHead,
-    KroneckerLinear,
-)
+from llmdistill.factorize.modules import KroneckerEmbedding, KroneckerHead, KroneckerLinear
 
 # Outputs, inputs, A's rows and columns: either factor the smaller, either order the cheaper, sides of 1 on each.
 SHAPES = [

@@ -53,11 +53,7 @@ def test_counts_of_kroneckerbert(
     attention: tuple[int, int], ffn: tuple[int, int], columns: int, sums: int, student: int, without_pooler: int
 ) -> None:
     (m1, n1), (f1, g1) = attention, ffn
-    shapes = {
-        "*.attention.*": f"{m1}x{n1}",
-        "*.intermediate.dense": f"{f1}x{g1}",
-        "*.output.dense": f"{g1}x{f1}",
-    }
+    shapes = {"*.attention.*": f"{m1}x{n1}", "*.intermediate.dense": f"{f1}x{g1}", "*.output.dense": f"{g1}x{f1}"}
     settings = FactorizeConfig(shapes=shapes, embedding_columns=columns, sums=sums)
     summary = summarize(BertConfig(), settings, "kronecker")
     pooler, biases, norms, vocabulary = 768 * 769, 5 * 768 + 3072, 4 * 768, 30_522

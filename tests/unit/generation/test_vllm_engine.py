@@ -104,8 +104,7 @@ def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "gpus", "expected"),
-    [(32, 8, 6, 4), (12, 12, 8, 6), (14, 2, 8, 2), (9, 3, 2, 1), (16, 2, 8, 8)],
+    ("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (12, 12, 8, 6), (14, 2, 8, 2), (9, 3, 2, 1), (16, 2, 8, 8)]
 )
 def test_the_heads_decide_over_how_many_gpus_a_model_is_split(
     heads: int, groups: int, gpus: int, expected: int

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum
-from llmdistill.losses.attention import (
-    AttentionInputs,
-    RelationInputs,
-    attention_kl,
-    attention_score_mse,
-    relation_kl,
-)
+from llmdistill.losses.attention import AttentionInputs, RelationInputs, attention_kl, attention_score_mse, relation_kl
 
 MASKS = {
     "right": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]),
@@ -35,13 +29,7 @@ def make(seed: int, *, groups: int = 2, width: int = 3, heads: int = 4) -> Sides
     return query, key
 
 
-def loss_of(
-    kind: str,
-    student: Sides,
-    teacher: Sides,
-    mask: Tensor,
-    **seen: object,
-) -> LossSum:
+def loss_of(kind: str, student: Sides, teacher: Sides, mask: Tensor, **seen: object) -> LossSum:
     if kind == "relation":
         return relation_kl(RelationInputs(*student), RelationInputs(*teacher), mask, relation_heads=2, **seen)
     inputs = [AttentionInputs(*each, 0.7) for each in (student, teacher)]

@@ -8,13 +8,7 @@ from plain_losses import attention_kl_plain, attention_score_mse_plain, relation
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmdistill.losses.attention import (
-    AttentionInputs,
-    RelationInputs,
-    attention_kl,
-    attention_score_mse,
-    relation_kl,
-)
+from llmdistill.losses.attention import AttentionInputs, RelationInputs, attention_kl, attention_score_mse, relation_kl
 from llmdistill.losses.fused import blocks
 from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss
 

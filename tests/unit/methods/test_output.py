@@ -57,9 +57,7 @@ def outputs(seed: int, objective: Objective) -> Outputs:
     shape = {"scores": (3, 1), "classes": (3, 2), "spans": (3, 2, 3), None: (3, 2)}[objective.sequences]
     sequences = torch.randn(*shape, generator=generator)
     return Outputs(
-        words if objective.tokens else None,
-        Taps(),
-        sequence_logits=None if objective.sequences is None else sequences,
+        words if objective.tokens else None, Taps(), sequence_logits=None if objective.sequences is None else sequences
     )
 
 

@@ -157,10 +157,7 @@ def changed(layer: int, values: torch.Tensor | None) -> Callable[[Path], None]:
         (lambda folder: named_base(folder, None), "names no base model"),
         (lambda folder: named_base(folder, "./nowhere"), r"base_model_name_or_path: \./nowhere: no such folder"),
         (lambda folder: named_base(folder, "."), "is an adapter itself"),
-        (
-            lambda folder: tiny_model("gpt2").save_pretrained(folder.parent / "base"),
-            "does not fit its base, a GPT2",
-        ),
+        (lambda folder: tiny_model("gpt2").save_pretrained(folder.parent / "base"), "does not fit its base, a GPT2"),
         (changed(0, None), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
         (changed(7, torch.zeros(16, 3)), r"no place for its .*layers\.7\.mlp"),
         (changed(0, torch.full((16, 3), float("nan"))), "cannot be merged into its base"),

@@ -9,14 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import (
-    BertConfig,
-    BertModel,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertConfig, BertModel, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.artifacts import manifest_damage
 from llmdistill.config import FactorizeConfig

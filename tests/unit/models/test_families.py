@@ -2,14 +2,7 @@ from __future__ import annotations
 
 import pytest
 from tiny import SETTINGS, tiny_config
-from transformers import (
-    BertConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    XLMRobertaConfig,
-)
+from transformers import BertConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, XLMRobertaConfig
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    PreTrainedModel,
-)
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertForQuestionAnswering, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.losses.terms import RunningTerms

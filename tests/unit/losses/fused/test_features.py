@@ -125,8 +125,7 @@ def test_any_strides(
 
 
 @pytest.mark.parametrize(
-    ("normalize", "dtypes"),
-    [(False, (torch.bfloat16, torch.bfloat16)), (True, (torch.bfloat16, torch.float32))],
+    ("normalize", "dtypes"), [(False, (torch.bfloat16, torch.bfloat16)), (True, (torch.bfloat16, torch.float32))]
 )
 def test_half_precision(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool) -> None:
     """The sum is as exact as in fp32, the gradient but for its rounding to 8 bits."""
