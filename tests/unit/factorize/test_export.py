@@ -59,9 +59,7 @@ def save_student(
     (AutoModelForCausalLM, GPT2, "pivoted", torch.float32), (AutoModelForCausalLM, GPT2, "kronecker", torch.float32),
     (AutoModelForMaskedLM, ROBERTA, "svd", torch.float32), (AutoModel, BERT, "kronecker", torch.float32),
 ])  # fmt: skip
-def test_an_export_is_a_whole_folder_of_a_stock_model(
-    tmp_path: Path, auto: Any, config: PreTrainedConfig, method: str, dtype: torch.dtype
-) -> None:
+def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, config, method, dtype) -> None:
     student = save_student(tmp_path / "student", auto, config, dtype, method)
     export_dense(tmp_path / "student", tmp_path / "dense")
     files = {path.name for path in (tmp_path / "dense").iterdir()}

@@ -141,9 +141,7 @@ DISK = {"device_map": {**CPU, "model.layers.1": "disk"}, "offload_folder": "offl
     *((kind, method, {"dtype": torch.bfloat16})
       for kind, method in (("llama", "svd"), ("gpt2", "kronecker"), ("llama", "pivoted"))),
 ])  # fmt: skip
-def test_loading_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kwargs: dict[str, Any], method: str
-) -> None:
+def test_loading_options(tmp_path, monkeypatch, kind, kwargs, method) -> None:
     monkeypatch.chdir(tmp_path)
     student = make_student(AutoModelForCausalLM, config_of(kind), method, embedding=True)
     student.save_pretrained(tmp_path)
@@ -235,9 +233,7 @@ GPT2_LINEARS = [f"h.{layer}.{part}" for layer in (0, 1)
     ("svd", 5, {"embedding_rank": 8}), ("pivoted", 5, {"embedding_rank": 8}),
     ("kronecker", [8, 4, 2], {"embedding_columns": 4}),
 ])  # fmt: skip
-def test_config_json_is_that_of_students_made_long_ago(
-    tmp_path: Path, method: str, size: Any, embedding: dict[str, int]
-) -> None:
+def test_config_json_is_that_of_students_made_long_ago(tmp_path, method, size, embedding) -> None:
     """Those of the first version had nothing to stop other libraries."""
     student = make_student(AutoModelForCausalLM, config_of("gpt2"), method, embedding=True)
     student.save_pretrained(tmp_path)

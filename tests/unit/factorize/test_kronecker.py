@@ -61,9 +61,7 @@ def test_rearrangement_is_that_of_equation_3() -> None:
                         ((576, 576), KroneckerShape(24, 24, 2))],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_the_optimum_at_size(
-    size: tuple[int, int], shape: KroneckerShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_is_the_optimum_at_size(size, shape, dtype, monkeypatch) -> None:
     monkeypatch.setattr(svd, "CHUNK_ELEMENTS", 2**14)
     weight = torch.randn(size).to(dtype)
     a, b = nearest_kronecker(weight.T.contiguous().T, shape)

@@ -119,9 +119,7 @@ def test_calibration_data_choose_layers_and_parts(bert: Path, tmp_path: Path) ->
     ("kronecker", {"embedding_columns": 4}, KroneckerEmbedding, 4, {"embedding_columns": 5},
      "embedding_columns: 5 columns do not divide the width 16"),
 ])  # fmt: skip
-def test_the_embedding_is_factorized(
-    bert: Path, tmp_path: Path, method: Any, size: Any, kind: type, inner: int, wrong: Any, said: str
-) -> None:
+def test_the_embedding_is_factorized(bert, tmp_path, method, size, kind, inner, wrong, said) -> None:
     given = {"method": method, "head": "pretraining"}
     student = make(bert, tmp_path / "student", factorize=FactorizeConfig(**size), **given)
     embedding = student.get_input_embeddings()

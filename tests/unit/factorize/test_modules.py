@@ -43,9 +43,7 @@ def most(m: int, n: int, m1: int, n1: int) -> int:
 @pytest.mark.parametrize("sums", [1, 3])
 @pytest.mark.parametrize(("m", "n", "m1", "n1"), SHAPES)
 @pytest.mark.parametrize("b_first", [True, False])
-def test_forward_and_backward_are_those_of_the_dense_product(
-    m: int, n: int, m1: int, n1: int, sums: int, b_first: bool
-) -> None:
+def test_forward_and_backward_are_those_of_the_dense_product(m, n, m1, n1, sums, b_first) -> None:
     module = make(m, n, m1, n1, min(sums, most(m, n, m1, n1)))
     module.b_first = b_first
     factors = [parameter.detach().clone().requires_grad_() for parameter in (module.A, module.B, module.bias)]

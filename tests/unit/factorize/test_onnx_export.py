@@ -91,9 +91,7 @@ def test_an_encoder_keeps_its_factors(encoder: tuple[Path, PreTrainedModel, dict
 
 
 @needs_onnx
-def test_a_decoder_writes_token_by_token_what_transformers_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(onnx_export, "is_factorized", lambda _: False)  # one graph: the dense one takes as long
     student = save(tmp_path / "student", AutoModelForCausalLM, "llama", {"shapes": {"*": "8x4"}, "sums": 2})
     result = export_onnx(tmp_path / "student", tmp_path / "out")
@@ -125,9 +123,7 @@ def test_a_decoder_writes_token_by_token_what_transformers_writes(
 
 
 @needs_onnx
-def test_a_model_that_rounds_more_allows_a_larger_difference(
-    encoder: tuple[Path, PreTrainedModel, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, monkeypatch) -> None:
     folder, model, _ = encoder
     _, inputs, outputs, _ = onnx_export._traced(model)
     once = onnx_export._Graph(folder / "out" / onnx_export.FILE, inputs, outputs)

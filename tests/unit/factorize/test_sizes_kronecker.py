@@ -49,9 +49,7 @@ def by_hand(m: int, n: int, m1: int, n1: int, sums: int) -> tuple[int, int]:
     ((384, 48), (16, 2), 16, 1, 5_228_272, 4_637_680),
     ((384, 384), (384, 384), 12, 4, 45_529_740, 44_939_148),
 ], ids=["8", "21", "5"])  # fmt: skip
-def test_counts_of_kroneckerbert(
-    attention: tuple[int, int], ffn: tuple[int, int], columns: int, sums: int, student: int, without_pooler: int
-) -> None:
+def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without_pooler) -> None:
     (m1, n1), (f1, g1) = attention, ffn
     shapes = {"*.attention.*": f"{m1}x{n1}", "*.intermediate.dense": f"{f1}x{g1}", "*.output.dense": f"{g1}x{f1}"}
     settings = FactorizeConfig(shapes=shapes, embedding_columns=columns, sums=sums)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from llmdistill.cli import main
 from llmdistill.generation.answers_file import read_provenance
@@ -11,9 +8,7 @@ from llmdistill.generation.answers_file import read_provenance
 LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")
 
 
-def test_the_command_writes_answers_and_says_what_to_know(
-    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_path, capsys) -> None:
     output = tmp_path / "a.jsonl"
     arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy", *LIMITS]
     assert main(["generate", *arguments, "--limit", "3", "--batch_size", "2"]) == 0

@@ -75,9 +75,7 @@ def batches_begun(generate: Callable, monkeypatch: pytest.MonkeyPatch, *, batche
     return begun
 
 
-def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
-    teacher: Path, data: Path, tmp_path: Path
-) -> None:
+def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher, data, tmp_path) -> None:
     tokenizer = load_tokenizer(teacher)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
     tokenizer.save_pretrained(teacher)
@@ -139,9 +137,7 @@ def test_samples_are_those_of_generate(generate: Callable, teacher: Path, data: 
     assert len(set(expected.texts)) > 3
 
 
-def test_an_interrupted_run_goes_on_and_ends_byte_equal(
-    generate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monkeypatch) -> None:
     generate("whole.jsonl")
     assert batches_begun(generate, monkeypatch, batches=2) == [0, 1]
     output, parts = tmp_path / "a.jsonl", parts_folder(tmp_path / "a.jsonl")
@@ -155,9 +151,7 @@ def test_an_interrupted_run_goes_on_and_ends_byte_equal(
     assert not parts.exists()
 
 
-def test_a_kill_before_the_record_is_written_loses_nothing(
-    generate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, monkeypatch) -> None:
     output = tmp_path / "a.jsonl"
 
     def die(*_: object) -> None:
@@ -174,9 +168,7 @@ def test_a_kill_before_the_record_is_written_loses_nothing(
     assert record["output_sha256"] == file_sha256(output)
 
 
-def test_another_request_is_refused_and_named(
-    generate: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypatch) -> None:
     output = tmp_path / "a.jsonl"
     batches_begun(generate, monkeypatch, batches=1)
     output.with_name("a.jsonl.parts").rename(tmp_path / "cut.jsonl.parts")
@@ -197,9 +189,7 @@ def test_another_request_is_refused_and_named(
     refuses("did not write it; choose another --output", generate)
 
 
-def test_long_prompts_are_dropped_and_the_limit_counts_prompts(
-    generate: Callable, teacher: Path, data: Path, tmp_path: Path
-) -> None:
+def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher, data, tmp_path) -> None:
     lengths = [len(load_tokenizer(teacher)(render_prompt(example))["input_ids"]) for example in read_examples(data)]
     limit = sorted(lengths[:5])[2]
     record = generate(limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4)
@@ -208,9 +198,7 @@ def test_long_prompts_are_dropped_and_the_limit_counts_prompts(
     assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
 
 
-def test_misfits_are_refused_before_the_weights_are_loaded(
-    generate: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misfits_are_refused_before_the_weights_are_loaded(generate, data, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
     refuses("beyond the model's context of 80", generate, max_length=81)
     refuses("temperature is 0", generate, temperature=0.0)

@@ -33,9 +33,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-def test_vllm_writes_the_file_that_transformers_writes(
-    vllm: list[dict[str, Any]], teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         settings = ResponseConfig(decoding="greedy", **LIMITS)
@@ -51,9 +49,7 @@ def test_vllm_writes_the_file_that_transformers_writes(
     assert request["max_tokens"] == 10
 
 
-def test_every_prompt_has_its_own_seed(
-    vllm: list[dict[str, Any]], teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def generate(_: Any, prompts: list[Any], sampling_params: list[dict[str, Any]], use_tqdm: bool) -> list[Any]:
@@ -69,9 +65,7 @@ def test_every_prompt_has_its_own_seed(
     assert [params[key] for params in asked[:1] for key in ("temperature", "top_p", "top_k")] == [0.7, 0.9, -1]
 
 
-def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(
-    vllm: list[dict[str, Any]], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher, tmp_path, monkeypatch) -> None:
     def check(pattern: str | None, folder: Path = teacher, ngram: int = 0, ranks: int = 1) -> None:
         arguments: dict[str, Any] = {"no_repeat_ngram_size": ngram, "world_size": ranks}
         assert choose_engine("auto", folder, **arguments) == ("vllm" if pattern is None else "hf")
@@ -106,8 +100,6 @@ def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(
 @pytest.mark.parametrize(
     ("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (12, 12, 8, 6), (14, 2, 8, 2), (9, 3, 2, 1), (16, 2, 8, 8)]
 )
-def test_the_heads_decide_over_how_many_gpus_a_model_is_split(
-    heads: int, groups: int, gpus: int, expected: int
-) -> None:
+def test_the_heads_decide_over_how_many_gpus_a_model_is_split(heads, groups, gpus, expected) -> None:
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
     assert shares(config, gpus) == expected

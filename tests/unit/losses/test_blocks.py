@@ -55,9 +55,7 @@ def error(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("causal", "window", "visible_until"), SEEN)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(
-    mask: Tensor, causal: bool, window: int | None, visible_until: Tensor | None, kind: Any
-) -> None:
+def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(mask, causal, window, visible_until, kind) -> None:
     student, teacher = make(0), make(1, groups=2, width=9)
     expected = plain(kind, student, teacher, mask, causal=causal or visible_until is not None, window=window)
     if visible_until is not None:

@@ -14,9 +14,7 @@ from llmdistill.losses.fused import triton as kernels
     ("capability", "triton", "expected"),
     [((9, 0), "3.9.0", True), ((8, 0), "3.4.0", True), ((7, 5), "3.9.0", False), ((9, 0), "3.2.0", False)],
 )
-def test_asks_for_an_a100_or_later_and_a_triton_that_can(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, expected: bool
-) -> None:
+def test_asks_for_an_a100_or_later_and_a_triton_that_can(monkeypatch, capability, triton, expected) -> None:
     kernels._has_triton.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

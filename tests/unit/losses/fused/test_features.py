@@ -102,9 +102,7 @@ def test_equals_the_operations_of_torch(device: torch.device, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_several_programs_share_the_work(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, normalize: bool
-) -> None:
+def test_several_programs_share_the_work(device, monkeypatch, normalize) -> None:
     """The last block of tokens is not full, nor is that of features where tokens are cut."""
     monkeypatch.setattr(triton_features, "TILE", 64)
     monkeypatch.setattr(triton_features, "WIDEST_CUT", 16)
@@ -114,12 +112,7 @@ def test_several_programs_share_the_work(
 
 @pytest.mark.parametrize("shape", [(3, 7, 36), (3, 2, 7, 20)], ids=["flat", "heads"])
 @pytest.mark.parametrize(("of_student", "of_teacher"), zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True))
-def test_any_strides(
-    device: torch.device,
-    of_student: Callable[[Tensor], Tensor],
-    of_teacher: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...],
-) -> None:
+def test_any_strides(device, of_student, of_teacher, shape) -> None:
     mask = torch.tensor(MASKS["ragged"])
     check(device, make(shape, 0), make(shape, 1), mask, normalize=True, layouts=(of_student, of_teacher))
 
