@@ -98,7 +98,7 @@ BREAKS = [
         f"{FACTORIZE}/kronecker.py",
         "+ (shape.sums - 1) * m",
         "+ shape.sums * m",
-        f"{FACTORIZE_TESTS}/test_sizes_kronecker.py::test_counts_of_kroneckerbert",
+        f"{FACTORIZE_TESTS}/test_sizes.py::test_counts_of_kroneckerbert",
     ),
     # ONNX
     Break(

@@ -6,15 +6,8 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from tiny import tiny_config, tiny_model
+from transformers import AutoModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
@@ -27,27 +20,14 @@ from llmdistill.models.families import base_name
 
 from support import in_memory
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=20, num_key_value_heads=1, initializer_range=0.3))
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
-
-
-def bert(kind=BertModel, **more):
-    return kind(BertConfig(**SIZES, vocab_size=20, initializer_range=0.3, **more))
-
-
-def classifier():
-    return bert(BertForSequenceClassification, num_labels=3)
-
-
-def score():
-    return bert(BertForSequenceClassification, num_labels=1)
+SETTINGS = {"vocab_size": 20, "initializer_range": 0.3}
+MODELS = {
+    "llama": lambda: tiny_model("llama", **SETTINGS),
+    "gpt2": lambda: tiny_model("gpt2", **SETTINGS),
+    "bert": lambda: AutoModel.from_config(tiny_config("bert", **SETTINGS)),
+    "classes": lambda: tiny_model("bert", head="sequence", num_labels=3, **SETTINGS),
+    "score": lambda: tiny_model("bert", head="sequence", num_labels=1, **SETTINGS),
+}
 
 
 def make_batch(seed: int = 0, lengths=(7, 4, 6, 7)) -> Batch:
@@ -57,10 +37,9 @@ def make_batch(seed: int = 0, lengths=(7, 4, 6, 7)) -> Batch:
     return Batch(input_ids=ids * mask, attention_mask=mask, labels=torch.full_like(ids, -100), sample_ids=names)
 
 
-def prepared(make):
+def prepared(kind: str):
     """A model with biases that are not zero, its weighted factorization, and the student made with it."""
-    torch.manual_seed(0)
-    model = make().eval()
+    model = MODELS[kind]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -97,9 +76,9 @@ def naive(student, model, batches) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, bert, classifier, score])
-def test_a_cut_model_is_the_student(make):
-    model, weighted, student = prepared(make)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_cut_model_is_the_student(kind):
+    model, weighted, student = prepared(kind)
     before, batch = copy.deepcopy(model.state_dict()), make_batch()
     with torch.no_grad():
         whole = outputs(model, batch)
@@ -157,7 +136,7 @@ def at_rank(costs, rank: int) -> dict[str, float]:
 
 
 def test_the_costs_of_cuts_are_those_of_each_cut_alone():
-    model, _, student = prepared(score)
+    model, _, student = prepared("score")
     batches = [make_batch(), make_batch(3, (5, 2))]
     factors = whole_factors(model)
     found = cut_costs(model, factors, batches)
@@ -171,7 +150,7 @@ def test_the_costs_of_cuts_are_those_of_each_cut_alone():
 
 
 def test_the_costs_of_cuts_average_over_sampled_labels():
-    model, _, student = prepared(llama)
+    model, _, student = prepared("llama")
     factors = whole_factors(model)
     batch, count = make_batch(), 200
     ids, mask, labels = (each.repeat(count, 1) for each in (batch.input_ids, batch.attention_mask, batch.labels))
@@ -182,7 +161,7 @@ def test_the_costs_of_cuts_average_over_sampled_labels():
 
 
 def test_corrected_factors_cost_what_was_measured():
-    _, weighted, _ = prepared(llama)
+    _, weighted, _ = prepared("llama")
     name = next(iter(weighted.ranks))
     corrected = weighted.corrected({each: 0.5 for each in weighted.ranks})
     assert corrected.factors[name].costs()[3] == pytest.approx(0.5)

@@ -8,17 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from tiny import tiny_config, tiny_model
+from transformers import BertForQuestionAnswering, BertForSequenceClassification, BertModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
@@ -31,22 +22,15 @@ from llmdistill.factorize.table_moments import measure_table
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.families import base_name, layers_name
 
-SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "vocab_size": 20}
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 20, "initializer_range": 0.5}
+llama = partial(tiny_model, "llama", **SIZES)
+bert = partial(tiny_model, "bert", **SIZES)
+gpt2 = partial(tiny_model, "gpt2", n_embd=8, n_inner=32, vocab_size=20, initializer_range=0.5)
 
 
-def llama(**more) -> LlamaForCausalLM:
+def bert_of(kind, **more):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.5, **more))
-
-
-def bert(kind=BertForMaskedLM, **more):
-    torch.manual_seed(0)
-    return kind(BertConfig(**SIZES, initializer_range=0.5, **more))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2, initializer_range=0.5))
+    return kind(tiny_config("bert", **SIZES, **more)).eval()
 
 
 def make_batch(lengths=(5, 3, 6), *, first_id=0) -> Batch:
@@ -97,7 +81,7 @@ def chances(batch: Batch, row: int, width: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
 def test_moments_are_those_of_a_loop_over_tokens(make, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 20)  # three rows of logits
-    model, batch = make().eval(), make_batch()
+    model, batch = make(), make_batch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def loss(row, outputs):
@@ -122,7 +106,7 @@ def test_what_is_shared_is_seen_in_one_forward_pass():
     """So that passes can be planned; GPT-2's queries, keys and values are one matrix, and BERT has no gate."""
     counts = {}
     for make in (llama, bert, gpt2):
-        model = make()
+        model = make().train()
         groups = shared_inputs(model, list(layer_linears(model)), make_batch())
         assert sorted(name for group in groups for name in group) == sorted(layer_linears(model))
         assert not any(each._forward_hooks for each in model.modules())
@@ -135,7 +119,7 @@ def test_what_is_shared_is_seen_in_one_forward_pass():
 
 def test_moments_of_a_bf16_model_are_summed_in_fp32():
     """Of the gradients only the type is compared: rounding changes some of the sampled labels."""
-    model, batches = llama().eval(), [make_batch((40,) * 10, first_id=10 * number) for number in range(10)]
+    model, batches = llama(), [make_batch((40,) * 10, first_id=10 * number) for number in range(10)]
     names = list(layer_linears(model))
     whole = measure_moments(model, names, batches, gradients=False)
     rounded = measure_moments(model.bfloat16(), names, batches)
@@ -213,7 +197,7 @@ def of_hidden_states(batch, row, outputs):
 )
 def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
     """A class once a sequence, start and end of a span, signs on the last hidden states of a model without a head."""
-    model, batch = bert(kind, num_labels=2 if kind is BertForQuestionAnswering else 3).eval(), make_batch()
+    model, batch = bert_of(kind, num_labels=2 if kind is BertForQuestionAnswering else 3), make_batch()
     found = measure_moments(model, [name], [batch])[name]
     _, g = naive(model, name, batch, partial(loss, batch))
     torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
@@ -246,7 +230,7 @@ def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("model", [llama(tie_word_embeddings=True), llama(), bert()], ids=["tied", "", "bert"])
 def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
-    model, batch = model.eval(), make_batch()
+    batch = make_batch()
     name, table = token_embedding(model)
     heads = tied_heads(model, name)
     counts, gradients = torch.zeros(20), torch.zeros(8, 8)
@@ -265,13 +249,9 @@ def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
         hooks = [
             model.get_submodule(head).register_forward_hook(lambda _, x, __, r=read: r.append(x[0])) for head in heads
         ]
-        logits = model(input_ids=ids).logits[0]
-        log = logits.log_softmax(-1)
-        drawn = module._uniform(batch, 1, 3)[row]
-        loss = torch.zeros(())
-        for token, chance in zip(log, drawn, strict=False):
-            loss = loss - token[int(torch.searchsorted(token.detach().exp().cumsum(0), chance))]
-        loss.backward()
+        log = model(input_ids=ids).logits[0].log_softmax(-1)
+        drawn = chances(batch, row, 1, 3)
+        (-sum(token[sample(token.detach().exp(), float(drawn[t, 0]))] for t, token in enumerate(log))).backward()
         for place, number in enumerate(ids[0].tolist()):
             counts[number] += 1
             g = seen[0].grad[0, place]
@@ -301,7 +281,7 @@ def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
 
 def test_a_model_without_a_head_and_a_batch_that_does_not_count() -> None:
     """A rank of a sharded model repeats its batches for others; these count nothing."""
-    model, batch = bert(BertModel).eval(), make_batch()
+    model, batch = bert_of(BertModel), make_batch()
     once = measure_table(model, [batch], seed=3)
     again = measure_table(model, [batch], seed=3, rounds=3)
     assert once.head_inputs is None

@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    RobertaConfig,
-)
+from tiny import tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from llmdistill.artifacts import manifest_damage
 from llmdistill.config import FactorizeConfig
@@ -30,11 +24,10 @@ from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.factorize.sizes import plan
 
-SIZES = {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 66, "num_hidden_layers": 1}
-WIDE = {"hidden_size": 32, "intermediate_size": 48, **SIZES}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "roberta": RobertaConfig(**WIDE),
-    "llama": LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **WIDE),
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 1}
+CONFIGS = {
+    "roberta": tiny_config("roberta", **WIDE, max_position_embeddings=66, pad_token_id=1, type_vocab_size=2),
+    "llama": tiny_config("llama", **WIDE, tie_word_embeddings=True),
 }
 needs_onnx = pytest.mark.skipif(
     any(onnx_export.importlib.util.find_spec(name) is None for name in onnx_export._PACKAGES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
@@ -29,18 +30,12 @@ from llmdistill.factorize.install import features, install
 from llmdistill.factorize.sizes import parse_target, plan, summarize
 
 LLAMA_1B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
 }
-
 DECODER_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
 DISTILBERT = {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
 
 
 def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -49,8 +44,7 @@ def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrain
 
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "tie_word_embeddings": True}
-    return meta(tiny_config("llama", **{**sizes, **changes}))
+    return meta(tiny_config("llama", **{**SIZES, "tie_word_embeddings": True, **changes}))
 
 
 @pytest.mark.parametrize(("config", "settings", "teacher", "student"), [
@@ -70,6 +64,55 @@ def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], te
         assert summary["rank"] == 632
         assert len(summary["ranks"]) == 5 * 16
         assert {name.rsplit(".", 1)[1] for name in summary["dense"]} == {"k_proj", "v_proj"}
+
+
+def by_hand(m: int, n: int, m1: int, n1: int, sums: int) -> tuple[int, int]:
+    """Parameters of a matrix' factors, and eq. 7."""
+    m2, n2 = m // m1, n // n1
+    b_first = (2 * n2 - 1) * m2 * n1 + (2 * n1 - 1) * m2 * m1
+    a_first = (2 * n1 - 1) * n2 * m1 + (2 * n2 - 1) * m2 * m1
+    return sums * (m1 * n1 + m2 * n2), sums * min(b_first, a_first) + (sums - 1) * m
+
+
+# KroneckerBERT Table 1: A of attention and of the first feed-forward matrix (m1, n1), n of the embedding, sums; then
+# parameters with and without pooler. Of 8 the table's 7.8x is the count without; 5's are no 5.5x and cannot be: four
+# products of 384 x 384 have 589,840 parameters for each matrix of attention, which dense has 589,824.
+@pytest.mark.parametrize(("attention", "ffn", "columns", "sums", "student", "without_pooler"), [
+    ((384, 384), (8, 2), 8, 1, 14_654_216, 14_063_624),
+    ((384, 48), (16, 2), 16, 1, 5_228_272, 4_637_680),
+    ((384, 384), (384, 384), 12, 4, 45_529_740, 44_939_148),
+], ids=["8", "21", "5"])  # fmt: skip
+def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without_pooler) -> None:
+    (m1, n1), (f1, g1) = attention, ffn
+    shapes = {"*.attention.*": f"{m1}x{n1}", "*.intermediate.dense": f"{f1}x{g1}", "*.output.dense": f"{g1}x{f1}"}
+    settings = FactorizeConfig(shapes=shapes, embedding_columns=columns, sums=sums)
+    summary = summarize(BertConfig(), settings, "kronecker")
+    pooler, biases, norms, vocabulary = 768 * 769, 5 * 768 + 3072, 4 * 768, 30_522
+    layer = [by_hand(768, 768, m1, n1, sums)] * 4
+    layer += [by_hand(3072, 768, f1, g1, sums), by_hand(768, 3072, g1, f1, sums)]
+    around = vocabulary * 768 // columns + columns + (512 + 2) * 768 + 2 * 768
+    counted = around + 12 * (sum(params for params, _ in layer) + biases + norms)
+    assert summary["teacher_params"] == 109_482_240
+    assert summary["student_params"] == student == counted + pooler
+    assert without_pooler == counted
+    assert summary["flops_per_token"] == 12 * sum(flops for _, flops in layer)
+    assert summary["teacher_flops_per_token"] == 12 * (5 * 1535 * 768 + 1535 * 3072 - 1535 * 768 + 6143 * 768)
+    assert (summary["method"], summary["embedding_columns"], summary["dense"]) == ("kronecker", columns, [])
+    assert summary["shapes"]["encoder.layer.0.output.dense"] == [g1, f1, sums]
+    assert json.loads(json.dumps(summary)) == summary
+    model = meta(BertConfig(), AutoModel)
+    install(model, plan(model, settings, "kronecker"))
+    assert count_parameters(model) == student
+
+
+def test_forward_flops_are_two_a_parameter_and_equation_7s_of_the_products() -> None:
+    config = BertConfig()
+    shapes = {"*.attention.*": "384x48", "*": "dense"}
+    summary = summarize(config, FactorizeConfig(shapes=shapes), "kronecker")
+    params, flops = by_hand(768, 768, 384, 48, 1)
+    assert summary["forward_flops"] == 2 * (summary["student_params"] - 48 * params) + 48 * flops
+    low_rank = summarize(config, FactorizeConfig(rank=64))
+    assert low_rank["forward_flops"] == 2 * low_rank["student_params"]
 
 
 @pytest.mark.parametrize(("name", "auto", "linears"), [
@@ -103,11 +146,10 @@ def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None,
         assert count({"target_params": str(by_rank[rank + 1] - 1)}) == by_rank[rank]
 
 
-@pytest.mark.parametrize(
-    ("text", "params"),
-    [("690000000", 690_000_000), ("690_000_000", 690_000_000), ("0.69B", 690_000_000), ("77.25M", 77_250_000),
-     ("500k", 500_000), ("62%", 620_000_000), (" 12.5 % ", 125_000_000)],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "params"), [
+    ("690000000", 690_000_000), ("690_000_000", 690_000_000), ("0.69B", 690_000_000), ("77.25M", 77_250_000),
+    ("500k", 500_000), ("62%", 620_000_000), (" 12.5 % ", 125_000_000),
+])  # fmt: skip
 def test_parse_target(text: str, params: int) -> None:
     assert parse_target(text, 1_000_000_000) == params
 
@@ -119,16 +161,15 @@ def test_parse_target_refuses(text: str) -> None:
 
 
 def test_patterns_first_match_counts_and_is_literal() -> None:
-    ranks = plan(
-        tiny_llama(), FactorizeConfig(ranks={"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7})
-    ).sizes
+    given = {"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7}
+    ranks = plan(tiny_llama(), FactorizeConfig(ranks=given)).sizes
     assert ranks["model.layers.0.self_attn.q_proj"] == 32
     assert ranks["model.layers.1.self_attn.q_proj"] == 4
     assert ranks["model.layers.1.mlp.down_proj"] == 7
     assert len(ranks) == 2 + 6
 
 
-@pytest.mark.parametrize(("settings", "words"), [
+OF_SVD = [
     ({}, ["no size", "rank, ranks, target_params"]),
     ({"rank": 4, "target_params": "50%"}, ["exactly one", "rank and target_params"]),
     ({"rank": 17}, ["rank 17", "model.layers.0.self_attn.k_proj", "16"]),
@@ -136,15 +177,64 @@ def test_patterns_first_match_counts_and_is_literal() -> None:
     ({"ranks": {"*.q_proj": 33}}, ["*.q_proj", "33", "model.layers.0.self_attn.q_proj", "32"]),
     ({"ranks": {"*.q_porj": 3}}, ["'*.q_porj'", "q_proj"]),
     ({"ranks": {"lm_head": 3}}, ["'lm_head'", "transformer layers"]),
+    ({"ranks": {"*.k_proj": 16}, "form": "pivoted"}, ["its rank can be from 1 to 15"]),
     ({"rank": 4, "embedding_rank": 40}, ["embedding_rank 40", "96×32", "32"]),
+    ({"rank": 4, "sums": 2}, ["sums is a setting of the method kronecker"]),
     ({"target_params": "3000"}, ["3000", "out of reach", "embedding_rank"]),
-])  # fmt: skip
-def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
+]
+OF_KRONECKER = [
+    ({}, ["no size", "one of shapes, target_params"]),
+    ({"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",
+                                       "5 rows does not divide the 32 rows", "1, 2, 4, 8, 16, 32"]),
+    ({"shapes": {"*.down_proj": "2x5"}}, ["5 columns does not divide the 48 columns"]),
+    ({"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "1 to 4"]),
+    ({"shapes": {"*.q_proj": "2x2"}, "sums": 0}, ["sums is 0"]),
+    ({"shapes": {"*.q_proj": "2,2"}}, ["shapes['*.q_proj'] '2,2'", "384x48"]),
+    ({"shapes": {"*": "2x2"}, "embedding_columns": 5}, ["embedding_columns: 5 columns", "width 32"]),
+    ({"shapes": {"*": "2x2", "lm_head": "dense"}, "embedding_columns": 4},
+     ["shapes['lm_head']", "tied", "embedding_columns 4"]),
+    ({"shapes": {"*": "2x2"}, "max_flops": "30%"}, ["max_flops", "target_params"]),
+    ({"target_params": "50%"}, ["needs the weights", "llmdistill compress --method kronecker"]),
+    ({"shapes": {"*": "2x2"}, "rank": 4}, ["rank is a setting of the method svd", "kronecker", "null"]),
+    ({"shapes": {"*": "8x4"}, "form": "pivoted"}, ["form is a setting of the method svd"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [*(("svd", *row) for row in OF_SVD), *(("kronecker", *row) for row in OF_KRONECKER)],
+)
+def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        plan(tiny_llama(), FactorizeConfig(**settings))
+        plan(tiny_llama(), FactorizeConfig(**settings), method)
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"rank": 4, "sigma": "balanced", "form": "pivoted"}, "sigma is balanced, but pivoted factors have no singular"),
+    ({"rank": 8, "allocation": "loss"}, "allocation loss spends target_params"),
+    ({"target_params": "50%", "allocation": "loss", "weighting": "activations"}, "weighting gradients"),
+    ({"rank": 8, "rank_multiple": 0}, "rank_multiple is 0"),
+])  # fmt: skip
+def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FactorizeConfig(**settings)
+
+
+def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"student\.lora\.rank: adapters go on linears"):
+        StudentConfig(method="kronecker", lora=LoraConfig(rank=4))
+    StudentConfig(method="kronecker", lora=LoraConfig(rank=4), model="a student made before")  # looked at when loaded
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto: Any) -> None:
+    """The model that is counted has no head, the one that learns has."""
+    settings = FactorizeConfig(shapes={"*.layer.*": "2x2", "cls.predictions.decoder": "dense"}, embedding_columns=4)
+    with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
+        plan(meta(tiny_config("bert", **SIZES), auto), settings, "kronecker")
 
 
 def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:

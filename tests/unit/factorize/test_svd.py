@@ -25,11 +25,6 @@ def with_spectrum(n: int, m: int, values: torch.Tensor) -> torch.Tensor:
     return ((u * values) @ v.T).float()
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 # The first two run through the full SVD, the others through the Gram matrix, in several chunks of columns.
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64), (520, 2500), (2500, 520), (530, 530)])
 def test_error_is_the_optimum(shape: tuple[int, int]) -> None:

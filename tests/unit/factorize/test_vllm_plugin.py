@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tiny import tiny_model
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
@@ -22,13 +22,14 @@ from llmdistill.factorize.vllm_layers import sizes_of
 
 from stand_in_vllm import StandInDense, StandInLinear, install_layers
 
-SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 BLOCK = "model.layers.1"
-KRONECKER = FactorizeConfig(shapes={"*": "4x4"}, sums=2)
-PIVOTED = FactorizeConfig(rank=4, form="pivoted")
-MIXED = FactorizeConfig(ranks={"*.q_proj": 5, "*.v_proj": 2, "*.up_proj": 3, "*.down_proj": 4})
+SETTINGS = {
+    "svd": FactorizeConfig(rank=3),
+    "mixed": FactorizeConfig(ranks={"*.q_proj": 5, "*.v_proj": 2, "*.up_proj": 3, "*.down_proj": 4}),
+    "pivoted": FactorizeConfig(rank=4, form="pivoted"),
+    "kronecker": FactorizeConfig(shapes={"*": "4x4"}, sums=2),
+}
 
 
 @pytest.fixture
@@ -43,16 +44,11 @@ def plugin(monkeypatch):
 
 
 def make_student(kind, settings):
-    torch.manual_seed(0)
-    model = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS)),
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=16, n_layer=2, n_head=4)),
-    }[kind]()
+    model = tiny_model(kind)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    return compress_model(model, settings, "kronecker" if settings is KRONECKER else "svd").eval()
+    return compress_model(model, settings, "kronecker" if settings.shapes else "svd").eval()
 
 
 def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole=None, only=None, transposed=False):
@@ -99,22 +95,13 @@ LAYERS = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("llama", FactorizeConfig(rank=3)),
-        ("llama", MIXED),
-        ("llama", PIVOTED),
-        ("llama", KRONECKER),
-        ("qwen2", FactorizeConfig(rank=3)),
-        ("qwen2", KRONECKER),
-    ],
-    ids=["svd", "mixed", "pivoted", "kronecker", "svd-bias", "kronecker-bias"],
-)
-def test_a_layer_gives_the_outputs_of_its_parts(plugin, kind, settings):
-    student = make_student(kind, settings)
+@pytest.mark.parametrize(("kind", "factors"), [
+    *(("llama", factors) for factors in SETTINGS), ("qwen2", "svd"), ("qwen2", "kronecker"),
+])  # fmt: skip
+def test_a_layer_gives_the_outputs_of_its_parts(plugin, kind, factors):
+    student = make_student(kind, SETTINGS[factors])
     for prefix, (outputs, inputs) in LAYERS.items():
-        if settings is MIXED and prefix.endswith("o_proj"):
+        if factors == "mixed" and prefix.endswith("o_proj"):
             continue  # it is dense
         x = torch.randn(5, inputs)
         y = serve(plugin, student, prefix, outputs, inputs)(x)
@@ -155,30 +142,24 @@ def test_ranks_of_tensor_parallelism_split_outputs_or_inputs_but_not_the_rank(pl
 
 
 def test_what_cannot_be_served_is_said_in_a_sentence(plugin):
-    def refused(settings, words, **more):
+    def refused(settings, words, width=12, **more):
         with pytest.raises(UserError, match=words):
-            serve(plugin, make_student("llama", settings), f"{BLOCK}.mlp.gate_up_proj", [12, 12], **more)
+            serve(plugin, make_student("llama", settings), f"{BLOCK}.mlp.gate_up_proj", [width, width], **more)
 
     refused(FactorizeConfig(rank=3, embedding_rank=2), "its token embedding is factorized")
-    refused(KRONECKER, "factors of the kind kronecker cannot be split", whole=48, ranks=2)
-    refused(PIVOTED, "factors of the kind pivoted cannot be split", whole=48, ranks=2)
-    refused(
-        FactorizeConfig(rank=3), r"B.weight is \(24, 3\) in the student's weights, and this layer of vLLM has \(12, 3\)"
-    )
-    with pytest.raises(UserError, match=r"lack model.layers.1.mlp.gate_proj.B.weight"):
-        serve(plugin, make_student("llama", FactorizeConfig(rank=3)), *GATE_UP, only=["A.weight"])
+    for kind in ("kronecker", "pivoted"):
+        refused(SETTINGS[kind], f"factors of the kind {kind} cannot be split", whole=48, ranks=2)
+    refused(SETTINGS["svd"], r"B.weight is \(24, 3\) in the student's weights, .* layer of vLLM has \(12, 3\)")
+    refused(SETTINGS["svd"], r"lack model.layers.1.mlp.gate_proj.B.weight", width=24, only=["A.weight"])
     with pytest.raises(UserError, match="it has factorized experts"):
         plugin.from_config({"method": "svd", "modules": {"layers.0.mlp.experts.0.up_proj": 3}})
 
 
-GATE_UP = (f"{BLOCK}.mlp.gate_up_proj", [24, 24])
-
-
 def test_layers_without_factors_are_vllms_own(plugin):
     config = plugin.from_config({"method": "svd", "modules": {"layers.1.mlp.down_proj": 3}})
-    assert isinstance(config.get_quant_method(StandInLinear(), "model.layers.0.mlp.down_proj"), StandInDense)
-    assert isinstance(config.get_quant_method(StandInLinear(), "model.layers.11.mlp.down_proj"), StandInDense)
-    assert not isinstance(config.get_quant_method(StandInLinear(), "model.layers.1.mlp.down_proj"), StandInDense)
+    for layer, is_dense in ((0, True), (11, True), (1, False)):
+        found = config.get_quant_method(StandInLinear(), f"model.layers.{layer}.mlp.down_proj")
+        assert isinstance(found, StandInDense) is is_dense
     assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
 
 

@@ -13,11 +13,6 @@ from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, weighted_svd
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def make_moments(m: int, n: int, rows: int = 200, *, gradients: bool = True, scale: torch.Tensor | None = None):
     inputs = torch.randn(rows, n, dtype=torch.float64) @ torch.randn(n, n, dtype=torch.float64)
     inputs = inputs if scale is None else inputs * scale

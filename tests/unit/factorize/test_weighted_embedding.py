@@ -14,11 +14,6 @@ from llmdistill.factorize.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING,
 V, D, TOKENS = 30, 8, 500
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def second_moment() -> torch.Tensor:
     rows = torch.randn(TOKENS, D) @ torch.randn(D, D)
     return rows.T @ rows

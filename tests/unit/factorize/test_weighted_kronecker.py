@@ -16,11 +16,6 @@ TOKENS = 200
 SHAPES = [((12, 8), KroneckerShape(3, 4, 2)), ((8, 12), KroneckerShape(4, 2, 3)), ((6, 10), KroneckerShape(6, 1, 1))]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def second_moment(side: int) -> torch.Tensor:
     rows = torch.randn(TOKENS, side) @ torch.randn(side, side)
     return rows.T @ rows
