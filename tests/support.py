@@ -252,6 +252,26 @@ def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequen
     )
 
 
+def shapes_of_results(job: Callable[[], Any]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Each tensor that an operation of torch returned while a job ran: the operation and the shape."""
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    found: list[tuple[Any, tuple[int, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            tensors = (each for each in tree_iter(result) if isinstance(each, Tensor))
+            found.extend((function.overloadpacket, tuple(each.shape)) for each in tensors)
+            return result
+
+    with Watch():
+        job()
+    return found
+
+
 class ThreadRanks:
     """Ranks that are threads of this process. It is an exchange, and stands for the control group's operations."""
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from plain_losses import attention_kl_plain, attention_score_mse_plain, relation_kl_plain
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmdistill.losses.attention import AttentionInputs, RelationInputs, attention_kl, attention_score_mse, relation_kl
 from llmdistill.losses.fused import blocks
 from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss
+
+from support import shapes_of_results
 
 TOKENS = 23
 MASKS = {
@@ -32,20 +35,18 @@ def make(seed: int, *, heads: int = 8, groups: int = 4, width: int = 6, dtype: t
     return AttentionInputs(query.requires_grad_(), key.requires_grad_(), 0.6)
 
 
-def plain(kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> tuple[Tensor, ...]:
+def outcome(functions: tuple[Any, Any], kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> Any:
+    """The value and the gradients of queries and keys, of the function for scores or that for distributions."""
+    of_scores, of_shares = functions
     if kind == "score_mse":
-        loss = attention_score_mse_plain(student, teacher, mask, **seen)
+        loss = of_scores(student, teacher, mask, **seen)
     else:
-        loss = attention_kl_plain(student, teacher, mask, direction=kind, **seen)
+        loss = of_shares(student, teacher, mask, direction=kind, **seen)
     return loss.sum.detach(), *torch.autograd.grad(loss.sum, [student.query, student.key])
 
 
-def fused(kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> tuple[Tensor, ...]:
-    if kind == "score_mse":
-        loss = attention_score_mse(student, teacher, mask, **seen)
-    else:
-        loss = attention_kl(student, teacher, mask, direction=kind, **seen)
-    return loss.sum.detach(), *torch.autograd.grad(loss.sum, [student.query, student.key])
+plain = partial(outcome, (attention_score_mse_plain, attention_kl_plain))
+fused = partial(outcome, (attention_score_mse, attention_kl))
 
 
 def error(one: Tensor, other: Tensor) -> float:
@@ -99,31 +100,16 @@ def test_relations(kind: str, causal: bool, relation_heads: int) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation gave."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_matrix_of_all_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_CPU_BUDGET", 2**11)
-    shape = (1, 4, 512, 8)
-    student, teacher = (AttentionInputs(torch.randn(shape), torch.randn(shape), 1.0) for _ in range(2))
-    student.query.requires_grad_()
-    student.key.requires_grad_()
-    kept = []
-    with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
-        attention_kl(student, teacher, torch.ones(1, 512, dtype=torch.long), causal=causal)
-    assert seen.elements <= 2 * 64 * 512
-    assert kept == [student.query.numel(), student.key.numel()]
+    query, key, *others = torch.randn(4, 1, 4, 512, 8)
+    student, teacher = AttentionInputs(query.requires_grad_(), key.requires_grad_(), 1.0), AttentionInputs(*others, 1.0)
+    mask, kept = torch.ones(1, 512, dtype=torch.long), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
+        seen = shapes_of_results(lambda: attention_kl(student, teacher, mask, causal=causal))
+    assert max(math.prod(shape) for _, shape in seen) <= 2 * 64 * 512
+    assert kept == [query.numel(), key.numel()]
 
 
 def test_only_what_asks_for_a_gradient_gets_one() -> None:

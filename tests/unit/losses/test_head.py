@@ -7,7 +7,6 @@ import pytest
 import torch
 from plain_losses import token_losses_plain
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmdistill.batch import HeadInputs
 from llmdistill.losses.divergence import (
@@ -22,6 +21,8 @@ from llmdistill.losses.divergence import (
 from llmdistill.losses.fused import head_chunk
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import TokenTerm
+
+from support import shapes_of_results
 
 LABEL = TokenTerm("label", None)
 SMOOTHED = TokenTerm("smoothed label", None, smoothing=0.1)
@@ -49,9 +50,7 @@ every_choice = pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".jo
 N, V, K, K_TEACHER = 11, 13, 5, 7
 
 
-def head(
-    seed: int, *, width: int = K, rows: int = N, words: int = V, bias: bool = True, dtype: torch.dtype = torch.float64
-) -> HeadInputs:
+def head(seed, *, width=K, rows=N, words=V, bias=True, dtype=torch.float64) -> HeadInputs:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(rows, width), (words, width), (words,)]
     made = [torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
@@ -145,10 +144,8 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
     rows, words = 1000, 2
     student = HeadInputs(torch.ones(rows, 1).bfloat16(), torch.zeros(words, 1).bfloat16(), None)
     student.weight.requires_grad_()
-    losses = token_losses(
-        student, None, torch.zeros(rows, dtype=torch.int64), [LABEL], torch.full((1,), 1 / 256), chunk=1
-    )
-    losses.total.backward()
+    labels_N, factors = torch.zeros(rows, dtype=torch.int64), torch.full((1,), 1 / 256)
+    token_losses(student, None, labels_N, [LABEL], factors, chunk=1).total.backward()
     assert student.weight.grad.tolist() == [[pytest.approx(-1000 / 512, rel=5e-3)], [pytest.approx(1.953, rel=5e-3)]]
 
 
@@ -192,32 +189,20 @@ def test_what_is_frozen_gets_no_gradient_and_costs_no_product() -> None:
         assert_near(found, outcome(token_losses_plain, student, teacher, [LABEL, KL]))
 
 
-class Record(TorchDispatchMode):
-    """The shapes of the products that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.products.append(tuple(result.shape))
-        return result
-
-
 @pytest.mark.parametrize("weight_is_learned", [True, False])
 def test_without_gradients_only_the_logits_are_computed(weight_is_learned: bool) -> None:
     student, teacher = learned(head(0), *([] if weight_is_learned else ["rows", "weight", "bias"])), head(1)
-    with torch.set_grad_enabled(not weight_is_learned), Record() as record:
-        losses = token_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
+    given = student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3)
+    with torch.set_grad_enabled(not weight_is_learned):
+        losses = token_losses(*given, chunk=100)
+        ran = shapes_of_results(lambda: token_losses(*given, chunk=100))
     assert not losses.total.requires_grad
-    assert record.products == [(N, V), (6, V), (5, V)]
-    expected = token_losses_plain(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3))
-    assert_near([losses.sums], [expected.sums])
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+    assert [shape for operation, shape in ran if operation in products] == [(N, V), (6, V), (5, V)]
+    assert_near([losses.sums], [token_losses_plain(*given).sums])
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".join(term.name for term in terms))
+@every_choice
 @pytest.mark.parametrize("of_student", [True, False])
 def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
     """Logits of -inf, of which LOG_FLOOR has the say: finite, and as with full logits."""
@@ -239,12 +224,9 @@ def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
 def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype) -> None:
     student, teacher = learned(head(0, dtype=dtype)), head(1, width=K_TEACHER, dtype=dtype)
     for factors, times in (([0.0, 2.0], 0.5), ([0.0, 0.0], 1.0), ([1.0, 2.0], 0.0)):
-        found, expected = (
-            torch.autograd.grad(
-                times * function(student, teacher, labels(), [LABEL, KL], torch.tensor(factors)).total, student
-            )
-            for function in (token_losses, token_losses_plain)
-        )
+        given = student, teacher, labels(), [LABEL, KL], torch.tensor(factors)
+        totals = [times * function(*given).total for function in (token_losses, token_losses_plain)]
+        found, expected = (torch.autograd.grad(total, student) for total in totals)
         assert_near(found, expected, 1e-10 if dtype == torch.float64 else 5e-3)
 
 

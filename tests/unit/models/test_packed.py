@@ -10,8 +10,6 @@ import torch
 from tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Aspect, Batch, Sequences
@@ -21,6 +19,8 @@ from llmdistill.models.families import FAMILIES, layers_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.packed import packed_attention
 from llmdistill.models.taps import Recorder
+
+from support import shapes_of_results
 
 WINDOWS = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -151,34 +151,17 @@ def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
     torch.testing.assert_close(logits[mask == 1], stock[mask == 1], rtol=1e-12, atol=1e-12)
 
 
-class Squares(TorchDispatchMode):
-    """Notes whether an operation returns a tensor (..., T, T)."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens, self.found = tokens, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        shapes = (each.shape for each in tree_iter(result) if isinstance(each, Tensor))
-        self.found |= any(shape[-2:] == (self.tokens, self.tokens) for shape in shapes)
-        return result
-
-
 def test_no_tensor_of_tokens_by_tokens_is_made() -> None:
     model, batch = make("mistral"), make_batch().with_label_rows(shift=True)
     tapped = TappedModel(model, Recorder(model, {"query": frozenset({0})}))
 
-    def step(forward: Callable[[], Any]) -> bool:
-        watch = Squares(13)
-        with watch:
-            forward().sum().backward()
-        return watch.found
+    def has_squares(forward: Callable[[], Tensor]) -> bool:
+        return any(shape[-2:] == (13, 13) for _, shape in shapes_of_results(lambda: forward().sum().backward()))
 
-    assert not step(lambda: tapped.learn(batch, make_sft().running(None, batch)).total)
+    assert not has_squares(lambda: tapped.learn(batch, make_sft().running(None, batch)).total)
     stock = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
     tapped.remove()
-    assert step(lambda: model(**stock).logits), "transformers' own mask is not found"
+    assert has_squares(lambda: model(**stock).logits), "transformers' own mask is not found"
 
 
 def test_attention_dropout_does_not_go_to_the_kernel_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
