@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -38,10 +39,8 @@ def q4(tmp_path_factory) -> Path:
 
 def test_the_weights_are_those_of_gguf_and_all_else_comes_along(q4):
     folder = locate(str(q4))
-    found, expected = (
-        load_model(folder, dtype="auto"),
-        AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32),
-    )
+    found = load_model(folder, dtype="auto")
+    expected = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     weights = rounded(TEACHER, "Q4_1")
     expected.load_state_dict(weights, strict=False)
     assert all(torch.equal(found.state_dict()[name], weight) for name, weight in weights.items())
@@ -78,13 +77,9 @@ def test_processes_that_need_it_at_the_same_time_make_it_once(q4, monkeypatch):
     monkeypatch.setattr(module, "_write", lambda *given: made.append(write(*given)))
     # Both have found nothing by now.
     monkeypatch.setattr(module, "_about", lambda file: about(file) if meeting.wait() >= 0 else {})
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(locate(str(q4)))) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found[0] == found[1]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(locate, [str(q4)] * 2)
+    assert first == second
     assert len(made) == 1
 
 
@@ -99,10 +94,6 @@ def test_padding_is_said(tmp_path, capsys):
     assert f"kept in {folder}; 24 rows of its embeddings are padding\n" in capsys.readouterr().err
     assert len(load_tokenizer(folder)) == 1000
     assert load_model(folder, dtype="auto").get_input_embeddings().weight.shape[0] == 1024
-
-
-def cut(file: Path, size: float) -> None:
-    file.write_bytes(file.read_bytes()[: int(size * file.stat().st_size)])
 
 
 def rewritten(file: Path, *, without: str = "", architecture: str = "llama", parts: int = 0) -> None:
@@ -124,17 +115,16 @@ def rewritten(file: Path, *, without: str = "", architecture: str = "llama", par
     file.with_suffix(".new").replace(file)
 
 
+WITHOUT = "blk.1.ffn_up.weight"
 DAMAGES = {
-    "cut among its weights": (lambda file: cut(file, 0.6), "cut or damaged, or not GGUF"),
-    "an unknown architecture": (
-        lambda file: rewritten(file, architecture="dinosaur"),
-        r"does not read this GGUF \(GGUF model with architecture dinosaur is not supported yet",
-    ),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 5]), "cut or damaged, or not"),
+    "architecture": (lambda file: rewritten(file, architecture="dinosaur"), r"does not read .* dinosaur is not supp"),
     "one part": (lambda file: rewritten(file, parts=3), "it is one of 3 parts: give the whole file"),
     "a weight less": (
-        lambda file: rewritten(file, without="blk.1.ffn_up.weight"),
-        r"1 weights are missing, such as model\.layers\.1\.mlp\.up_proj\.weight",
+        lambda file: rewritten(file, without=WITHOUT),
+        r"1 weights are missing, such as .*up_proj\.weight",
     ),
+    "tokens": (lambda file: write_gguf(TEACHER, file, rows=1000), "tokenizer has 1,024 tokens .* have 1,000 rows"),
 }
 
 
@@ -161,9 +151,3 @@ def test_a_missing_package_is_named(q4, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r'needs the package gguf: pip install "llmdistill\[gguf\]"$'):
         locate(str(q4))
-
-
-def test_more_tokens_than_embeddings_are_one_sentence(tmp_path):
-    file = write_gguf(TEACHER, tmp_path / "tiny.gguf", rows=1000)
-    with pytest.raises(UserError, match=r"its tokenizer has 1,024 tokens and its embeddings have 1,000 rows"):
-        locate(str(file))

@@ -5,19 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -26,15 +23,11 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.load import build_meta, load_model
 from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
 
-LLAMA = LlamaConfig(
-    vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
-)
-BERT = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
+BERT = tiny_config("bert")
 
 
-def save_model(config: LlamaConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+def save_model(folder: Path, **changes: int) -> Path:
+    tiny_model("llama", **changes).save_pretrained(folder)
     return folder
 
 
@@ -45,62 +38,56 @@ def save_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
     return folder
 
 
-class TestHeads:
-    def save(self, folder: Path, kind: type[PreTrainedModel]) -> Path:
-        kind(BERT).save_pretrained(folder)
-        return folder
+@pytest.mark.parametrize(
+    ("saved", "head", "loaded"),
+    [
+        (BertForPreTraining, "pretraining", "BertForPreTraining"),
+        (BertForPreTraining, "lm_head", "BertForMaskedLM"),
+        (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
+        (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
+    ],
+)
+def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded) -> None:
+    saved(BERT).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, head=head)
+    assert type(model).__name__ == loaded
+    weights = load_file(tmp_path / "model.safetensors")
+    same = [name for name, value in model.state_dict().items() if name in weights and value.ndim > 1]
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in same)
 
-    @pytest.mark.parametrize(
-        ("saved", "head", "loaded"),
-        [
-            (BertForPreTraining, "pretraining", "BertForPreTraining"),
-            (BertForPreTraining, "lm_head", "BertForMaskedLM"),
-            (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
-            (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
-        ],
-    )
-    def test_a_head_that_is_there_is_loaded(self, tmp_path, saved, head, loaded) -> None:
-        model = load_model(self.save(tmp_path, saved), dtype=torch.float32, head=head)
-        assert type(model).__name__ == loaded
-        weights = load_file(tmp_path / "model.safetensors")
-        same = [name for name, value in model.state_dict().items() if name in weights and value.ndim > 1]
-        assert all(torch.equal(model.state_dict()[name], weights[name]) for name in same)
 
-    @pytest.mark.parametrize(
-        ("saved", "head", "remedy"),
-        [
-            (BertModel, "lm_head", "set the weights of those on the output to 0"),
-            (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
-            (BertForMaskedLM, "sequence", "with a classifier"),
-        ],
-    )
-    def test_a_head_that_is_missing_is_an_error_or_new(self, tmp_path, saved, head, remedy) -> None:
-        folder = self.save(tmp_path, saved)
-        with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):
-            load_model(folder, dtype=torch.float32, head=head)
-        models = []
-        for _ in range(2):
-            torch.manual_seed(5)
-            models.append(load_model(folder, dtype=torch.float32, head=head, new_head=True))
-        first, second = (model.state_dict() for model in models)
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        kept = load_file(folder / "model.safetensors")
-        assert torch.equal(
-            models[0].base_model.get_input_embeddings().weight,
-            next(value for name, value in kept.items() if name.endswith("word_embeddings.weight")),
-        )
+@pytest.mark.parametrize(
+    ("saved", "head", "remedy"),
+    [
+        (BertModel, "lm_head", "set the weights of those on the output to 0"),
+        (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
+        (BertForMaskedLM, "sequence", "with a classifier"),
+    ],
+)
+def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy) -> None:
+    saved(BERT).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):
+        load_model(tmp_path, dtype=torch.float32, head=head)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(load_model(tmp_path, dtype=torch.float32, head=head, new_head=True))
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+    kept = load_file(tmp_path / "model.safetensors")
+    words = next(value for name, value in kept.items() if name.endswith("word_embeddings.weight"))
+    assert torch.equal(models[0].base_model.get_input_embeddings().weight, words)
 
-    def test_a_new_head_excuses_no_other_weight(self, tmp_path: Path) -> None:
-        folder = self.save(tmp_path, BertForMaskedLM)
-        weights = load_file(folder / "model.safetensors")
-        gone = "bert.encoder.layer.1.output.dense.weight"
-        save_file({name: value for name, value in weights.items() if name != gone}, folder / "model.safetensors")
-        with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
-            load_model(folder, dtype=torch.float32, head="lm_head", new_head=True)
+
+def test_a_new_head_excuses_no_other_weight(tmp_path: Path) -> None:
+    BertForMaskedLM(BERT).save_pretrained(tmp_path)
+    weights, gone = load_file(tmp_path / "model.safetensors"), "bert.encoder.layer.1.output.dense.weight"
+    save_file({name: value for name, value in weights.items() if name != gone}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
+        load_model(tmp_path, dtype=torch.float32, head="lm_head", new_head=True)
 
 
 def test_on_the_meta_device_nothing_is_allocated() -> None:
-    for config in (GPT2Config(), BertConfig()):
+    for config in (GPT2Config(), BERT):
         assert {parameter.device.type for parameter in build_meta(config).parameters()} == {"meta"}
 
 
@@ -130,7 +117,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    folder = save_model(LLAMA, tmp_path)
+    folder = save_model(tmp_path)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
@@ -138,20 +125,21 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    folder = save_model(LLAMA, tmp_path)
+    folder = save_model(tmp_path)
     file = folder / "model.safetensors"
     weights = load_file(file)
+
+    def refused(said: str) -> None:
+        with pytest.raises(UserError, match=said):
+            load_model(folder, dtype=torch.float32)
+
     del weights["model.norm.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"1 weights are missing, such as model\.norm\.weight"):
-        load_model(folder, dtype=torch.float32)
-    weights["model.norm.weight"] = torch.ones(8)
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_model(folder, dtype=torch.float32)
+    refused(r"1 weights are missing, such as model\.norm\.weight")
+    save_file({**weights, "model.norm.weight": torch.ones(8)}, file, metadata={"format": "pt"})
+    refused("cannot be loaded")
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_model(folder, dtype=torch.float32)
+    refused("cannot be loaded")
 
 
 def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:
@@ -172,7 +160,7 @@ def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
     gpt2 = load_tokenizer(bare("gpt2", ["<unk>", "a", "<|endoftext|>"]))
     assert gpt2.eos_token_id == gpt2.pad_token_id == 2
     with_config = bare("config", ["<unk>", "a", "end", "<|endoftext|>"])
-    LLAMA.save_pretrained(with_config)
+    tiny_config("llama").save_pretrained(with_config)
     assert load_tokenizer(with_config).eos_token == "end"
     with pytest.raises(UserError, match="names no end token"):
         load_tokenizer(bare("none", ["<unk>", "a"]))
@@ -180,7 +168,7 @@ def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
 
 def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
     """A model of so many vocabulary rows, and a tokenizer where there are words."""
-    save_model(LlamaConfig.from_dict({**LLAMA.to_dict(), "vocab_size": size}), folder)
+    save_model(folder, vocab_size=size)
     return folder if words is None else save_tokenizer(folder, words, eos_token="</s>")
 
 

@@ -17,7 +17,7 @@ from llmdistill.models.taps import Recorder
 from llmdistill.run.loss_check import check_losses
 from llmdistill.runtime.distributed import World
 
-SCALED = {"granite": {}, "gemma2": {}, "cohere": {}}
+SCALED = ("granite", "gemma2", "cohere")
 """Architectures whose logits are more than the product of their head: a divisor, a softcap, a factor."""
 
 
