@@ -226,7 +226,7 @@ BREAKS = [
         f"{METHODS}/minilm.py",
         "heads = math.lcm(",
         "heads = max(",
-        f"{METHOD_TESTS}/test_minilm.py::test_value_heads_that_do_not_divide_each_other",
+        f"{METHOD_TESTS}/test_minilm.py::test_value_heads_of_another_number",
     ),
     Break(
         "minilm-direction",
@@ -282,7 +282,7 @@ BREAKS = [
         f"{METHODS}/method.py",
         "if each.divergence is not None or not batch.own_answers]",
         "]",
-        f"{METHOD_TESTS}/test_kd.py::test_the_students_own_answers_are_no_labels",
+        f"{METHOD_TESTS}/test_method.py::test_the_students_own_answers_are_no_labels",
     ),
     Break(
         "layers-counted-each",

@@ -8,14 +8,8 @@ from damage import flip
 
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.generation.answers_file import (
-    append_batch,
-    check_teacher,
-    parts_folder,
-    read_batches,
-    read_provenance,
-    side_file,
-)
+from llmdistill.generation import answers_file
+from llmdistill.generation.answers_file import append_batch, check_teacher, read_batches, side_file
 
 
 def write_record(data: Path, **record: object) -> None:
@@ -41,15 +35,15 @@ def test_answers_of_unknown_or_changed_origin_are_said_to_be(teacher: Path, data
     assert said in (check_teacher(data, teacher) or "")
     side_file(data).write_text("[")
     with pytest.raises(UserError, match=r"provenance\.json: not valid JSON"):
-        read_provenance(data)
+        answers_file.read_provenance(data)
 
 
 def test_a_line_that_is_no_finished_batch_is_named(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
-    parts_folder(output).mkdir()
+    answers_file.parts_folder(output).mkdir()
     append_batch(output, 0, 3, {7: [1, 22, 3]})
     append_batch(output, 0, 4, {8: [5]})
     assert read_batches(output) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
-    file = parts_folder(output) / "rank-0.jsonl"
+    file = answers_file.parts_folder(output) / "rank-0.jsonl"
     with flip(file, -2, 6), pytest.raises(UserError, match=rf"{file.name}:2: not a finished batch; remove the line"):
         read_batches(output)

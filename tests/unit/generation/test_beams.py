@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,11 +37,8 @@ def log_probs(model: PreTrainedModel, source: Sequence[int], written: Sequence[i
     """Of the next token, by the forward pass of training: source, text and mask in one row, without anything kept."""
     batch = collate_targets([EncodedTarget(list(source), [*written, MASK])], MARKS[segments])
     tapped = TappedModel(model, Recorder(model, {}))
-    try:
-        with torch.no_grad():
-            logits = tapped(batch).logits
-    finally:
-        tapped.remove()
+    logits = tapped(batch).logits
+    tapped.remove()
     return logits[0, -1].log_softmax(-1)
 
 
@@ -132,16 +130,11 @@ def test_batches_and_a_search_that_must_go_on_change_nothing(stops: bool) -> Non
     """As with a sharded model, whose ranks go on until the last one is done."""
     model = encoder()
     settings = BeamSearch(beams=3, length_penalty=1.0, max_length=6)
-    calls: list[bool] = []
-
-    def all_done(done: bool) -> bool:
-        calls.append(done)
-        return done and stops
-
+    all_done = Mock(side_effect=lambda done: done and stops)
     with torch.no_grad():
         step = MaskedSteps(model, SOURCES, MARKS[True], settings.beams)
     texts = search(step, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER, all_done=all_done)
-    assert (len(calls) == settings.max_length) == (not stops)
+    assert (all_done.call_count == settings.max_length) == (not stops)
     for batch_size, sharded in ((1, False), (2, True)):
         assert written(model, settings, batch_size=batch_size, sharded=sharded) == texts
 

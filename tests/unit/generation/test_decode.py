@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed
@@ -11,16 +9,8 @@ from word_models import word_tokenizer
 
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
-from llmdistill.generation.decode import (
-    Decoding,
-    GenerationResult,
-    HuggingFaceEngine,
-    answer_batch,
-    decode_answers,
-    generate_passes,
-    plan_batches,
-    shared_jobs,
-)
+from llmdistill.generation import decode
+from llmdistill.generation.decode import Decoding, HuggingFaceEngine, shared_jobs
 from llmdistill.runtime.distributed import World
 
 VOCABULARY = 98
@@ -32,35 +22,20 @@ SAMPLED = Decoding(sample=True, batch_size=2)
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer()
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return decoder()
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
     symbols = ["</s>", "[PAD]", "[UNK]", *map(chr, range(32, 127))]
     return word_tokenizer(symbols, marked=False, letters=True, eos_token="</s>")
 
 
-def decoder() -> PreTrainedModel:
+@pytest.fixture
+def model() -> PreTrainedModel:
     """A random model whose greedy choices are no ties; its config's end token is not the tokenizer's."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "max_position_embeddings": 128}
     return tiny_model("llama", seed=1, **sizes, initializer_range=0.3, eos_token_id=5)
 
 
-def answers_to(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[str],
-    settings: Decoding,
-    seeds: tuple[int, ...] = (0,),
-    **options: Any,
-) -> list[GenerationResult]:
-    options = {"max_prompt_length": 30, "max_length": 60, "world": World.alone(), **options}
-    return generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, seeds=seeds, **options)
+def answers_to(model, tokenizer, prompts: list[str], settings: Decoding, seeds=(0,)) -> list[decode.GenerationResult]:
+    options = {"max_prompt_length": 30, "max_length": 60, "world": World.alone(), "seeds": seeds}
+    return decode.generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **options)
 
 
 def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
@@ -102,14 +77,14 @@ def test_batches_of_the_plan_answer_alone_as_they_do_together(model, tokenizer) 
     # What a resumed run rests on: a batch depends on its number and on nothing that was generated before.
     [together] = answers_to(model, tokenizer, PROMPTS, SAMPLED)
     ids = tokenizer(PROMPTS)["input_ids"]
-    batches = plan_batches(ids, 2)
+    batches = decode.plan_batches(ids, 2)
     assert [[len(ids[index]) for index in batch] for batch in batches] == [[1, 5], [11, 19], [30]]
     engine = HuggingFaceEngine(model, tokenizer, SAMPLED, max_new_tokens=30)
     alone: dict[int, list[int]] = {}
     for number in (2, 0, 1):
-        alone.update(answer_batch(engine, ids, batches, number, seed=0))
+        alone.update(decode.answer_batch(engine, ids, batches, number, seed=0))
     rows = [alone[index] for index in range(len(ids))]
-    assert decode_answers(rows, tokenizer) == together.texts
+    assert decode.decode_answers(rows, tokenizer) == together.texts
     assert sum(map(len, rows)) == together.tokens
 
 

@@ -79,7 +79,7 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     tokenizer = load_tokenizer(teacher)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
     tokenizer.save_pretrained(teacher)
-    examples, output = read_examples(data), tmp_path / "new" / "answers.jsonl"
+    examples, given, output = read_examples(data), rows(data), tmp_path / "new" / "answers.jsonl"
     chat = [{"role": "system", "content": "a red"}, {"role": "user", "content": "Name a colour"}]
     other_forms = [
         {"messages": [*chat, {"role": "assistant", "content": "not looked at"}]},
@@ -89,17 +89,12 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     ]
     with data.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in other_forms)
-
     record = generate_responses(str(teacher), str(data), output, replace(GREEDY, prompt="minillm"))
-
     chats = ["system : a red user : Name a colour Response :"] * 2
     answers, texts = answers_of(teacher, [*map(render_prompt, examples), *chats, "Below is a colour :", "green"])
     *said, in_chat, again, completion, other = texts
     assert rows(output) == [
-        *(
-            {"instruction": each.instruction, "input": each.input, "output": text}
-            for each, text in zip(examples, said, strict=True)
-        ),
+        *({**row, "output": text} for row, text in zip(given, said, strict=True)),
         *({"messages": [*chat, {"role": "assistant", "content": text}]} for text in (in_chat, again)),
         {"prompt": "Below is a colour :", "completion": completion},
         {"prompt": "green", "completion": other},

@@ -14,19 +14,10 @@ def test_named_layers_count_from_one(spec: int | str, teacher: int) -> None:
     assert (pair.student, pair.teacher) == (3, teacher)
 
 
-@pytest.mark.parametrize(
-    ("spec", "num_layers", "expected"),
-    [
-        ("lower", 5, (0, 1)),
-        ("upper", 5, (2, 3, 4)),
-        ("lower", 1, ()),
-        ("upper", 1, (0,)),
-        ("all", 3, (0, 1, 2)),
-        ("none", 3, ()),
-        ("6, 1 - 2", 6, (0, 1, 5)),
-        ("2,2,1-2", 2, (0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "num_layers", "expected"), [
+    ("lower", 5, (0, 1)), ("upper", 5, (2, 3, 4)), ("lower", 1, ()), ("upper", 1, (0,)),
+    ("all", 3, (0, 1, 2)), ("none", 3, ()), ("6, 1 - 2", 6, (0, 1, 5)), ("2,2,1-2", 2, (0, 1)),
+])  # fmt: skip
 def test_layers(spec: str, num_layers: int, expected: tuple[int, ...]) -> None:
     assert parse_layers(spec, num_layers, key="k") == expected
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from references import terms_of
+from tiny import tiny_config
 
+from llmdistill.batch import Batch, Outputs, Taps
 from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
@@ -53,6 +56,21 @@ def test_terms_are_those_of_all_methods(models) -> None:
         for name, term in terms_of(each, run.student, run.teacher, pair.batch).items()
     }
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def test_the_students_own_answers_are_no_labels() -> None:
+    labels, config = torch.tensor([[-100, 2, 3], [-100, -100, 1]]), tiny_config("llama")
+    batch = Batch(labels.clamp_min(0), torch.ones_like(labels), labels)
+    student, teacher = (Outputs(logits, Taps()) for logits in torch.randn(2, 2, 3, 5))
+    own = replace(batch, own_answers=True)
+    assert own.to("cpu").own_answers
+    method = build_method(["kd"], SETTINGS, config, config)
+    given, written = (terms_of(method, student, teacher, each) for each in (batch, own))
+    assert written.keys() == {"forward_kl"} < given.keys()
+    torch.testing.assert_close(written["forward_kl"].sum, given["forward_kl"].sum)
+    alone = build_method(["kd"], {"kd": KdConfig(ratio=1.0)}, config, config)
+    assert alone.weights == {"forward_kl": 1.0}
+    assert terms_of(alone, student, teacher, batch).keys() == {"forward_kl"}
 
 
 def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:

@@ -41,15 +41,13 @@ def test_terms_equal_the_naive_loop(pair, settings: MinilmConfig, layers: list[t
     assert pair.means(method) == pytest.approx(naive(pair, method, layers, settings.scale), rel=1e-4)
 
 
-def test_value_heads_that_do_not_divide_each_other(models) -> None:
-    pair = models.Pair(models.llama(3, 24, 6, 3), models.llama(2, 12, 6, 2))
-    method = build_minilm(MinilmConfig(), pair.teacher_config, pair.student_config)
-    assert pair.means(method) == pytest.approx(naive(pair, method, [(1, 2)]), rel=1e-4)
-
-
-def test_values_of_the_same_width_need_no_matrix(models) -> None:
-    pair = models.Pair(models.llama(3, 32, 4, 2), models.llama(2, 16, 4, 4))  # 2 value heads of 8, 4 of 4
-    method = build_minilm(MinilmConfig(value_mse=1.0), pair.teacher_config, pair.student_config)
+@pytest.mark.parametrize(("teacher", "student", "value_mse"), [
+    ((3, 24, 6, 3), (2, 12, 6, 2), 0.0),  # value heads that do not divide each other
+    ((3, 32, 4, 2), (2, 16, 4, 4), 1.0),  # 2 value heads of 8 and 4 of 4: no matrix is needed
+])  # fmt: skip
+def test_value_heads_of_another_number(models, teacher, student, value_mse) -> None:
+    pair = models.Pair(models.llama(*teacher), models.llama(*student))
+    method = build_minilm(MinilmConfig(value_mse=value_mse), pair.teacher_config, pair.student_config)
     assert not method.projections
     assert pair.means(method) == pytest.approx(naive(pair, method, [(1, 2)]), rel=1e-4)
 

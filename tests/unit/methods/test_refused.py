@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen3Config
+from tiny import tiny_config
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -22,20 +22,10 @@ MISTRAL = ("mistral", 5, 32, 4, 2)
         ("minilm", {"teacher_layers": "1,2,3"}, TEACHER, STUDENT, r"teacher_layers 1,2,3 does not fit: give 2 numbers"),
         ("minilm", {}, TEACHER, SMALL_LLAMA, r"\(bert\) is an encoder and the student \(llama\) a decoder"),
         ("minilm", {}, MISTRAL, SMALL_LLAMA, "window is None in the student's layer 2 and 3 in the teacher's layer 5"),
-        (
-            "minilmv2",
-            {"relation_heads": 7},
-            ("bert", 2, 96, 4, 4),
-            ("bert", 2, 36, 4, 4),
-            r"relation_heads is 7.* 96 in the teacher and 36 in the student; give one of 1, 2, 3, 4, 6, 12$",
-        ),
-        (
-            "minilmv2",
-            {"relation_heads": 32},
-            LLAMA,
-            ("llama", 2, 16, 4, 4),
-            r"16, 32 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$",
-        ),
+        ("minilmv2", {"relation_heads": 7}, ("bert", 2, 96, 4, 4), ("bert", 2, 36, 4, 4),
+         r"relation_heads is 7.* 96 in the teacher and 36 in the student; give one of 1, 2, 3, 4, 6, 12$"),
+        ("minilmv2", {"relation_heads": 32}, LLAMA, ("llama", 2, 16, 4, 4),
+         r"16, 32 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$"),
         ("minilmv2", {"relation_heads": 2}, LLAMA, STUDENT, "is a decoder and the student"),
         ("minilmv2", {"teacher_layer": "auto"}, TEACHER, TEACHER, "search"),
         ("tinybert", {}, TEACHER, ("bert", 2, 16, 2, 2), r"tinybert\.attention .* 4 attention heads and the student 2"),
@@ -70,12 +60,9 @@ def test_a_term_without_weight_asks_nothing_of_the_models(models, method, settin
 
 
 def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
-    def qwen(width: int) -> Qwen3Config:
-        sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2}
-        return Qwen3Config(vocab_size=40, num_attention_heads=4, num_key_value_heads=4, head_dim=4, **sizes)
-
+    configs = [tiny_config("qwen3", hidden_size=width) for width in (16, 18)]
     with pytest.raises(UserError, match=r"hidden_relation .* the 4 heads, which do not divide a width of 18"):
-        METHODS["minilm"].build(METHODS["minilm"].settings(hidden_relation=1.0), qwen(16), qwen(18))
+        METHODS["minilm"].build(METHODS["minilm"].settings(hidden_relation=1.0), *configs)
 
 
 @pytest.mark.parametrize(

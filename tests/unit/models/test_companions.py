@@ -30,7 +30,8 @@ def decoder(folder: Path, ends: int | list[int] | None) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "ends", "expected"), [
-    ("factors", 1, [1, 2]), ("shape", [1, 3], [1, 3, 2]), ("shape", [1, 2], [1, 2]), ("shape", 2, 2), ("shape", None, 2),
+    ("factors", 1, [1, 2]),
+    ("shape", [1, 3], [1, 3, 2]), ("shape", [1, 2], [1, 2]), ("shape", 2, 2), ("shape", None, 2),
 ])  # fmt: skip
 def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_path, kind, ends, expected) -> None:
     teacher = decoder(tmp_path / "teacher", ends)
