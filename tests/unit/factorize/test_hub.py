@@ -73,14 +73,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "method", "embedding"),
-    [
-        *((case, "svd", True) for case in CASES),
-        *((case, method, True) for case in ("llama", "llama untied", "gpt2", "bert") for method in OTHERS),
-        *(("llama", method, False) for method in SETTINGS),
-    ],
-)
+@pytest.mark.parametrize(("case", "method", "embedding"), [
+    *((case, "svd", True) for case in CASES),
+    *((case, method, True) for case in ("llama", "llama untied", "gpt2", "bert") for method in OTHERS),
+    *(("llama", method, False) for method in SETTINGS),
+])  # fmt: skip
 def test_round_trip_is_bit_equal(tmp_path: Path, case: str, embedding: bool, method: str) -> None:
     auto, config = CASES[case]
     student = make_student(auto, config, method, embedding=embedding)

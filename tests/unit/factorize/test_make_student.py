@@ -124,15 +124,12 @@ def test_a_factorized_teacher_is_multiplied_out(tmp_path: Path) -> None:
     assert not hasattr(student.config, "quantization_config")
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"init": "layers", "layers": "middle"}, "student.layers 'middle' names no layers"),
-        ({"init": "layers"}, "student.init layers .* width is 16 and the teacher's 32"),
-        ({"factorize": FactorizeConfig(embedding_rank=17)}, "embedding_rank 17 does not fit .*, a 40×16 matrix"),
-        ({"method": "kronecker", "factorize": FactorizeConfig(embedding_columns=5)}, "5 columns do not divide .* 16"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"init": "layers", "layers": "middle"}, "student.layers 'middle' names no layers"),
+    ({"init": "layers"}, "student.init layers .* width is 16 and the teacher's 32"),
+    ({"factorize": FactorizeConfig(embedding_rank=17)}, "embedding_rank 17 does not fit .*, a 40×16 matrix"),
+    ({"method": "kronecker", "factorize": FactorizeConfig(embedding_columns=5)}, "5 columns do not divide .* 16"),
+])  # fmt: skip
 def test_mistakes_leave_no_folder(bert: Path, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         make(bert, tmp_path / "student", **settings)

@@ -187,14 +187,11 @@ def of_hidden_states(batch, row, outputs):
     return (hidden * chances(batch, row, 8, 0)[: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "loss"),
-    [
-        (BertForSequenceClassification, "bert.encoder.layer.1.output.dense", of_class),
-        (BertForQuestionAnswering, "bert.encoder.layer.1.output.dense", of_span),
-        (BertModel, "encoder.layer.0.attention.self.query", of_hidden_states),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "loss"), [
+    (BertForSequenceClassification, "bert.encoder.layer.1.output.dense", of_class),
+    (BertForQuestionAnswering, "bert.encoder.layer.1.output.dense", of_span),
+    (BertModel, "encoder.layer.0.attention.self.query", of_hidden_states),
+])  # fmt: skip
 def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
     """A class once a sequence, start and end of a span, signs on the last hidden states of a model without a head."""
     model, batch = bert_of(kind, num_labels=2 if kind is BertForQuestionAnswering else 3), make_batch()

@@ -86,15 +86,11 @@ def student_of(model, method: str = "svd", **given):
     return compress_model(model, chosen, method, weighted=weighted)
 
 
-@pytest.mark.parametrize(
-    ("method", "size", "of_activations", "of_gradients"),
-    [
-        ("svd", {"rank": 8}, 0.9, 0.8),
-        ("svd", {"embedding_rank": 16}, 0.9, 0.7),
-        ("kronecker", {"shapes": {"*.mlp.*": "8x8", "*": "dense"}, "sums": 8}, 0.7, 0.7),
-    ],
-    ids=["layers", "embedding", "kronecker"],
-)
+@pytest.mark.parametrize(("method", "size", "of_activations", "of_gradients"), [
+    ("svd", {"rank": 8}, 0.9, 0.8),
+    ("svd", {"embedding_rank": 16}, 0.9, 0.7),
+    ("kronecker", {"shapes": {"*.mlp.*": "8x8", "*": "dense"}, "sums": 8}, 0.7, 0.7),
+], ids=["layers", "embedding", "kronecker"])  # fmt: skip
 def test_weighting_keeps_more_of_the_loss(llama, method, size, of_activations, of_gradients):
     plain, activations, gradients = (
         student_of(llama, method, **size, weighting=weighting) for weighting in ("none", "activations", "gradients")

@@ -12,14 +12,11 @@ def naive(pair, relations: list[str], count: int, layers: list[tuple[int, int]])
     return {f"relation_{r}": pair.relation_kl((SIDES[r[0]], SIDES[r[1]]), layers, count) for r in relations}
 
 
-@pytest.mark.parametrize(
-    ("settings", "layers"),
-    [
-        (Minilmv2Config(relation_heads=4, relations=["qk", "vv"], teacher_layers="uniform"), [(0, 2), (1, 4)]),
-        (Minilmv2Config(relation_heads=2, teacher_layer=3, weight=0.5), [(1, 2)]),
-        (Minilmv2Config(relation_heads=8, relations=["hh"]), [(1, 4)]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "layers"), [
+    (Minilmv2Config(relation_heads=4, relations=["qk", "vv"], teacher_layers="uniform"), [(0, 2), (1, 4)]),
+    (Minilmv2Config(relation_heads=2, teacher_layer=3, weight=0.5), [(1, 2)]),
+    (Minilmv2Config(relation_heads=8, relations=["hh"]), [(1, 4)]),
+])  # fmt: skip
 def test_terms_equal_the_naive_loop(pair, settings: Minilmv2Config, layers: list[tuple[int, int]]) -> None:
     method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
     names = [f"relation_{relation}" for relation in settings.relations]

@@ -20,14 +20,11 @@ def naive(pair, method, settings: TinybertConfig, layers: list[tuple[int, int]])
     return {name: means[name] for name in method.weights}
 
 
-@pytest.mark.parametrize(
-    ("settings", "layers"),
-    [
-        (TinybertConfig(scale="plain"), LAYERS),
-        (TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0), LAYERS),
-        (TinybertConfig(teacher_layers="5,1"), [(0, 4), (1, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "layers"), [
+    (TinybertConfig(scale="plain"), LAYERS),
+    (TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0), LAYERS),
+    (TinybertConfig(teacher_layers="5,1"), [(0, 4), (1, 0)]),
+])  # fmt: skip
 def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig, layers: list[tuple[int, int]]) -> None:
     method = build_tinybert(settings, pair.teacher_config, pair.student_config)
     assert method.projections == {"hidden": (16, 32), "embedding": (16, 32)}

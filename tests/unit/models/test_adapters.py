@@ -149,19 +149,16 @@ def changed(layer: int, values: torch.Tensor | None) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (without_weights, r"has no adapter_model\.safetensors"),
-        (lambda folder: named_base(folder, None), "names no base model"),
-        (lambda folder: named_base(folder, "./nowhere"), r"base_model_name_or_path: \./nowhere: no such folder"),
-        (lambda folder: named_base(folder, "."), "is an adapter itself"),
-        (lambda folder: tiny_model("gpt2").save_pretrained(folder.parent / "base"), "does not fit its base, a GPT2"),
-        (changed(0, None), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
-        (changed(7, torch.zeros(16, 3)), r"no place for its .*layers\.7\.mlp"),
-        (changed(0, torch.full((16, 3), float("nan"))), "cannot be merged into its base"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), [
+    (without_weights, r"has no adapter_model\.safetensors"),
+    (lambda folder: named_base(folder, None), "names no base model"),
+    (lambda folder: named_base(folder, "./nowhere"), r"base_model_name_or_path: \./nowhere: no such folder"),
+    (lambda folder: named_base(folder, "."), "is an adapter itself"),
+    (lambda folder: tiny_model("gpt2").save_pretrained(folder.parent / "base"), "does not fit its base, a GPT2"),
+    (changed(0, None), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
+    (changed(7, torch.zeros(16, 3)), r"no place for its .*layers\.7\.mlp"),
+    (changed(0, torch.full((16, 3), float("nan"))), "cannot be merged into its base"),
+])  # fmt: skip
 def test_bad_adapters(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     folder = save_adapter(tmp_path / "adapter")
     damage(folder)

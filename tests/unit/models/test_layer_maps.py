@@ -29,14 +29,11 @@ def test_zero_is_a_layer_that_learns_from_none() -> None:
         mapped_layers("0,0,0", 3, 6, key="k", may_skip=True)
 
 
-@pytest.mark.parametrize(
-    ("spec", "depth", "message"),
-    [
-        ("2,4", 3, "x.y 2,4 does not fit: give 3 numbers, one for each layer of the student, from 0 (0: none) to the"),
-        ("middle", 3, "x.y 'middle' names no layers: give uniform, spread, first, last, or numbers from 1"),
-        ("first", 7, "x.y first: the student has 7 layers and the teacher 6; give a number for each layer"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "depth", "message"), [
+    ("2,4", 3, "x.y 2,4 does not fit: give 3 numbers, one for each layer of the student, from 0 (0: none) to the"),
+    ("middle", 3, "x.y 'middle' names no layers: give uniform, spread, first, last, or numbers from 1"),
+    ("first", 7, "x.y first: the student has 7 layers and the teacher 6; give a number for each layer"),
+])  # fmt: skip
 def test_what_is_no_map(spec: str, depth: int, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         mapped_layers(spec, depth, 6, key="x.y", may_skip=True)

@@ -109,13 +109,10 @@ def compare(ways: SimpleNamespace) -> None:
         assert (other - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        *((name, family) for name in SETTINGS for family in ("llama", "bert")),
-        *(("makd", family) for family in ("gpt2", "roberta", "distilbert")),
-    ],
-)
+@pytest.mark.parametrize(("name", "family"), [
+    *((name, family) for name in SETTINGS for family in ("llama", "bert")),
+    *(("makd", family) for family in ("gpt2", "roberta", "distilbert")),
+])  # fmt: skip
 def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, family: str) -> None:
     ways = both_ways(method_of(name, family), make(family, 1), make(family, 0), make_batch(family))
     compare(ways)

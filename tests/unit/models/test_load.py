@@ -38,15 +38,12 @@ def save_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("saved", "head", "loaded"),
-    [
-        (BertForPreTraining, "pretraining", "BertForPreTraining"),
-        (BertForPreTraining, "lm_head", "BertForMaskedLM"),
-        (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
-        (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "head", "loaded"), [
+    (BertForPreTraining, "pretraining", "BertForPreTraining"),
+    (BertForPreTraining, "lm_head", "BertForMaskedLM"),
+    (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
+    (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
+])  # fmt: skip
 def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded) -> None:
     saved(BERT).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, head=head)
@@ -56,14 +53,11 @@ def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded) -> None:
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in same)
 
 
-@pytest.mark.parametrize(
-    ("saved", "head", "remedy"),
-    [
-        (BertModel, "lm_head", "set the weights of those on the output to 0"),
-        (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
-        (BertForMaskedLM, "sequence", "with a classifier"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "head", "remedy"), [
+    (BertModel, "lm_head", "set the weights of those on the output to 0"),
+    (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
+    (BertForMaskedLM, "sequence", "with a classifier"),
+])  # fmt: skip
 def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy) -> None:
     saved(BERT).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):

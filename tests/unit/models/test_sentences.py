@@ -48,27 +48,21 @@ def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
     assert read_sentence_settings(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("kinds", "pooling", "said"),
-    [
-        (["Transformer", "Pooling", "Dense"], {}, "the modules are Transformer, Pooling, Dense"),
-        (KINDS, {"pooling_mode": "median"}, "pooling_mode is median"),
-        (KINDS, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
-        (KINDS, [], "a list, not an object"),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "pooling", "said"), [
+    (["Transformer", "Pooling", "Dense"], {}, "the modules are Transformer, Pooling, Dense"),
+    (KINDS, {"pooling_mode": "median"}, "pooling_mode is median"),
+    (KINDS, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
+    (KINDS, [], "a list, not an object"),
+])  # fmt: skip
 def test_other_models_are_refused(tmp_path: Path, kinds: list[str], pooling: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_sentence_settings(folder_of(tmp_path / "model", kinds, pooling=pooling))
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "said"),
-    [
-        ("sentence_bert_config", {"max_seq_length": 0}, "max_seq_length is 0"),
-        ("config_sentence_transformers", {"prompts": {"query": 3}}, "prompts is no object of texts"),
-    ],
-)
+@pytest.mark.parametrize(("name", "values", "said"), [
+    ("sentence_bert_config", {"max_seq_length": 0}, "max_seq_length is 0"),
+    ("config_sentence_transformers", {"prompts": {"query": 3}}, "prompts is no object of texts"),
+])  # fmt: skip
 def test_other_values_are_refused(tmp_path: Path, name: str, values: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_sentence_settings(folder_of(tmp_path / "model", pooling={}, **{name: values}))

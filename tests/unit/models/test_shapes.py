@@ -83,14 +83,11 @@ def test_notation() -> None:
     assert parse_shape("32x3072x32x9216x128") == StudentShape(32, 3072, 32, intermediate=9216, head_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("6x384", r"assistants\[0\] .* is no shape: write DEPTHxWIDTHxHEADS"),
-        ("0x384x12", "is no shape"),
-        ("6x20x6", "6 heads .* one of 1, 2, 4, 5, 10, 20 heads"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("6x384", r"assistants\[0\] .* is no shape: write DEPTHxWIDTHxHEADS"),
+    ("0x384x12", "is no shape"),
+    ("6x20x6", "6 heads .* one of 1, 2, 4, 5, 10, 20 heads"),
+])  # fmt: skip
 def test_what_is_no_shape(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         parse_shape(text, key="assistants[0]")
@@ -138,13 +135,10 @@ def test_windows_are_spread_over_the_layers() -> None:
     assert shape_of(shaped_config(mistral, parse_shape("2x48x6"))).windows == (5, 5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ("2x24x3", "student.shape: 3 heads cannot share keys and values 2 at a time, as the teacher's 6 do"),
-        ("2x20x4", "student.shape: 4 heads of the width 20 have no even number of features each"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "expected"), [
+    ("2x24x3", "student.shape: 3 heads cannot share keys and values 2 at a time, as the teacher's 6 do"),
+    ("2x20x4", "student.shape: 4 heads of the width 20 have no even number of features each"),
+])  # fmt: skip
 def test_proportions_that_do_not_come_out_even(shape: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         shaped_config(CONFIGS["llama"], parse_shape(shape))
@@ -260,20 +254,17 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     assert torch.equal(bare.embeddings.word_embeddings.weight, teacher.base_model.embeddings.word_embeddings.weight)
 
 
-@pytest.mark.parametrize(
-    ("init", "shape", "expected"),
-    [
-        (
-            "layers",
-            "2x24x4",
-            "student.init layers .* student's width is 24 and the teacher's 48: take init important, slice or random",
-        ),
-        ("layers", "2x48x6x48", "student's feed-forward width is 48 and the teacher's 96"),
-        ("slice", "2x96x6", "student.init slice .* student's width of 96 is more than the teacher's 48"),
-        ("slice", "2x48x12", "number of heads of 12 is more"),
-        ("slice", "2x48x4", "head width of 12 is more than the teacher's 8"),
-    ],
-)
+@pytest.mark.parametrize(("init", "shape", "expected"), [
+    (
+        "layers",
+        "2x24x4",
+        "student.init layers .* student's width is 24 and the teacher's 48: take init important, slice or random",
+    ),
+    ("layers", "2x48x6x48", "student's feed-forward width is 48 and the teacher's 96"),
+    ("slice", "2x96x6", "student.init slice .* student's width of 96 is more than the teacher's 48"),
+    ("slice", "2x48x12", "number of heads of 12 is more"),
+    ("slice", "2x48x4", "head width of 12 is more than the teacher's 8"),
+])  # fmt: skip
 def test_sizes_that_a_way_cannot_fill(init: Any, shape: str, expected: str) -> None:
     teacher = teacher_of("bert")
     with pytest.raises(UserError, match=expected):
