@@ -36,22 +36,15 @@ def test_factors_come_back_exactly(tmp_path):
     kept[NAME] = put
     again = KeptFactors(folder, {"seed": 0})
     assert list(again) == [NAME]
-    assert len(again) == 1
     assert NAME in again
-    for key in ("left", "values", "right"):
-        assert torch.equal(getattr(again[NAME], key), getattr(put, key))
-    for key in ("energy", "scale", "tokens", "seconds"):
-        assert getattr(again[NAME], key) == getattr(put, key)
+    torch.testing.assert_close(vars(again[NAME]), vars(put), rtol=0, atol=0)
     del again[NAME]
     assert not kept
 
 
 def test_a_folder_of_another_measurement_is_refused(tmp_path):
     KeptFactors(tmp_path, {"data": {"max_length": 128}, "seed": 0})
-    said = (
-        rf"folder {tmp_path}: it holds statistics of another measurement: data\.max_length was 128 and is now 64 \(and"
-    )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=rf"{tmp_path}: .* of another .*data\.max_length was 128 and is now 64 \(and"):
         KeptFactors(tmp_path, {"data": {"max_length": 64}, "seed": 1})
     assert json.loads((tmp_path / RECORD).read_text())["seed"] == 0
 

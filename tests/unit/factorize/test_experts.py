@@ -40,11 +40,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def teacher_of(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def teacher_of(dtype: torch.dtype = torch.float32) -> Any:
     model = tiny_model("qwen3_moe", scale=5.0)
     if dtype == torch.float64:  # which the kernel of transformers' own choice does not take
         model.set_experts_implementation("eager")
-    return model.to(dtype)  # type: ignore[arg-type]
+    return model.to(dtype)
 
 
 @torch.no_grad()
@@ -96,11 +96,9 @@ def test_the_planner_counts_every_expert() -> None:
     planned = plan(teacher, FactorizeConfig(target_params="60%"))
     assert planned.sizes.keys() == {*layer_linears(teacher), *STACKS}
     rank = planned.sizes[STACKS[0]]
-    assert isinstance(rank, int)
     student = compress_model(teacher, FactorizeConfig(target_params="60%"))
-    assert (
-        count_parameters(student) <= target < count_parameters(compress_model(teacher, FactorizeConfig(rank=rank + 1)))
-    )
+    larger = compress_model(teacher, FactorizeConfig(rank=rank + 1))
+    assert count_parameters(student) <= target < count_parameters(larger)
     assert student.model.layers[1].mlp.experts.down_factors.in_factors.shape == (4, rank, 12)
     summary = summarize(teacher.config, FactorizeConfig(target_params="60%"))
     assert (summary["student_params"], summary["rank"], summary["dense"]) == (count_parameters(student), rank, [])
@@ -114,9 +112,7 @@ def test_a_student_loads_bit_by_bit_and_is_saved_again(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded), logits_of(student))
     loaded.save_pretrained(tmp_path / "twice")
     again = load_model(tmp_path / "twice", dtype=torch.float32)
-    expected, found = student.state_dict(), again.state_dict()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
 
 
 def test_the_export_is_the_teachers_shape(tmp_path: Path) -> None:
@@ -125,9 +121,8 @@ def test_the_export_is_the_teachers_shape(tmp_path: Path) -> None:
     before = logits_of(student)
     merge(student)
     assert not is_factorized(student)
-    assert {name: each.shape for name, each in student.named_parameters()} == {
-        name: each.shape for name, each in teacher.named_parameters()
-    }
+    shapes, expected = ({name: each.shape for name, each in m.named_parameters()} for m in (student, teacher))
+    assert shapes == expected
     assert student.config._experts_implementation == teacher.config._experts_implementation
     torch.testing.assert_close(logits_of(student), before, rtol=1e-4, atol=1e-5)
     student.save_pretrained(tmp_path)
@@ -185,11 +180,8 @@ def test_full_rank_changes_nothing(name: str, sigma: Any) -> None:
 
 def test_what_leaves_the_experts_dense() -> None:
     config = teacher_of().config
-    for settings, method in (
-        (FactorizeConfig(rank=4, form="pivoted"), "svd"),
-        (FactorizeConfig(shapes={"*": "4x4"}), "kronecker"),
-    ):
-        assert set(STACKS) <= set(summarize(config, settings, method)["dense"])
+    assert set(STACKS) <= set(summarize(config, FactorizeConfig(rank=4, form="pivoted"))["dense"])
+    assert set(STACKS) <= set(summarize(config, FactorizeConfig(shapes={"*": "4x4"}), "kronecker")["dense"])
     weighted = FactorizeConfig(target_params="60%", weighting="gradients", allocation="loss")
     with pytest.raises(UserError, match="take allocation uniform"):
         summarize(config, weighted)

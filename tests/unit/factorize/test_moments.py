@@ -145,11 +145,10 @@ def test_the_backward_pass_ends_at_the_first_linear_that_is_measured():
 def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
     model, names = make(), list(layer_linears(make()))
     whole = measure_moments(model, names, [make_batch()])
-    weights = {name: matrix(model.get_submodule(name)).detach() for name in names}
-    factors = {
-        base_name(model, name): weighted_svd(weights[name], each, min(weights[name].shape))
-        for name, each in whole.items()
-    }
+    factors = {}
+    for name in names:
+        weight = matrix(model.get_submodule(name)).detach()
+        factors[base_name(model, name)] = weighted_svd(weight, whole[name], min(weight.shape))
     costs = cut_costs(model, factors, [make_batch()])
     calls: list[int] = []
     for layer in model.base_model.get_submodule(layers_name(model)):
@@ -163,8 +162,7 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
         for name in names:
             assert torch.equal(found[name].inputs, whole[name].inputs)
             assert torch.equal(found[name].gradients, whole[name].gradients)
-        changed = cut_costs(model, factors, [make_batch()])
-        assert all(torch.equal(changed[name], costs[name]) for name in costs)
+        torch.testing.assert_close(cut_costs(model, factors, [make_batch()]), costs, rtol=0, atol=0)
         assert not any("forward" in vars(layer) for layer in model.modules())
 
 
@@ -243,9 +241,8 @@ def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
         seen.clear()
         ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
         read: list[torch.Tensor] = []
-        hooks = [
-            model.get_submodule(head).register_forward_hook(lambda _, x, __, r=read: r.append(x[0])) for head in heads
-        ]
+        of_heads = [model.get_submodule(head) for head in heads]
+        hooks = [head.register_forward_hook(lambda _, x, __, r=read: r.append(x[0])) for head in of_heads]
         log = model(input_ids=ids).logits[0].log_softmax(-1)
         drawn = chances(batch, row, 1, 3)
         (-sum(token[sample(token.detach().exp(), float(drawn[t, 0]))] for t, token in enumerate(log))).backward()
@@ -282,7 +279,6 @@ def test_a_model_without_a_head_and_a_batch_that_does_not_count() -> None:
     once = measure_table(model, [batch], seed=3)
     again = measure_table(model, [batch], seed=3, rounds=3)
     assert once.head_inputs is None
-    assert once.gradients is not None
     assert float(once.gradients.trace()) > 0
     assert again.tokens == once.tokens == 14
     assert torch.equal(once.gradients, again.gradients)

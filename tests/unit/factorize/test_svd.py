@@ -51,15 +51,3 @@ def test_rank_deficient_matrix_keeps_orthonormal_vectors(side: int) -> None:
     assert error(matrix, (u, s, vh)) < 1e-5
     torch.testing.assert_close(u.T @ u, torch.eye(16), rtol=0, atol=1e-5)
     torch.testing.assert_close(vh @ vh.T, torch.eye(16), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("sigma", ["left", "balanced"])
-def test_place_sigma(sigma: str) -> None:
-    matrix = torch.randn(30, 50, dtype=torch.float64)
-    u, s, vh = svd.truncated_svd(matrix, 30)
-    a, b = svd.place_sigma(u, s, vh, sigma)
-    torch.testing.assert_close(a @ b, matrix)
-    # Left: all of Σ is in A (MaKD eq. 11). Balanced: both carry the same share of it.
-    on_b = torch.ones(30, dtype=torch.float64) if sigma == "left" else s.sqrt()
-    torch.testing.assert_close(torch.linalg.norm(b, dim=1), on_b)
-    torch.testing.assert_close(torch.linalg.norm(a, dim=0), s / on_b)

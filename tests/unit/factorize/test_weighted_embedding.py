@@ -80,7 +80,6 @@ def test_no_gradient_descent_finds_better_factors(gradients: bool, tied: bool) -
 def test_activations_weigh_each_use_by_its_share() -> None:
     """The units of embeddings and logits differ, so the scale of the head's inputs must not matter."""
     table, given = torch.randn(V, D), moments(gradients=False)
-    assert given.head_inputs is not None
     one = weighted_table(table, given, 3)
     other = weighted_table(table, replace(given, head_inputs=1e4 * given.head_inputs), 3)
     torch.testing.assert_close(one.left @ one.right, other.left @ other.right, rtol=1e-4, atol=1e-5)

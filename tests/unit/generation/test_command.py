@@ -14,7 +14,6 @@ def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_pat
     assert main(["generate", *arguments, "--limit", "3", "--batch_size", "2"]) == 0
     printed = capsys.readouterr().out
     record = read_provenance(output)
-    assert record is not None
     assert len(output.read_text().splitlines()) == 3
     assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
     assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed

@@ -70,6 +70,5 @@ def test_states_of_zeros_are_no_error() -> None:
     loss = hidden_cosine(student, torch.ones(1, 2, 4), torch.ones(1, 2))
     loss.sum.backward()
     assert loss.sum.item() == 2
-    assert student.grad is not None
     assert student.grad.isfinite().all()
     assert matrix_mse(torch.ones(1, 1, 4), torch.zeros(1, 1, 4), torch.ones(1, 1), normalize=True).sum.isfinite()

@@ -28,10 +28,8 @@ PARTS: dict[str, dict[str, str]] = {
     "llama": {"value": "self_attn.v_proj", "out": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
     "gpt2": {"value": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
     "bert": {
-        "value": "attention.self.value",
-        "out": "attention.output.dense",
-        "up": "intermediate.dense",
-        "down": "output.dense",
+        **{"value": "attention.self.value", "out": "attention.output.dense"},
+        **{"up": "intermediate.dense", "down": "output.dense"},
     },
 }
 NORMS = {
@@ -105,9 +103,8 @@ def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
         contexts = seen[f"{prefix}.{layer}.{PARTS[kind]['out']}"][0]
         for head in range(6):
             part = contexts[:, head * 8 : head * 8 + 8]
-            assert float(found.heads_LH[layer, head]) == pytest.approx(
-                sum(float(row.square().sum()) ** 0.5 for row in part) / 32, rel=1e-4
-            )
+            norms = [float(row.square().sum()) ** 0.5 for row in part]
+            assert float(found.heads_LH[layer, head]) == pytest.approx(sum(norms) / 32, rel=1e-4)
             close(found.contexts_LHD[layer, head], part.abs().mean(0))
         close(found.neurons_LF[layer], seen[f"{prefix}.{layer}.{PARTS[kind]['down']}"][0].abs().mean(0))
     last = {"gpt2": "transformer.ln_f", "bert": "bert.embeddings.LayerNorm"}.get(kind, "model.norm")
@@ -128,7 +125,6 @@ def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
         else:
             query, key, _ = seen[f"{prefix}.{layer}.attn.c_attn"][1].split(48, dim=1)
         scores = (query.square().mean(0) * key.square().mean(0)).sqrt()
-        assert found.scores_LGD is not None
         close(found.scores_LGD[layer].flatten(), scores)
 
 

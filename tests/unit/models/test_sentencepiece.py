@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import LlamaTokenizer
 
-from llmdistill.data.instruct import Example
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -21,29 +19,18 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token"
 
 
 @pytest.fixture(scope="module")
-def examples() -> list[Example]:
-    return read_examples(locate("embedded:train"))[:200]
-
-
-@pytest.fixture(scope="module")
-def texts(examples: list[Example]) -> list[str]:
+def texts() -> list[str]:
+    examples = read_examples(locate("embedded:train"))[:200]
     return [text for example in examples for text in (example.instruction, example.outputs[0])]
 
 
-def train(file: Path, texts: list[str], **options: Any) -> SentencePieceProcessor:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    stem = file.parent / "trained"
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_prefix=str(stem), vocab_size=400, minloglevel=2, num_threads=1, **options
-    )
-    stem.with_suffix(".vocab").unlink()
-    stem.with_suffix(".model").rename(file)
-    return SentencePieceProcessor(model_file=str(file))
-
-
 def llama_style(folder: Path, texts: list[str], model_type: str = "bpe") -> SentencePieceProcessor:
+    folder.mkdir(exist_ok=True)
     options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    return train(folder / "tokenizer.model", texts, model_type=model_type, **options)
+    options |= {"vocab_size": 400, "minloglevel": 2, "num_threads": 1, "model_type": model_type}
+    SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), **options)
+    (folder / "tokenizer.vocab").unlink()
+    return SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
 @pytest.fixture(scope="module")

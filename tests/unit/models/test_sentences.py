@@ -37,35 +37,26 @@ def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
         config_sentence_transformers={"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "query"},
     )
     found = read_sentence_settings(old)
-    assert found is not None
     assert (found.pooling, found.max_length) == (Pooling(("cls", "mean"), normalize=True), 7)
     assert found.text("One") == "q: one"
     new = folder_of(tmp_path / "new", KINDS[:2], pooling={"pooling_mode": "lasttoken"})
     found = read_sentence_settings(new)
-    assert found is not None
     assert (found.pooling, found.max_length) == (Pooling(("lasttoken",)), None)
     assert found.text("One") == "One"
     assert read_sentence_settings(tmp_path) is None
 
 
-@pytest.mark.parametrize(("kinds", "pooling", "said"), [
+@pytest.mark.parametrize(("kinds", "files", "said"), [
     (["Transformer", "Pooling", "Dense"], {}, "the modules are Transformer, Pooling, Dense"),
-    (KINDS, {"pooling_mode": "median"}, "pooling_mode is median"),
-    (KINDS, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
-    (KINDS, [], "a list, not an object"),
+    (KINDS, {"pooling": {"pooling_mode": "median"}}, "pooling_mode is median"),
+    (KINDS, {"pooling": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt is false"),
+    (KINDS, {"pooling": []}, "a list, not an object"),
+    (KINDS, {"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
+    (KINDS, {"config_sentence_transformers": {"prompts": {"query": 3}}}, "prompts is no object of texts"),
 ])  # fmt: skip
-def test_other_models_are_refused(tmp_path: Path, kinds: list[str], pooling: Any, said: str) -> None:
+def test_other_models_are_refused(tmp_path: Path, kinds: list[str], files: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        read_sentence_settings(folder_of(tmp_path / "model", kinds, pooling=pooling))
-
-
-@pytest.mark.parametrize(("name", "values", "said"), [
-    ("sentence_bert_config", {"max_seq_length": 0}, "max_seq_length is 0"),
-    ("config_sentence_transformers", {"prompts": {"query": 3}}, "prompts is no object of texts"),
-])  # fmt: skip
-def test_other_values_are_refused(tmp_path: Path, name: str, values: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        read_sentence_settings(folder_of(tmp_path / "model", pooling={}, **{name: values}))
+        read_sentence_settings(folder_of(tmp_path / "model", kinds, **{"pooling": {}, **files}))
 
 
 def naive(rows: Tensor, mode: str) -> list[float]:

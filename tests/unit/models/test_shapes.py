@@ -12,7 +12,6 @@ from tiny import SETTINGS, tiny_config
 from transformers import (
     AutoModel,
     AutoModelForPreTraining,
-    LlamaConfig,
     PreTrainedModel,
     RobertaForSequenceClassification,
 )
@@ -111,9 +110,8 @@ def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> No
 
 
 def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
-    llama = LlamaConfig(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
-    )
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
+    llama = tiny_config("llama", **sizes, num_key_value_heads=8)
     sizes = shape_of(shaped_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
     assert (sizes.hidden_size, sizes.num_kv_heads, sizes.intermediate_size, sizes.head_dim) == (3072, 8, 9216, 128)
     assert shape_of(shaped_config(llama, parse_shape("32x3072x32"))).head_dim == 96
@@ -182,14 +180,8 @@ AXES: dict[str, Any] = {
 }
 """Rows or columns that a student of 24 channels and 48 neurons takes."""
 BERT = {
-    "self.query": "PW",
-    "self.key": "PW",
-    "self.value": "PW",
-    "attention.output.dense": "WP",
-    "intermediate.dense": "FW",
-    "output.dense": "WF",
-    "embeddings": "*W",
-    "dense": "WW",
+    **{"self.query": "PW", "self.key": "PW", "self.value": "PW", "attention.output.dense": "WP"},
+    **{"intermediate.dense": "FW", "output.dense": "WF", "embeddings": "*W", "dense": "WW"},
 }
 OF_LLAMA = {"q_proj": "RW", "k_proj": "rW", "v_proj": "pW", "o_proj": "WP", "down_proj": "WF", "embed_tokens": "*W"}
 PLACES = {
@@ -220,10 +212,8 @@ def test_slices(kind: str) -> None:
 
 def test_slices_of_head_norms() -> None:
     student, teacher = sliced("qwen3")  # 12 of 16 features
-    pairs = [*range(6), *range(8, 14)]
-    assert torch.equal(
-        student.model.layers[1].self_attn.q_norm.weight, teacher.model.layers[3].self_attn.q_norm.weight[pairs]
-    )
+    own, theirs = student.model.layers[1].self_attn.q_norm, teacher.model.layers[3].self_attn.q_norm
+    assert torch.equal(own.weight, theirs.weight[[*range(6), *range(8, 14)]])
 
 
 def test_tied_stays_tied_and_untied_untied() -> None:
@@ -241,9 +231,8 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     fresh = copy.deepcopy(student.classifier.state_dict())
     start(student, teacher, "layers", [0, 1, 2, 3])
     assert all(torch.equal(value, fresh[name]) for name, value in student.classifier.state_dict().items())
-    assert torch.equal(
-        student.roberta.encoder.layer[0].output.dense.bias, teacher.base_model.encoder.layer[0].output.dense.bias
-    )
+    layer, source = student.roberta.encoder.layer[0], teacher.base_model.encoder.layer[0]
+    assert torch.equal(layer.output.dense.bias, source.output.dense.bias)
     classifier = student_of(student, "2x24x4")
     start(classifier, student, "slice", [0, 1])
     assert torch.equal(classifier.classifier.dense.weight, student.classifier.dense.weight[:24, :24])
@@ -255,11 +244,7 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("init", "shape", "expected"), [
-    (
-        "layers",
-        "2x24x4",
-        "student.init layers .* student's width is 24 and the teacher's 48: take init important, slice or random",
-    ),
+    ("layers", "2x24x4", "init layers .* width is 24 and the teacher's 48: take init important, slice or random"),
     ("layers", "2x48x6x48", "student's feed-forward width is 48 and the teacher's 96"),
     ("slice", "2x96x6", "student.init slice .* student's width of 96 is more than the teacher's 48"),
     ("slice", "2x48x12", "number of heads of 12 is more"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import SETTINGS, tiny_config, tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import apply_rotary_pos_emb
 
 from llmdistill.batch import Aspect, TapRequest, Taps
@@ -100,9 +100,8 @@ def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
     request: TapRequest = {"value": frozenset({1}), "hidden": EVERY, "query": frozenset({0})}
     _, plain = record(model, request, inputs)
     values = plain.value[1].transpose(1, 2).flatten(2)
-    projectors = nn.ModuleDict(
-        {"value": nn.Linear(values.shape[-1], 5, bias=False), "hidden": nn.Linear(16, 6, bias=False)}
-    )
+    sizes = {"value": (values.shape[-1], 5), "hidden": (16, 6)}
+    projectors = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
     model = make(name)
     recorder = Recorder(model, request, projectors)
     with recorder.recording():
@@ -152,9 +151,7 @@ def test_mpnet_adds_a_bias_of_the_distance() -> None:
 def test_debertas_taps_are_those_of_its_tokens(share: bool) -> None:
     """Its distances may go through the same projections; as many of them as tokens here, in a batch of one."""
     changes = {"share_att_key": share, "max_relative_positions": 4, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
-    torch.manual_seed(0)
-    config = tiny_config("deberta-v2", **changes)
-    model = AutoModelForMaskedLM.from_config(config).eval()
+    model = tiny_model("deberta-v2", **changes)
     ids = torch.randint(5, 60, (1, 8))
     request: TapRequest = dict.fromkeys(("query", "key", "value"), frozenset({0, 1}))
     expected = model(ids, output_hidden_states=True)
