@@ -18,7 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llmdistill.config import FactorizeConfig
 from llmdistill.embedded import locate
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.sizes import plan
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import attention_of
 
@@ -88,6 +91,22 @@ def tiny_model(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(scale)
+    return model
+
+
+def shaken(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
+    """The model after noise on every parameter: fresh biases are 0 and norms 1, and would not be missed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model
+
+
+def random_student(auto: Any, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+    """A random model in evaluation mode, factorized as the settings say; Kronecker products are those with shapes."""
+    torch.manual_seed(0)
+    model = shaken(auto.from_config(config)).eval()
+    factorize(model, plan(model, FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd"))
     return model
 
 

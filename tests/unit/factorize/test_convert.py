@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import shaken, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
@@ -24,11 +24,7 @@ from llmdistill.factorize.sizes import plan
 def tiny(kind: str) -> PreTrainedModel:
     more = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
     more |= {"attention_bias": True, "tie_word_embeddings": True} if kind == "llama" else {}
-    model = tiny_model(kind, **({"n_embd": 32, "vocab_size": 96} if kind == "gpt2" else more))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return shaken(tiny_model(kind, **({"n_embd": 32, "vocab_size": 96} if kind == "gpt2" else more)))
 
 
 @torch.no_grad()

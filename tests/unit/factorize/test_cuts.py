@@ -50,29 +50,29 @@ def prepared(kind: str):
 
 
 def outputs(model, batch: Batch) -> torch.Tensor:
-    found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-    return found.last_hidden_state if "last_hidden_state" in found else found.logits
+    return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)[0]
 
 
+def rows_of(batches) -> list[torch.Tensor]:
+    """The ids of each row (1, T), without its padding."""
+    pairs = [pair for batch in batches for pair in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    return [ids[None, : int(mask.sum())] for ids, mask in pairs]
+
+
+@torch.no_grad()
 def naive(student, model, batches) -> float:
-    """Divergence row by row, each without its padding."""
+    """Divergence row by row."""
     total, count = 0.0, 0
-    with torch.no_grad():
-        for batch in batches:
-            for row in range(len(batch.input_ids)):
-                ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
-                found = [each(input_ids=ids) for each in (model, student)]
-                if "last_hidden_state" in found[0]:
-                    t, s = (each.last_hidden_state[0] for each in found)
-                    total, count = total + float((t - s).square().sum() / 2), count + len(t)
-                    continue
-                t, s = (each.logits.flatten(0, -2).double() for each in found)
-                count += len(t)
-                if t.shape[1] == 1:
-                    total += float((t - s).square().sum() / 2)
-                else:
-                    p = t.softmax(-1)
-                    total += float((p * (p.log() - s.log_softmax(-1))).sum())
+    for ids in rows_of(batches):
+        found = [each(input_ids=ids) for each in (model, student)]
+        is_hidden = "last_hidden_state" in found[0]
+        t, s = ((each.last_hidden_state if is_hidden else each.logits).flatten(0, -2).double() for each in found)
+        count += len(t)
+        if is_hidden or t.shape[1] == 1:
+            total += float((t - s).square().sum() / 2)
+        else:
+            p = t.softmax(-1)
+            total += float((p * (p.log() - s.log_softmax(-1))).sum())
     return total / count
 
 
@@ -104,23 +104,20 @@ def naive_costs(student, model, batches) -> dict[str, float]:
     for name in layer_linears(dense):
         key = f"{name}.weight"
         zero = {each: torch.zeros_like(value) for each, value in weights.items()}
-        total, tokens = 0.0, 0
-        for batch in batches:
-            tokens += int(batch.attention_mask.sum())
-            for row in range(len(batch.input_ids)):
-                ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
+        total = 0.0
+        for ids in rows_of(batches):
 
-                def logits(values, ids=ids):
-                    return torch.func.functional_call(dense, values, (ids,)).logits
+            def logits(values, ids=ids):
+                return torch.func.functional_call(dense, values, (ids,)).logits
 
-                direction = {**zero, key: changed[key] - weights[key]}
-                found, change = torch.func.jvp(logits, (weights,), (direction,))
-                if found.shape[-1] == 1:
-                    total += float(change.detach().square().sum() / 2)
-                else:
-                    p, change = found.detach().softmax(-1), change.detach()
-                    total += float(((p * change.square()).sum(-1) - (p * change).sum(-1).square()).sum() / 2)
-        costs[base_name(dense, name)] = total / tokens
+            direction = {**zero, key: changed[key] - weights[key]}
+            found, change = torch.func.jvp(logits, (weights,), (direction,))
+            if found.shape[-1] == 1:
+                total += float(change.detach().square().sum() / 2)
+            else:
+                p, change = found.detach().softmax(-1), change.detach()
+                total += float(((p * change.square()).sum(-1) - (p * change).sum(-1).square()).sum() / 2)
+        costs[base_name(dense, name)] = total / sum(ids.shape[1] for ids in rows_of(batches))
     return costs
 
 

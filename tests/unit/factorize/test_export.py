@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from tiny import random_student, tiny_config
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.config import FactorizeConfig
@@ -33,22 +33,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 METHODS = pytest.mark.parametrize("method", SETTINGS)
 
 
-def factorized(model: PreTrainedModel, method: str) -> PreTrainedModel:
-    settings = FactorizeConfig(**SETTINGS[method])
-    factorize(model, plan(model, settings, "kronecker" if method == "kronecker" else "svd"))
-    return model
-
-
-def save_student(
-    folder: Path, auto: Any, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, method: str = "svd"
-) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = auto.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.to(dtype)
-    factorized(model, method).save_pretrained(folder)
+def save_student(folder: Path, auto: Any, config: PreTrainedConfig, dtype=torch.float32, method="svd") -> Any:
+    model = random_student(auto, config, SETTINGS[method]).to(dtype)
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not a model's file")
     return model
@@ -79,9 +66,9 @@ def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, config, me
 
 @METHODS
 def test_gpt2_gets_its_conv1d_back(method: str) -> None:
-    model = AutoModelForCausalLM.from_config(GPT2)
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    export.merge(factorized(model, method))
+    kinds = {name: type(module) for name, module in AutoModelForCausalLM.from_config(GPT2).named_modules()}
+    model = random_student(AutoModelForCausalLM, GPT2, SETTINGS[method])
+    export.merge(model)
     assert {name: type(module) for name, module in model.named_modules()} == kinds
     assert Conv1D in kinds.values()
     assert model.lm_head.weight is model.transformer.wte.weight

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import WORDS, tiny_config
+from tiny import WORDS, random_student, tiny_config
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -21,12 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import hub
-from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.sizes import plan
 
 
 def config_of(name: str, **changes: Any) -> PreTrainedConfig:
@@ -43,18 +40,9 @@ METHODS = pytest.mark.parametrize("method", SETTINGS)
 OTHERS = ("pivoted", "kronecker")
 
 
-def make_student(
-    auto: Any, config: PreTrainedConfig, method: str = "svd", *, embedding: bool = False
-) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = auto.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases are zero when fresh, and would not be missed
-            parameter.add_(0.1 * torch.randn_like(parameter))
+def make_student(auto: Any, config: Any, method: str = "svd", *, embedding: bool = False) -> PreTrainedModel:
     of_linears, of_embedding = SETTINGS[method]
-    settings = FactorizeConfig(**of_linears, **(of_embedding if embedding else {}))
-    factorize(model, plan(model, settings, "kronecker" if method == "kronecker" else "svd"))
-    return model
+    return random_student(auto, config, {**of_linears, **(of_embedding if embedding else {})})
 
 
 @torch.no_grad()

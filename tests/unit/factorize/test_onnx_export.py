@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import random_student, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from llmdistill.artifacts import manifest_damage
-from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import onnx_export
-from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.onnx_export import export_onnx
-from llmdistill.factorize.sizes import plan
 
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 1}
 CONFIGS = {
@@ -36,12 +33,7 @@ needs_onnx = pytest.mark.skipif(
 
 
 def save(folder: Path, auto: Any, kind: str, settings: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = auto.from_config(CONFIGS[kind]).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    factorize(model, plan(model, FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd"))
+    model = random_student(auto, CONFIGS[kind], settings)
     model.save_pretrained(folder)
     return model
 

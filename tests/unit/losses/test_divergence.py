@@ -7,17 +7,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.errors import UserError
-from llmdistill.losses.divergence import (
-    FORWARD_KL,
-    REVERSE_KL,
-    SOFT_CROSS_ENTROPY,
-    TOTAL_VARIATION,
-    divergence_by_autograd,
-    jsd_with_derivative,
-    output_divergence,
-    skew_forward_kl_with_derivative,
-    skew_reverse_kl_with_derivative,
-)
+from llmdistill.losses import divergence as module
 from llmdistill.methods.kd import KdConfig, divergence_of
 
 NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
@@ -67,7 +57,7 @@ def naive(settings: KdConfig, p: list[float], q: list[float]) -> float:
 
 def loss_of(settings: KdConfig, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     divergence = divergence_of(settings).value
-    return output_divergence(student, teacher, LABELS, divergence=divergence, temperature=temperature).sum
+    return module.output_divergence(student, teacher, LABELS, divergence=divergence, temperature=temperature).sum
 
 
 @every_divergence
@@ -130,7 +120,7 @@ def test_rows_without_a_label_do_not_matter(settings: KdConfig) -> None:
 def test_without_any_label_the_loss_is_zero_and_has_a_gradient() -> None:
     student, labels = make(0).requires_grad_(), torch.full((2, 5), -100)
     labels[:, 0] = 3  # a label on the first token is predicted by none
-    loss = output_divergence(student, make(1), labels, divergence=FORWARD_KL.value)
+    loss = module.output_divergence(student, make(1), labels, divergence=module.FORWARD_KL.value)
     loss.sum.backward()
     assert loss.sum.item() == loss.count.item() == 0
     assert not student.grad.any()
@@ -141,14 +131,14 @@ def draw_log_probabilities(seed: int) -> Tensor:
 
 
 SLOPES = {
-    "forward_kl": FORWARD_KL,
-    "soft_cross_entropy": SOFT_CROSS_ENTROPY,
-    "reverse_kl": REVERSE_KL,
-    "tvd": TOTAL_VARIATION,
-    "jsd": jsd_with_derivative(0.3),
-    "jsd at 0.9": jsd_with_derivative(0.9),
-    "skew_forward_kl": skew_forward_kl_with_derivative(0.1),
-    "skew_reverse_kl": skew_reverse_kl_with_derivative(0.4),
+    "forward_kl": module.FORWARD_KL,
+    "soft_cross_entropy": module.SOFT_CROSS_ENTROPY,
+    "reverse_kl": module.REVERSE_KL,
+    "tvd": module.TOTAL_VARIATION,
+    "jsd": module.jsd_with_derivative(0.3),
+    "jsd at 0.9": module.jsd_with_derivative(0.9),
+    "skew_forward_kl": module.skew_forward_kl_with_derivative(0.1),
+    "skew_reverse_kl": module.skew_reverse_kl_with_derivative(0.4),
 }
 
 
@@ -162,7 +152,7 @@ def test_the_derivative_is_the_values_derivative(name: str) -> None:
     (expected,) = torch.autograd.grad(value.sum(), log_q)
     log_q = log_q.detach()
     torch.testing.assert_close(divergence.derivative(log_p, log_q), expected, rtol=1e-10, atol=1e-14)
-    own = divergence_by_autograd(divergence.value)
+    own = module.divergence_by_autograd(divergence.value)
     with torch.no_grad():  # as the head's losses call it
         torch.testing.assert_close(own.derivative(log_p, log_q), expected, rtol=1e-10, atol=1e-14)
         assert torch.equal(own.value(log_p, log_q), value)
@@ -174,4 +164,4 @@ def test_a_divergence_of_ones_own_has_a_number_for_each_row() -> None:
         return (log_p.exp() - log_q.exp()).abs().mean()
 
     with pytest.raises(UserError, match=r"mean_distance gives \(\) for log-probabilities of \(10, \d+\)"):
-        divergence_by_autograd(mean_distance).value(draw_log_probabilities(0), draw_log_probabilities(1))
+        module.divergence_by_autograd(mean_distance).value(draw_log_probabilities(0), draw_log_probabilities(1))

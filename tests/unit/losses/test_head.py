@@ -9,15 +9,7 @@ from plain_losses import token_losses_plain
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs
-from llmdistill.losses.divergence import (
-    FORWARD_KL,
-    REVERSE_KL,
-    SOFT_CROSS_ENTROPY,
-    TOTAL_VARIATION,
-    jsd_with_derivative,
-    skew_forward_kl_with_derivative,
-    skew_reverse_kl_with_derivative,
-)
+from llmdistill.losses import divergence
 from llmdistill.losses.fused import head_chunk
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import TokenTerm
@@ -26,16 +18,16 @@ from support import shapes_of_results
 
 LABEL = TokenTerm("label", None)
 SMOOTHED = TokenTerm("smoothed label", None, smoothing=0.1)
-KL = TokenTerm("kl", FORWARD_KL)
-KL_2 = TokenTerm("kl at 2", FORWARD_KL, 2.0, 4.0)
-SOFT = TokenTerm("soft", SOFT_CROSS_ENTROPY)
-SOFT_2 = TokenTerm("soft at 2", SOFT_CROSS_ENTROPY, 2.0)
+KL = TokenTerm("kl", divergence.FORWARD_KL)
+KL_2 = TokenTerm("kl at 2", divergence.FORWARD_KL, 2.0, 4.0)
+SOFT = TokenTerm("soft", divergence.SOFT_CROSS_ENTROPY)
+SOFT_2 = TokenTerm("soft at 2", divergence.SOFT_CROSS_ENTROPY, 2.0)
 OTHERS = [
-    TokenTerm("reverse", REVERSE_KL, 1.5, 2.25),
-    TokenTerm("jsd", jsd_with_derivative(0.3), 1.5),
-    TokenTerm("skew forward", skew_forward_kl_with_derivative(0.1), 0.7),
-    TokenTerm("skew reverse", skew_reverse_kl_with_derivative(0.4)),
-    TokenTerm("tvd", TOTAL_VARIATION, 2.0),
+    TokenTerm("reverse", divergence.REVERSE_KL, 1.5, 2.25),
+    TokenTerm("jsd", divergence.jsd_with_derivative(0.3), 1.5),
+    TokenTerm("skew forward", divergence.skew_forward_kl_with_derivative(0.1), 0.7),
+    TokenTerm("skew reverse", divergence.skew_reverse_kl_with_derivative(0.4)),
+    TokenTerm("tvd", divergence.TOTAL_VARIATION, 2.0),
 ]
 TERMS = [
     *([term] for term in (LABEL, SMOOTHED, KL, KL_2, SOFT, SOFT_2, *OTHERS)),

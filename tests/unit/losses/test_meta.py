@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,20 +19,23 @@ def meta(*shape: int, grad: bool = False) -> torch.Tensor:
     return torch.empty(*shape, device="meta", requires_grad=grad)
 
 
-def peak_bytes(tracer: Tracer) -> int:
-    return sum(tracer.take_peak().values())
+def peak(job: Callable[[], Any], given: list[torch.Tensor]) -> tuple[int, Any]:
+    """The bytes beside what is given, and the result."""
+    tracer = Tracer()
+    tracer.ignore(given)
+    with tracer:
+        result = job()
+    return sum(tracer.take_peak().values()), result
 
 
 def test_attention_loss_leaves_two_gradients():
     query, key = meta(2, 4, 512, 16, grad=True), meta(2, 2, 512, 16, grad=True)
     teacher = losses.AttentionInputs(meta(2, 4, 512, 16), meta(2, 2, 512, 16), 0.25)
-    mask = torch.ones(2, 512, dtype=torch.int64, device="meta")
-    tracer = Tracer()
-    tracer.ignore([query, key, teacher.query, teacher.key, mask])
-    with tracer:
-        loss = losses.attention_kl(losses.AttentionInputs(query, key, 0.25), teacher, mask, causal=True)
+    student, mask = losses.AttentionInputs(query, key, 0.25), torch.ones(2, 512, dtype=torch.int64, device="meta")
+    given = [query, key, teacher.query, teacher.key, mask]
+    found, loss = peak(lambda: losses.attention_kl(student, teacher, mask, causal=True), given)
     gradients = 4 * (query.numel() + key.numel())
-    assert gradients <= peak_bytes(tracer) < 1.1 * gradients
+    assert gradients <= found < 1.1 * gradients
     assert loss.sum.requires_grad
 
 
@@ -37,12 +43,10 @@ def test_attention_loss_leaves_two_gradients():
 def test_squared_error_leaves_its_gradient(normalize: bool, grad: bool):
     student, teacher = meta(2, 4, 512, 16, grad=grad), meta(2, 4, 512, 16)
     mask = torch.ones(2, 512, dtype=torch.int64, device="meta")
-    tracer = Tracer()
-    tracer.ignore([student, teacher, mask])
-    with tracer:
-        loss = losses.matrix_mse(student, teacher, mask, normalize=normalize)
+    given = [student, teacher, mask]
+    found, loss = peak(lambda: losses.matrix_mse(*given, normalize=normalize), given)
     gradient = 4 * student.numel() * grad
-    assert gradient <= peak_bytes(tracer) < gradient + 4 * student.numel() / 10
+    assert gradient <= found < gradient + 4 * student.numel() / 10
     assert loss.sum.requires_grad == grad
 
 
@@ -53,9 +57,6 @@ def test_head_loss_needs_one_chunk_of_logits_and_the_gradients():
     )
     terms = [TokenTerm("kd", losses.FORWARD_KL, 2.0), TokenTerm("label", None)]
     labels, factors = torch.zeros(rows, dtype=torch.int64, device="meta"), meta(2)
-    tracer = Tracer()
-    tracer.ignore([*student[:2], *teacher[:2], labels, factors])
-    with tracer:
-        token_losses(student, teacher, labels, terms, factors, chunk=chunk)
-    expected = 4 * (chunk * words * 3 // 2 + width * (rows + words))
-    assert peak_bytes(tracer) == pytest.approx(expected, rel=0.1)
+    given = [*student[:2], *teacher[:2], labels, factors]
+    found, _ = peak(lambda: token_losses(student, teacher, labels, terms, factors, chunk=chunk), given)
+    assert found == pytest.approx(4 * (chunk * words * 3 // 2 + width * (rows + words)), rel=0.1)

@@ -1,23 +1,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX
+from llmdistill.losses import sequence
 from llmdistill.losses.divergence import forward_kl, reverse_kl
-from llmdistill.losses.sequence import (
-    sequence_cross_entropy,
-    sequence_divergence,
-    sequence_embedding_cosine,
-    sequence_embedding_mse,
-    sequence_margin_mse,
-    sequence_mse,
-    sequence_score_mse,
-    sequence_soft_cross_entropy,
-)
 
 CLASSES = torch.tensor([2, IGNORE_INDEX, 0, 1])
 SCORES = torch.tensor([1.5, math.nan, 0.0, 4.2], dtype=torch.float64)
@@ -29,13 +21,16 @@ def make(seed: int, classes: int = 3) -> Tensor:
 
 
 LOSSES = {
-    "cross-entropy": (lambda s, t, has: sequence_cross_entropy(s, CLASSES.where(has, IGNORE_INDEX)), 3),
-    "mse": (lambda s, t, has: sequence_mse(s, SCORES.where(has, math.nan)), 1),
-    "divergence": (lambda s, t, has: sequence_divergence(s, t, has, divergence=reverse_kl, temperature=1.7), 3),
-    "soft cross-entropy": (lambda s, t, has: sequence_soft_cross_entropy(s, t, has, temperature=1.7), 3),
-    "score mse": (sequence_score_mse, 1),
-    "embedding cosine": (sequence_embedding_cosine, 3),
-    "embedding mse": (sequence_embedding_mse, 3),
+    "cross-entropy": (lambda s, t, has: sequence.sequence_cross_entropy(s, CLASSES.where(has, IGNORE_INDEX)), 3),
+    "mse": (lambda s, t, has: sequence.sequence_mse(s, SCORES.where(has, math.nan)), 1),
+    "divergence": (
+        lambda s, t, has: sequence.sequence_divergence(s, t, has, divergence=reverse_kl, temperature=1.7),
+        3,
+    ),
+    "soft cross-entropy": (partial(sequence.sequence_soft_cross_entropy, temperature=1.7), 3),
+    "score mse": (sequence.sequence_score_mse, 1),
+    "embedding cosine": (sequence.sequence_embedding_cosine, 3),
+    "embedding mse": (sequence.sequence_embedding_mse, 3),
 }
 every_loss = pytest.mark.parametrize(("loss_of", "classes"), LOSSES.values(), ids=LOSSES)
 
@@ -77,8 +72,8 @@ def test_spans_have_gradients_at_real_tokens_alone() -> None:
 
     def losses(raw: Tensor) -> Tensor:
         logits = raw.masked_fill(is_padding[:, None], -math.inf)
-        soft = sequence_divergence(logits, teacher, HAS_TARGET, divergence=forward_kl, temperature=1.7)
-        return sequence_cross_entropy(logits, SPANS).sum + soft.sum
+        soft = sequence.sequence_divergence(logits, teacher, HAS_TARGET, divergence=forward_kl, temperature=1.7)
+        return sequence.sequence_cross_entropy(logits, SPANS).sum + soft.sum
 
     raw = make_spans(0, padding=math.nan).requires_grad_()
     losses(raw).backward()
@@ -94,7 +89,7 @@ def test_margins_are_those_of_a_loop_over_the_triples() -> None:
     student, teacher = torch.randn(8, 5), torch.randn(8, 7)
     student[[0, 7]] = torch.nan  # nothing is known of them
     student.requires_grad_()
-    found = sequence_margin_mse(student, teacher, place)
+    found = sequence.sequence_margin_mse(student, teacher, place)
     expected = torch.zeros(())
     for query in (1, 4):
         margins = [each[query] @ each[query + 1] - each[query] @ each[query + 2] for each in (student, teacher)]

@@ -10,31 +10,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import HeadInputs
-from llmdistill.losses.divergence import (
-    FORWARD_KL,
-    LOG_FLOOR,
-    REVERSE_KL,
-    SOFT_CROSS_ENTROPY,
-    TOTAL_VARIATION,
-    jsd_with_derivative,
-    skew_forward_kl_with_derivative,
-    skew_reverse_kl_with_derivative,
-)
+from llmdistill.losses import divergence
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.losses.top_k import most_likely
 
 LABEL = TokenTerm("label", None)
-SOFT = TokenTerm("soft", SOFT_CROSS_ENTROPY, 2.0)
-KL = TokenTerm("kl", FORWARD_KL)
+SOFT = TokenTerm("soft", divergence.SOFT_CROSS_ENTROPY, 2.0)
+KL = TokenTerm("kl", divergence.FORWARD_KL)
 BOUNDED = [
     KL,
-    TokenTerm("kl at 2", FORWARD_KL, 2.0, 4.0),
-    TokenTerm("reverse", REVERSE_KL, 1.5, 2.25),
-    TokenTerm("jsd", jsd_with_derivative(0.3), 1.5),
-    TokenTerm("skew forward", skew_forward_kl_with_derivative(0.1), 0.7),
-    TokenTerm("skew reverse", skew_reverse_kl_with_derivative(0.4)),
-    TokenTerm("tvd", TOTAL_VARIATION, 2.0),
+    TokenTerm("kl at 2", divergence.FORWARD_KL, 2.0, 4.0),
+    TokenTerm("reverse", divergence.REVERSE_KL, 1.5, 2.25),
+    TokenTerm("jsd", divergence.jsd_with_derivative(0.3), 1.5),
+    TokenTerm("skew forward", divergence.skew_forward_kl_with_derivative(0.1), 0.7),
+    TokenTerm("skew reverse", divergence.skew_reverse_kl_with_derivative(0.4)),
+    TokenTerm("tvd", divergence.TOTAL_VARIATION, 2.0),
 ]
 TERMS = [*([term] for term in (*BOUNDED, SOFT)), [LABEL, KL], [LABEL, SOFT, *BOUNDED]]
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0)
@@ -105,5 +96,5 @@ def test_logits_of_minus_infinity_stay_finite(student, logits_NV):
     top = most_likely(logits_NV, 5, (1.0,))
     found = token_losses(student, top, labels() % 5, [KL, LABEL], torch.ones(2))
     assert found.sums.isfinite().all()
-    assert found.sums[0] < -LOG_FLOOR
+    assert found.sums[0] < -divergence.LOG_FLOOR
     assert all(each.isfinite().all() for each in torch.autograd.grad(found.total, [student.rows]))

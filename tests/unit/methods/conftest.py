@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from references import terms_of
-from tiny import tiny_config
+from tiny import shaken, tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
@@ -36,10 +36,7 @@ def build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
     model = auto.from_config(config, attn_implementation="sdpa")
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at birth, so that every term has weight
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
+    return shaken(model, 0.2).eval()  # larger than at birth, so that every term has weight
 
 
 def make_batch() -> Batch:
@@ -136,15 +133,6 @@ def kl(p: Tensor, q: Tensor) -> float:
     return float((p * (p / q).log()).sum())
 
 
-@dataclass(frozen=True)
-class Run:
-    """A method's outputs on a pair of models."""
-
-    student: Outputs
-    teacher: Outputs
-    projectors: dict[str, nn.Linear]
-
-
 class Pair:
     """A teacher and a smaller student, both real models."""
 
@@ -158,15 +146,15 @@ class Pair:
         """Student and teacher, for a naive loss."""
         return Seen(self.student, self.batch), Seen(self.teacher, self.batch)
 
-    def run(self, method: Method, batch: Batch | None = None) -> Run:
-        """What the method's taps give, as in training."""
+    def run(self, method: Method, batch: Batch | None = None) -> SimpleNamespace:
+        """Outputs of student and teacher with what the method taps, as in training, and the projectors."""
         torch.manual_seed(5)
         projectors = {name: nn.Linear(*widths, bias=False) for name, widths in method.projections.items()}
         batch = self.batch if batch is None else batch
         with torch.no_grad():
             teacher = self._forward(Recorder(self.teacher, method.teacher_taps), self.teacher, batch)
         student = self._forward(Recorder(self.student, method.student_taps, projectors), self.student, batch)
-        return Run(student, teacher, projectors)
+        return SimpleNamespace(student=student, teacher=teacher, projectors=projectors)
 
     @staticmethod
     def _forward(recorder: Recorder, model: PreTrainedModel, batch: Batch) -> Outputs:

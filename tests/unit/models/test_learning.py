@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from references import terms_of
-from tiny import tiny_config, tiny_model
+from tiny import shaken, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import BertForPreTraining, LlamaForCausalLM, PreTrainedModel
 
@@ -43,10 +43,7 @@ def make(family: str, seed: int) -> PreTrainedModel:
     model = tiny_model(family, seed=seed)
     if family == "bert":
         model = BertForPreTraining._from_config(model.config, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at birth, so that every term has weight
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return shaken(model, 0.2)  # larger than at birth, so that every term has weight
 
 
 def make_batch(family: str = "llama") -> Batch:
