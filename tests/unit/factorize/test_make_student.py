@@ -17,8 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize, make_student
 from llmdistill.factorize.modules import KroneckerEmbedding, LowRankEmbedding
 from llmdistill.factorize.sizes import plan
-from llmdistill.models.importance import Importance, measure_importance
-from llmdistill.models.load import Head
+from llmdistill.models.importance import measure_importance
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
 
@@ -31,15 +30,7 @@ def bert(tmp_path: Path) -> Path:
     return tmp_path / "teacher"
 
 
-def make(
-    teacher: Path,
-    output: Path,
-    shape: str = "2x16x2",
-    seed: int = 0,
-    head: Head = "lm_head",
-    importance: Importance | None = None,
-    **settings: Any,
-) -> Any:
+def make(teacher, output, shape="2x16x2", seed=0, head="lm_head", importance=None, **settings) -> Any:
     make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head, importance=importance)
     return AutoModelForPreTraining.from_pretrained(output) if head == "pretraining" else output
 

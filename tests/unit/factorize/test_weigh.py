@@ -187,13 +187,13 @@ def test_a_weighting_without_data_is_refused(llama, method, size):
 def test_what_kronecker_cannot_use_is_refused_before_any_work(llama, tmp_path: Path) -> None:
     source = in_memory(llama, [])
     object.__setattr__(source, "batches", lambda: pytest.fail("the data are read"))
-    for given, said in (
-        ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
-        ({"shapes": {"*": "7x8"}}, "does not divide"),
-        ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
-    ):
+
+    def refused(said: str, **given) -> None:
         with pytest.raises(UserError, match=said):
             weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
+
+    refused("target_params 50% with the method kronecker needs the weights", target_params="50%")
+    refused("does not divide", shapes={"*": "7x8"})
+    refused("rank_multiple is a setting of the method svd", shapes={"*": "8x8"}, rank_multiple=8)
     object.__setattr__(source, "kept", lambda: KeptFactors(tmp_path, {}))
-    with pytest.raises(UserError, match=r"calibration\.folder keeps factors of the method svd"):
-        weigh(source, FactorizeConfig(weighting="gradients", shapes={"*": "8x8"}), "kronecker")
+    refused(r"calibration\.folder keeps factors of the method svd", shapes={"*": "8x8"})

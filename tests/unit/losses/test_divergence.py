@@ -67,10 +67,8 @@ def loss_of(settings: KdConfig, student: Tensor, teacher: Tensor, temperature: f
 def test_it_equals_the_naive_loop(settings: KdConfig, temperature: float, dtype: torch.dtype, tolerance: float) -> None:
     """Half precision is compared in fp32."""
     student, teacher = make(0).to(dtype), make(1).to(dtype)
-    expected = sum(
-        naive(settings, probabilities(teacher[b, i], temperature), probabilities(student[b, i], temperature))
-        for b, i in PREDICTING
-    )
+    p, q = ([probabilities(side[b, i], temperature) for b, i in PREDICTING] for side in (teacher, student))
+    expected = sum(naive(settings, *row) for row in zip(p, q, strict=True))
     found = loss_of(settings, student, teacher, temperature).item()
     assert found == pytest.approx(temperature**2 * expected, rel=tolerance)
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from llmdistill.batch import HeadInputs
 from llmdistill.losses import divergence
 from llmdistill.losses.fused import head_chunk
-from llmdistill.losses.head import TokenLosses, token_losses
+from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
 
 from support import shapes_of_results
@@ -64,15 +64,7 @@ def factors_of(terms: Sequence[TokenTerm]) -> Tensor:
     return torch.tensor([0.5 + 0.25 * i for i in range(len(terms))])
 
 
-def outcome(
-    function: Callable[..., TokenLosses],
-    student: HeadInputs,
-    teacher: HeadInputs | None,
-    terms: Sequence[TokenTerm],
-    *,
-    times: float = 1.0,
-    **options: int,
-) -> list[Tensor]:
+def outcome(function, student, teacher, terms, *, times=1.0, **options) -> list[Tensor]:
     """The sums, and the gradients of whatever is learned."""
     factors = factors_of(terms)
     labels_N = labels(len(student.rows), options.get("vocabulary", V))

@@ -23,10 +23,7 @@ def make(seed: int, classes: int = 3) -> Tensor:
 LOSSES = {
     "cross-entropy": (lambda s, t, has: sequence.sequence_cross_entropy(s, CLASSES.where(has, IGNORE_INDEX)), 3),
     "mse": (lambda s, t, has: sequence.sequence_mse(s, SCORES.where(has, math.nan)), 1),
-    "divergence": (
-        lambda s, t, has: sequence.sequence_divergence(s, t, has, divergence=reverse_kl, temperature=1.7),
-        3,
-    ),
+    "divergence": (partial(sequence.sequence_divergence, divergence=reverse_kl, temperature=1.7), 3),
     "soft cross-entropy": (partial(sequence.sequence_soft_cross_entropy, temperature=1.7), 3),
     "score mse": (sequence.sequence_score_mse, 1),
     "embedding cosine": (sequence.sequence_embedding_cosine, 3),

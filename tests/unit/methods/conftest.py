@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -187,9 +186,7 @@ class Pair:
 
         return self.mean_over_tokens(loss)
 
-    def relation_kl(
-        self, sides: tuple[str, str], layers: list[tuple[int, int]], count: int, *, repeated: bool = False
-    ) -> float:
+    def relation_kl(self, sides, layers, count, *, repeated=False) -> float:
         """KL divergence of relations (MiniLMv2 eq. 6-8) of heads cut anew, or (MiniLM §3.2) repeated, to a number."""
 
         def relation(seen: Seen, layer: int, b: int, i: int) -> Tensor:
@@ -226,9 +223,7 @@ class Pair:
 
         return self.mean_over_tokens(loss)
 
-    def feature_error(
-        self, name: str, layers: list[tuple[int, int]], scale: str, projectors: Mapping[str, Tensor] | None = None
-    ) -> float:
+    def feature_error(self, name, layers, scale, projectors=None) -> float:
         """Squared error of features, divided by the token's mean square if the scale is `token`."""
         student, teacher = self.seen
 

@@ -115,15 +115,11 @@ def rewritten(file: Path, *, without: str = "", architecture: str = "llama", par
     file.with_suffix(".new").replace(file)
 
 
-WITHOUT = "blk.1.ffn_up.weight"
 DAMAGES = {
     "cut": (lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 5]), "cut or damaged, or not"),
     "architecture": (lambda file: rewritten(file, architecture="dinosaur"), r"does not read .* dinosaur is not supp"),
     "one part": (lambda file: rewritten(file, parts=3), "it is one of 3 parts: give the whole file"),
-    "a weight less": (
-        lambda file: rewritten(file, without=WITHOUT),
-        r"1 weights are missing, .*up_proj\.weight",
-    ),
+    "a weight less": (lambda file: rewritten(file, without="blk.1.ffn_up.weight"), "1 weights are missing, .*up_proj"),
     "tokens": (lambda file: write_gguf(TEACHER, file, rows=1000), "tokenizer has 1,024 tokens .* have 1,000 rows"),
 }
 

@@ -24,9 +24,7 @@ MASKS = {
 }
 
 
-def make(
-    seed: int, batch: int, heads: int, groups: int, width: int, dtype: torch.dtype = torch.float32
-) -> AttentionInputs:
+def make(seed, batch, heads, groups, width, dtype=torch.float32) -> AttentionInputs:
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(batch, each, TOKENS, width, generator=generator).to(dtype) for each in (heads, groups))
     return AttentionInputs(query, key, 2 * width**-0.5)
@@ -39,15 +37,7 @@ def spoiled(sides: AttentionInputs, segments: Tensor) -> AttentionInputs:
     )
 
 
-def run(
-    device: torch.device,
-    kind: AttentionKind,
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    segments: Tensor,
-    *seen: object,
-    **options: object,
-) -> BlockLoss:
+def run(device, kind, student, teacher, segments, *seen, **options) -> BlockLoss:
     student, teacher = (AttentionInputs(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
     seen_there = [each.to(device) if isinstance(each, Tensor) else each for each in seen]
     visibility = Visibility(segments.to(device), *seen_there)
@@ -56,16 +46,7 @@ def run(
     return BlockLoss(*(None if each is None else each.cpu() for each in found))
 
 
-def check(
-    device: torch.device,
-    kind: AttentionKind,
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    mask: list[list[int]],
-    *seen: object,
-    tolerance: float = 1e-5,
-    **options: object,
-) -> None:
+def check(device, kind, student, teacher, mask, *seen, tolerance=1e-5, **options) -> None:
     segments = torch.tensor(mask)
     exact = [AttentionInputs(x.query.double(), x.key.double(), x.scaling) for x in (student, teacher)]
     expected = block_loss(kind, *exact, Visibility(segments, *seen), query_grad=True, key_grad=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -59,9 +57,7 @@ def spoiled(tensor: Tensor, mask: Tensor) -> Tensor:
     return torch.where(real, tensor, torch.nan)
 
 
-def run(
-    device: torch.device, student: Tensor, teacher: Tensor, mask: Tensor, *, normalize: bool, with_gradient: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def run(device, student, teacher, mask, *, normalize, with_gradient=True) -> tuple[Tensor, Tensor | None]:
     """The layouts of the tensors are kept on the way to the device."""
     return triton_features.squared_error(
         *(each.to(device) for each in (student, teacher, mask != 0)),
@@ -70,16 +66,7 @@ def run(
     )
 
 
-def check(
-    device: torch.device,
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor,
-    *,
-    normalize: bool,
-    layouts: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (by_tokens, by_tokens),
-    tolerance: float = 1e-5,
-) -> None:
+def check(device, student, teacher, mask, *, normalize, layouts=(by_tokens, by_tokens), tolerance=1e-5) -> None:
     min_square = MIN_SQUARE if normalize else None
     exact = (student.double(), teacher.double(), mask != 0)
     loss, gradient = squared_error(*exact, min_square=min_square, with_gradient=True)

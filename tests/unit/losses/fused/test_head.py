@@ -37,9 +37,7 @@ TERMS = {
 }
 
 
-def chunk_losses(
-    student: Tensor, teacher: Tensor | None, labels: Tensor, terms: list[Term], factors: Tensor, *, with_gradient: bool
-) -> Tensor:
+def chunk_losses(student, teacher, labels, terms, factors, *, with_gradient) -> Tensor:
     """The kernel takes a divergence by its name; its functions are not called."""
 
     def divergence_of(term: Term) -> divergence.Divergence | None:
