@@ -38,7 +38,7 @@ def _whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def llama() -> PreTrainedModel:
     """A Llama whose layers differ in how much they matter, and whose inputs are far from white."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48}
-    model = tiny_model("llama", **sizes, initializer_range=0.3, tie_word_embeddings=True)
+    model = tiny_model("llama", **sizes, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=None)
     with torch.no_grad():
         for layer, scale in zip(model.model.layers, (2.0, 0.7, 0.1), strict=True):
             layer.mlp.down_proj.weight.mul_(scale)
