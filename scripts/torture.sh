@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tortures the commands with kills, signals, flipped bytes, bad inputs and full disks, and prints a page of figures, in under
+# Tortures the commands with kills, signals, full disks and long runs, and prints a page of figures, in under
 # 30 minutes: see scripts/torture/torture.py --help, which takes all further arguments. Sets up what is missing first.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -1,4 +1,4 @@
-"""Tortures the commands and prints a page of figures: kills, signals, flipped bytes, bad inputs, full disks, long runs.
+"""Tortures the commands and prints a page of figures: kills, signals, full disks, long runs.
 
     scripts/torture.sh               # under 30 minutes on two cores
     scripts/torture.sh --quick       # about a minute
@@ -12,23 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression
 
 import psutil
-from torture_bytes import bytes_flipped
-from torture_faults import disk, kills, signals
+from torture_faults import tried
 from torture_results import Tally, logged_steps
-from torture_runs import ROOT, SCENARIOS, Shop, alive
+from torture_runs import SCENARIOS, Shop, alive
 
 from support import PATIENCE
 
@@ -39,26 +37,8 @@ LIMITS = {"bytes of memory": 2e6, "open files": 0.5, "threads": 0.5}
 _LONGEST_STEP = 0.1
 """Seconds of a step on a busy machine."""
 
-SECTIONS = ("kills", "signals", "bytes", "disk", "inputs", "memory")
-
-
-def inputs(quick: bool) -> Tally:
-    """Run the property tests of all readers and parsers, which say how many inputs they tried."""
-    tally = Tally("inputs")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/unit/test_properties.py"],
-        cwd=ROOT,
-        env={**os.environ, "LLMDISTILL_CASES": "20" if quick else "400"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = re.search(r"[\d,]+ inputs tried.*", done.stdout)
-    tally.figures.append(("inputs", said[0] if said else "none were counted"))
-    if done.returncode != 0:
-        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-        tally.failures += [f"inputs ({line[:300]})" for line in failed or [done.stdout[-300:]]]
-    return tally
+CASES = {"kills": (6, 110), "signals": (2, 24), "disk": (4, 48)}
+"""How many each section has with --quick, and without."""
 
 
 def memory(shop: Shop, steps: int) -> Tally:
@@ -69,18 +49,23 @@ def memory(shop: Shop, steps: int) -> Tally:
     settings = {"train.steps": steps, "train.log_every": 1, "train.save_every": often, "train.validate_every": often}
     settings |= {"data.valid": "embedded:valid", "scoring.models": "[]"}
     samples: dict[int, tuple[int, int, int]] = {}
-    over = threading.Event()
-    watching: list[threading.Thread] = []
+    log, over = run / "metrics.jsonl", threading.Event()
 
-    def watch(group: int) -> None:
-        watching.append(threading.Thread(target=_sample, args=(run, group, samples, over), daemon=True))
-        watching[0].start()
+    def sample(group: int) -> None:
+        """Note the figures of LIMITS at the steps that are logged."""
+        while not over.wait(0.25):
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, StopIteration):
+                process = next(each for each in alive(group) if each.pid != group)
+                step = log.read_bytes().count(b"\n")
+                samples.setdefault(step, (process.memory_info().rss, process.num_fds(), process.num_threads()))
 
     more = [f"--{key}={value}" for key, value in settings.items()]
-    seconds = max(PATIENCE, steps * _LONGEST_STEP)
-    done = shop.run(SCENARIOS["train"], run.parent, ranks=1, more=more, watch=watch, seconds=seconds)
-    over.set()
-    watching[0].join()
+    with ThreadPoolExecutor(1) as pool:
+        watch, seconds = partial(pool.submit, sample), max(PATIENCE, steps * _LONGEST_STEP)
+        try:
+            done = shop.run(SCENARIOS["train"], run.parent, ranks=1, more=more, watch=watch, seconds=seconds)
+        finally:
+            over.set()
     tally = Tally("memory" if steps >= 10_000 else "memory --quick")  # the command that repeats it
     if done.code != 0 or len(samples) < 10:
         tally.failures.append(f"{tally.name} ({steps:,} steps): {done.reason}, {len(samples)} samples")
@@ -95,7 +80,7 @@ def memory(shop: Shop, steps: int) -> Tally:
         if rate > limit:
             tally.failures.append(f"{tally.name} ({steps:,} steps): {what}: {figure}")
     # The log has a line a step, and all lines the same fields: so it grows by no more than its lines.
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
     quarter = len(lines) // 4
     first, last = (sum(map(len, part)) / quarter for part in (lines[:quarter], lines[-quarter:]))
     figure = f"{len(lines):,} lines, {first:.0f} bytes a line in the first quarter, {last:.0f} in the last"
@@ -105,36 +90,6 @@ def memory(shop: Shop, steps: int) -> Tally:
     events = sum(file.stat().st_size for file in run.glob("tensorboard/*"))
     tally.figures.append(("  TensorBoard", f"{events / steps:.0f} bytes a step"))
     return tally
-
-
-def _sample(run: Path, group: int, samples: dict[int, tuple[int, int, int]], over: threading.Event) -> None:
-    """Note the figures of LIMITS at the steps that are logged."""
-    log = run / "metrics.jsonl"
-    while not over.wait(0.25):
-        processes = [each for each in alive(group) if each.pid != group]
-        if log.is_file() and processes:
-            step = log.read_bytes().count(b"\n")
-            with suppress(psutil.NoSuchProcess):
-                samples.setdefault(
-                    step, (processes[0].memory_info().rss, processes[0].num_fds(), processes[0].num_threads())
-                )
-
-
-def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[], Tally]]:
-    quick, case = arguments.quick, arguments.case
-    whole = not quick and case is None
-
-    def numbers(short: int, long: int) -> Sequence[int]:
-        return range(short if quick else long) if case is None else [case]
-
-    return {
-        "kills": lambda: kills(shop, numbers(6, 110)),
-        "signals": lambda: signals(shop, [*numbers(2, 20), *(range(1000, 1004) if whole else ())]),
-        "bytes": lambda: bytes_flipped(shop, case=case, limit=6 if quick else None),
-        "disk": lambda: disk(shop, numbers(4, 48), (0, 300, 700) if whole else ()),
-        "inputs": lambda: inputs(quick),
-        "memory": lambda: memory(shop, 200 if quick else 10_000),
-    }
 
 
 def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
@@ -151,7 +106,9 @@ def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases of each section, about a minute")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section alone; can be repeated")
+    parser.add_argument(
+        "--only", choices=(*CASES, "memory"), action="append", help="this section alone; can be repeated"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
     parser.add_argument("--case", type=int, help="this case alone; needs --only")
     arguments = parser.parse_args()
@@ -161,10 +118,16 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
     shop = Shop(folder, seed=arguments.seed, workers=min(2, os.cpu_count() or 1))
-    every = sections(shop, arguments)
+
+    def section(name: str) -> Tally:
+        if name == "memory":
+            return memory(shop, 200 if arguments.quick else 10_000)
+        numbers = range(CASES[name][not arguments.quick]) if arguments.case is None else [arguments.case]
+        return tried(shop, name, numbers)
+
     try:
         with ThreadPoolExecutor(2) as pool:  # some sections need one process alone
-            tallies = list(pool.map(lambda name: every[name](), arguments.only or SECTIONS))
+            tallies = list(pool.map(section, arguments.only or (*CASES, "memory")))
     finally:
         shop.close()
     print(page(tallies, time.monotonic() - began, arguments.seed))

@@ -1,7 +1,7 @@
 """One process under torture: `torture_child.py FAULT.json PROGRAM ARGUMENTS` arms a fault and runs the program.
 
 The fault strikes in one rank, at a mark (the n-th call of a function that begins a phase, and a while later) or at a
-change (just before the n-th time that this rank changes something in the watched folders), so that no folder can be
+change (just before the n-th time that this rank changes something in the watched folder), so that no folder can be
 left in a state that is never tried. FAULT.json has the fields of `Fault`.
 """
 
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +72,25 @@ class Fault:
     """Before this change, from 1; 0 for a fault at a mark."""
     torn: bool = False
     """The change is done by half first."""
-    watched: list[str] = field(default_factory=list)
-    """Folders whose changes count."""
+    watched: str = ""
+    """The folder whose changes count."""
     folder: str = ""
     """Where `struck` is written when the fault strikes, and changes-R.json with all changes of rank R at the end."""
 
 
 class Torture:
     def __init__(self, fault: Fault) -> None:
-        self._fault, self._changes, self._lock = fault, list[list[str]](), threading.RLock()
+        self._fault, self._changes, self._lock = fault, list[str](), threading.RLock()
         self.rank = int(os.environ.get("RANK", "0"))
         self._inside = self._broken = False
-        # It listens to what this process changes, and to its marks if the fault is at one and for this rank.
         sys.addaudithook(self._heard)
         for module, name in ((safetensors.torch, "serialize_file"), (os, "fsync")):
             setattr(module, name, self._asked(getattr(module, name)))
-        if self._fault.mark and self._fault.kind != "none" and self._fault.rank == self.rank:
+        if self._fault.mark and self._fault.rank == self.rank:
             self._arm_mark()
 
     def write_changes(self) -> None:
-        if self._fault.folder:
-            Path(self._fault.folder, f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
+        Path(self._fault.folder, f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
 
     def _arm_mark(self) -> None:
         where, _, name = MARKS[self._fault.mark].partition(":")
@@ -101,13 +99,12 @@ class Torture:
 
         def marked(*given: Any, **named: Any) -> Any:
             calls[0] += 1
-            if calls[0] == self._fault.call:
-                if self._fault.delay == 0:
-                    self._strike(f"mark {self._fault.mark}")
-                else:
-                    late = threading.Timer(self._fault.delay, self._strike, (f"mark {self._fault.mark}",))
-                    late.daemon = True
-                    late.start()
+            if calls[0] == self._fault.call and self._fault.delay == 0:
+                self._strike(f"mark {self._fault.mark}")
+            elif calls[0] == self._fault.call:
+                late = threading.Timer(self._fault.delay, self._strike, (f"mark {self._fault.mark}",))
+                late.daemon = True
+                late.start()
             return works(*given, **named)
 
         setattr(module, name, marked)
@@ -146,10 +143,10 @@ class Torture:
         # TensorBoard's thread opens its file a hundred times; a folder that is there is not made.
         if "/tensorboard/" in path or (event == "os.mkdir" and os.path.isdir(path)):
             return
-        if not any(os.path.abspath(path).startswith(f"{folder}/") for folder in self._fault.watched):
+        if not os.path.abspath(path).startswith(f"{self._fault.watched}/"):
             return
         with self._lock:
-            self._changes.append([event, path])
+            self._changes.append(f"{event} {path}")
             due = self._fault.change == len(self._changes) and self._fault.rank == self.rank
             if self._broken or (due and self._fault.kind in _ERRORS):
                 self._break(event, path)
@@ -172,10 +169,9 @@ class Torture:
             raise OSError(number, os.strerror(number), path)
 
     def _say(self, what: str) -> None:
-        if self._fault.folder:
-            self._inside = True
-            Path(self._fault.folder, "struck").write_text(json.dumps([what, time.time()]))
-            self._inside = False
+        self._inside = True
+        Path(self._fault.folder, "struck").write_text(json.dumps([what, time.time()]))
+        self._inside = False
 
     def _strike(self, what: str) -> None:
         self._say(what)
@@ -186,9 +182,9 @@ class Torture:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.Signals[kind])
 
 
-def phase_of(change: list[str]) -> str:
+def phase_of(change: str) -> str:
     """The phase in which a change of a run's folder happens, by its path."""
-    return next((phase for pattern, phase in _PHASES if re.search(pattern, change[1])), "start")
+    return next((phase for pattern, phase in _PHASES if re.search(pattern, change)), "start")
 
 
 def _append_half(path: str, mode: str) -> None:

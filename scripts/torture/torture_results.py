@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections import Counter
@@ -11,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 @dataclass
@@ -108,19 +109,29 @@ def _differs(files: list[tuple[Path, Path]], noise: float) -> bool:
         return not _equal_tensors(one, other, noise)
     if one.suffix not in (".json", ".jsonl", ".yaml", ".command"):
         return True
-    texts = [
+    first, second = (
         _DIGEST.sub("-#", file.read_text(encoding="utf-8", errors="replace").replace(str(folder), "@"))
         for file, folder in files
-    ]
-    if texts[0] == texts[1] or not one.suffix.startswith(".json"):
-        return texts[0] != texts[1]
+    )
+    if not one.suffix.startswith(".json"):
+        return first != second
     try:
-        first, second = (
-            [json.loads(line) for line in (text.splitlines() if one.suffix == ".jsonl" else [text])] for text in texts
-        )
+        return _rows(first, one.suffix, noise) != _rows(second, one.suffix)
     except json.JSONDecodeError:
         return True
-    return not _close(first, second, noise)
+
+
+def _rows(text: str, suffix: str, noise: float = 0.0) -> list[Any]:
+    """The JSON of a text without what differs from run to run; its floats are equal to those within the noise."""
+
+    def kept(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if not any(part in key for part in _VOLATILE)}
+
+    def number(digits: str) -> Any:
+        return pytest.approx(float(digits), rel=100 * noise, abs=noise) if noise else float(digits)
+
+    lines = text.splitlines() if suffix == ".jsonl" else [text]
+    return [json.loads(line, object_pairs_hook=kept, parse_float=number) for line in lines]
 
 
 def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
@@ -129,36 +140,13 @@ def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
     from safetensors.torch import load_file
 
     try:
-        first, second = (
-            {name: each for name, each in load_file(file).items() if name != "figures"} for file in (one, other)
-        )
-        torch.testing.assert_close(first, second, rtol=noise, atol=noise)
+        first, second = (load_file(file) for file in (one, other))
+        timed = {"figures": 0}  # of a matrix of a calibration: how long it took is among them
+        torch.testing.assert_close(first | timed, second | timed, rtol=noise, atol=noise)
     except (SafetensorError, AssertionError):
         return False
     return True
 
 
-def _close(one: Any, other: Any, noise: float) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        first, second = (
-            {key: each for key, each in side.items() if not any(part in key for part in _VOLATILE)}
-            for side in (one, other)
-        )
-        return first.keys() == second.keys() and all(_close(first[key], second[key], noise) for key in first)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_close(a, b, noise) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float) and noise:
-        return math.isclose(one, other, rel_tol=100 * noise, abs_tol=noise)
-    return bool(one == other)
-
-
 def logged_steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def move_records(folder: Path, original: Path, *, besides: Path | None = None) -> None:
-    """Make a copied folder one that was made where it is: records name the folder that they were made in."""
-    for path in folder.rglob("*.json"):
-        if path != besides:
-            text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace(str(original), str(folder)), encoding="utf-8")

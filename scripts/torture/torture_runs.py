@@ -111,7 +111,7 @@ class Shop:
         end in time, RuntimeError if one of its processes does not.
         """
         own = _made(folder.parent / f"{folder.name}.fault")
-        armed = replace(fault or Fault(), folder=str(own), watched=[str(folder)])
+        armed = replace(fault or Fault(), folder=str(own), watched=str(folder))
         (own / "fault.json").write_text(json.dumps(asdict(armed)))
         (own / "struck").unlink(missing_ok=True)
         words = [str(own / "fault.json"), scenario.program, *scenario.arguments(self, folder), *more]
@@ -136,10 +136,10 @@ class Shop:
         texts = [file.read_text() if file.is_file() else "" for file in (job.output, job.errors)]
         return Done(ended.returncode, *texts, struck[0], now - struck[1])
 
-    def changes(self, scenario: Scenario, ranks: int, rank: int) -> list[list[str]]:
+    def changes(self, scenario: Scenario, ranks: int, rank: int) -> list[str]:
         """All changes that a rank makes in an undisturbed run's folder."""
         folder = self.reference(scenario, ranks)
-        file = folder.parent / f"{folder.name}.fault" / f"changes-{rank}.json"
+        file = folder.with_name(f"{folder.name}.fault") / f"changes-{rank}.json"
         return json.loads(file.read_text()) if file.is_file() else []
 
     def reference(self, scenario: Scenario, ranks: int) -> Path:
