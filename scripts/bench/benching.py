@@ -197,7 +197,7 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: s
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
         if order.strip() == "memory":
-            say({"bytes": _peak(work.call, on)})
+            say({"bytes": peak(work.call, on)})
             continue
         wait(on)
         begun = now()
@@ -230,7 +230,8 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(call: Callable[[], object], device: torch.device) -> float:
+def peak(call: Callable[[], object], device: torch.device) -> float:
+    """The most bytes that are held at the same time during a call, above those before it; NaN where nobody tells."""
     if device.type == "cuda":
         gc.collect()
         wait(device)

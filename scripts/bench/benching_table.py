@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from benching import Measured, Settings, time_ratio
@@ -60,19 +58,11 @@ class Table:
         self.add(Line(measure, one.bytes / other.bytes, target, detail))
 
     def finish(self) -> None:
-        """Print the values by their measures, as one line of JSON."""
-        print(json.dumps(finite(self.figures)), flush=True)
-
-
-def finite(value: Any) -> Any:
-    """Four digits; null stands for a figure that was not taken, as NaN is no JSON."""
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [finite(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    return value
+        """Print the values by their measures, as one line of JSON: four digits, and null for what was not taken."""
+        figures = {
+            name: float(f"{value:.4g}") if math.isfinite(value) else None for name, value in self.figures.items()
+        }
+        print(json.dumps(figures), flush=True)
 
 
 def in_seconds(one: Measured, other: Measured) -> str:

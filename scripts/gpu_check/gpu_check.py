@@ -22,8 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation 
 
 import torch
 from benching import heard, say
-from benching_table import Line, finite
+from benching_table import Line
 
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record
@@ -42,21 +42,23 @@ from llmdistill.runtime.terminal import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 10.0
-"""Seconds that an ended part has to end its own processes."""
+"""Seconds that a part which is ended has to end its own processes."""
 PATIENCE = 4.0
 """Times as long as on a GPU a part may take on a CPU."""
 LIBRARIES = ("torch", "triton", "deepspeed", "transformers", "trl")
+OUT_OF_TIME = 124
+"""Exit code of timeout (1)."""
 
 
-# The parts. Each yields lines, whose targets are what must hold, and texts, which say what it leaves out. What needs a
-# library imports it only in its part's process.
+# The parts. Each yields lines, whose targets are what must hold. What needs a library imports it only in its part's
+# process.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     about: str
     """What it looks at, in a few words."""
-    look: Callable[[torch.device], Iterator[Line | str]]
+    look: Callable[[torch.device], Iterator[Line]]
     seconds: int
     """Its time on a GPU; then it is ended."""
     needs: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ class Part:
     """Whether it runs on a rank for each GPU."""
 
 
-def kernels(device: torch.device) -> Iterator[Line | str]:
+def kernels(device: torch.device) -> Iterator[Line]:
     from gpu_check_kernels import kernels
 
     yield from kernels(device)
@@ -75,7 +77,7 @@ def kernels(device: torch.device) -> Iterator[Line | str]:
 def trained(name: str, about: str, seconds: int) -> Part:
     """A function of gpu_check_training, in a process group."""
 
-    def look(_: torch.device) -> Iterator[Line | str]:
+    def look(_: torch.device) -> Iterator[Line]:
         import gpu_check_training
 
         from llmdistill.runtime.distributed import process_group
@@ -85,10 +87,10 @@ def trained(name: str, about: str, seconds: int) -> Part:
             quiet_libraries()
             yield from getattr(gpu_check_training, name)(world)
 
-    return Part(about=about, look=look, seconds=seconds, needs=("deepspeed", "transformers"), all_gpus=True)
+    return Part(about=about, look=look, seconds=seconds, needs=("deepspeed",), all_gpus=True)
 
 
-def tests(_: torch.device) -> Iterator[Line | str]:
+def tests(_: torch.device) -> Iterator[Line]:
     import pytest
 
     unit = ROOT / "tests" / "unit"
@@ -98,16 +100,12 @@ def tests(_: torch.device) -> Iterator[Line | str]:
     yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
 
 
-def steps(device: torch.device) -> Iterator[Line | str]:
+def steps(device: torch.device) -> Iterator[Line]:
     for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
-        yield from bench(device, "bench_step.py", "--peers", "--only", step)
+        yield from bench("bench_step.py", device, "--peers", "--only", step)
 
 
-def losses(device: torch.device) -> Iterator[Line | str]:
-    yield from bench(device, "bench_losses.py")
-
-
-def bench(device: torch.device, script: str, *arguments: str) -> Iterator[Line | str]:
+def bench(script: str, device: torch.device, *arguments: str) -> Iterator[Line]:
     """Run a bench, and yield its figures. They have no limits here: its targets are for CPUs."""
     small = ("--quick", "--repeats", "1") if device.type == "cpu" else ()
     command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device.type, *small, *arguments]
@@ -128,16 +126,15 @@ PARTS = {
         about="the tests of the Triton kernels, and the files with tests that need a GPU",
         look=tests,
         seconds=180,
-        needs=("pytest", "deepspeed", "transformers"),
+        needs=("pytest", "deepspeed"),
         gpu_only=True,
     ),
     "steps": Part(
-        about="steps by KD, MaKD and of an encoder against their floor, and TRL's GKD trainer",
-        look=steps,
-        seconds=180,
-        needs=("transformers",),
+        about="steps by KD, MaKD and of an encoder against their floor, and TRL's GKD trainer", look=steps, seconds=180
     ),
-    "losses": Part(about="attention and head losses against naive ones", look=losses, seconds=100),
+    "losses": Part(
+        about="attention and head losses against naive ones", look=partial(bench, "bench_losses.py"), seconds=100
+    ),
 }
 
 
@@ -146,16 +143,10 @@ PARTS = {
 
 @dataclass
 class Result:
-    state: Literal["ok", "failed", "out of time", "left out"]
+    state: Literal["ok", "failed", "left out"]
     why: str = ""
     """Why it was left out or failed."""
-    seconds: float = 0.0
     lines: list[Line] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    @property
-    def failed(self) -> bool:
-        return self.state in ("failed", "out of time")
 
 
 def holds(line: Line) -> bool:
@@ -172,28 +163,30 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
         return Result("left out", f"{' and '.join(absent)} not installed")
     path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    began, late = time.monotonic(), False
     with log.open("w") as output:
         process = subprocess.Popen(
-            part_command(name, device, ranks),
+            ["timeout", f"--kill-after={GRACE}", str(limit), *part_command(name, device, ranks)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **on_cpu},
-            start_new_session=True,
         )
         try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            late = True
+            code = process.wait()
         finally:
-            end(process)
-    result = read_result(log.read_text(errors="replace").splitlines(), process.returncode)
-    if late:
-        result.state, result.why = "out of time", f"it was ended after {limit:.0f} s"
-    result.seconds = time.monotonic() - began
-    return result
+            process.terminate()  # which timeout hands on
+    said = log.read_text(errors="replace").splitlines()
+    lines = [Line(**told) for told in map(heard, said) if told is not None]
+    broken = [line.measure for line in lines if not holds(line)]
+    if code == OUT_OF_TIME:
+        return Result("failed", f"it was ended after {limit:.0f} s", lines)
+    if code != 0:
+        last = next((line for line in reversed(said) if line.strip()), "it wrote nothing")
+        return Result("failed", f"exit code {code}: {last.strip()}", lines)
+    if broken:
+        return Result("failed", f"{len(broken)} over the limit: {', '.join(broken)}", lines)
+    return Result("ok", lines=lines) if lines else Result("failed", "it measured nothing")
 
 
 def part_command(name: str, device: str, ranks: int) -> list[str]:
@@ -202,43 +195,11 @@ def part_command(name: str, device: str, ranks: int) -> list[str]:
     return [sys.executable, *launcher, str(Path(__file__).resolve()), "--part", name, "--device", device]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started, of which some may be left when it has ended itself."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-
-
-def read_result(output: Sequence[str], code: int) -> Result:
-    """What a part's process has told, and its state."""
-    result = Result("ok")
-    for told in filter(None, map(heard, output)):
-        if "left_out" in told:
-            result.left_out.append(told["left_out"])
-        else:
-            told["value"] = math.nan if told["value"] is None else told["value"]
-            result.lines.append(Line(**told))
-    broken = [line.measure for line in result.lines if not holds(line)]
-    if code != 0:
-        last = next((line for line in reversed(output) if line.strip()), "it wrote nothing")
-        result.state, result.why = "failed", f"exit code {code}: {last.strip()}"
-    elif broken:
-        result.state, result.why = "failed", f"{len(broken)} over the limit: {', '.join(broken)}"
-    elif not result.lines and result.left_out:
-        result.state, result.why, result.left_out = "left out", "; ".join(result.left_out), []
-    elif not result.lines:
-        result.state, result.why = "failed", "it measured nothing"
-    return result
-
-
 def look(name: str, device: str) -> None:
     """Be a part's process: tell each line as it comes."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    for found in PARTS[name].look(torch.device(device)):
-        if is_main:
-            say({"left_out": found} if isinstance(found, str) else finite(asdict(found)))
+    for line in PARTS[name].look(torch.device(device)):
+        if os.environ.get("RANK", "0") == "0":
+            say(asdict(line))
 
 
 # The page
@@ -247,17 +208,17 @@ def look(name: str, device: str) -> None:
 def write(file: Path, results: Mapping[str, Result], command: str, device: str, ranks: int) -> None:
     on_gpu, rows = device == "cuda", []
     for name, result in results.items():
+        if result.state == "left out":
+            rows.append([name, markdown(f"left out: {result.why}"), "–", "", "", ""])
         for line in result.lines:
             limit = "" if line.target is None else f"{'≥' if line.at_least else '≤'} {line.target:.3g}"
             verdict = "" if line.target is None else "ok" if holds(line) else "**no**"
             value = "–" if math.isnan(line.value) else f"{line.value:.3g}"
             rows.append([name, markdown(line.measure), value + line.unit, limit, verdict, markdown(line.detail)])
-        texts = [result.why] if result.state == "left out" else []
-        rows += [[name, markdown(f"left out: {text}"), "–", "", "", ""] for text in texts + result.left_out]
     title = "A check on a GPU" if on_gpu else "A small check on a CPU"
     states = "; ".join(f"{name} ({PARTS[name].about}): {result.state}" for name, result in results.items())
     where = "." if on_gpu else ". There is no GPU here, so nothing in it is about one."
-    failed = [f"{name}: {result.state}: {result.why}" for name, result in results.items() if result.failed]
+    failed = [f"{name}: failed: {result.why}" for name, result in results.items() if result.state == "failed"]
     write_page(
         file,
         "page.md.j2",
@@ -274,8 +235,9 @@ def check(folder: Path, names: Sequence[str], command: str, device: str, ranks: 
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Result] = {}
     for name in names:
+        began = time.monotonic()
         result = results[name] = run_part(name, device, ranks, folder / f"{name}.log")
-        print(f"{result.state:<12} {name:<14} {result.seconds:5.0f} s  {result.why}".rstrip(), flush=True)
+        print(f"{result.state:<12} {name:<14} {time.monotonic() - began:5.0f} s  {result.why}".rstrip(), flush=True)
         write(folder / "gpu_check.md", results, command, device, ranks)
     return results
 
@@ -298,7 +260,7 @@ def main() -> int:
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
     results = check(arguments.output, arguments.only or list(PARTS), command, device, gpus if device == "cuda" else 1)
     print(f"The page is {arguments.output / 'gpu_check.md'}, with what each part said beside it.")
-    return int(any(result.failed for result in results.values()))
+    return int(any(result.state == "failed" for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ gpu_check trains them for a few steps; the test of the forecast measures them on
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +13,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import benching
 import torch
 from step_rows import Engine, low_rank, trainer_of
-from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from llmdistill.artifacts import entries_of
-from llmdistill.batch import POSITIONS, Batch, HeadInputs
+from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
 from llmdistill.config.machine import MachineConfig
-from llmdistill.files import write_json
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.run.forecast.cached import trace_cache
@@ -36,9 +33,9 @@ from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training, split_batch, student_ds_config
-from llmdistill.teacher.cache_folder import CACHE_FILE, HEAD_FILE, CacheFolder, shard_name, write_tensors
+from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
-from llmdistill.teacher.rows import rows_of_samples, to_rows
+from llmdistill.teacher.shards import Job, finish, write_by_teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +117,7 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
     name = f"zero{setting.stage}"
     shipped = read_ds_config(name)
     del shipped["tensorboard"]
-    shipped["zero_optimization"] |= {
-        "reduce_bucket_size": setting.bucket,
-        "allgather_bucket_size": setting.bucket,
-    }
+    shipped["zero_optimization"] |= {f"{each}_bucket_size": setting.bucket for each in ("reduce", "allgather")}
     if setting.stage == 3:  # otherwise every matrix of these models would be small enough to stay whole
         shipped["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     split = split_batch(size, setting.micro_batch_size, world_size)
@@ -142,22 +136,21 @@ def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder:
     if setting.cached is None:
         return live
     settings, request = CacheConfig(content=setting.cached), request_of(method)
-    batch = batch_of(setting).with_label_rows(shift=method.shift)
-    with torch.no_grad():
-        outputs = live.teach(batch.to(world.device), lm_head=method.teacher_positions)
-        rows = to_rows(outputs, batch.to(world.device), request, top_k=settings.kept_top_k, vocabulary=None)
+    job = Job(
+        folder=folder,
+        settings=settings,
+        request=request,
+        shift=method.shift,
+        vocabulary=None,
+        items=range(setting.micro_batch_size),
+        collate=lambda _: batch_of(setting),
+        shards=[[list(range(setting.micro_batch_size))]],
+        record={"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}},
+        world=World(rank=0, size=1, device=world.device),
+    )
+    write_by_teacher(job, [0], live, sharded=False)
     live.remove()
-    head = next(iter(outputs.lm_head.values()))
-    tensors = {name: each.cpu() for name, each in rows.items()} | {"ids": torch.tensor(batch.sample_ids).flatten()}
-    for place in POSITIONS:
-        tensors[f"offsets.{place}"] = functional.pad(rows_of_samples(batch, place).cumsum(0), (1, 0))
-    write_tensors(folder, shard_name(0), tensors, {"scaling": json.dumps(outputs.taps.scaling)})
-    names = [shard_name(0)]
-    if setting.cached == "hidden_states" and isinstance(head, HeadInputs):
-        write_tensors(folder, HEAD_FILE, {"weight": head.weight.cpu()}, {})
-        names.append(HEAD_FILE)
-    held = {**request.record(), "top_k": settings.kept_top_k}
-    write_json(folder / CACHE_FILE, {"held": held, "data": {}, "files": entries_of(folder, names)})
+    finish(job)
     return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
 
 
@@ -183,7 +176,7 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
     return trainer_of(engine, tapped_student, taught, method, world, train)
 
 
-def measure(setting: Setting, world: World) -> dict[str, int]:
+def measure(setting: Setting, world: World) -> dict[str, float]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
     before = allocated(world.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -205,14 +198,10 @@ def allocated(device: torch.device) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-def peak(work: Callable[[], object], device: torch.device) -> int:
+def peak(work: Callable[[], object], device: torch.device) -> float:
     """The most bytes that were allocated at the same time during the work, above those before it."""
     if device.type == "cuda":
-        before = allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return benching.peak(work, device)
     peaks = []
     for _ in range(5):  # the least of them, as gloo's threads let go of their buffers some time after the exchange
         with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiler:

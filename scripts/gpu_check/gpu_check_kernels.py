@@ -6,6 +6,7 @@ share of the norm that there should be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -47,36 +48,27 @@ Make = Callable[[Draw, bool], Made]
 """Of numbers and whether the loss is the plain one."""
 
 
-def kernels(device: torch.device) -> Iterator[Line | str]:
-    """Check each loss; a text says what is left out."""
+def kernels(device: torch.device) -> Iterator[Line]:
+    """Check each loss; the first line says if kernels are left out."""
     sizes = SMALL if device.type == "cpu" else FULL
     by = "Triton" if available(device) else "blocks"
     if by == "blocks":
         why = "no GPU" if device.type == "cpu" else "no Triton 3.4, or a GPU older than the A100"
-        yield f"Triton's kernels: {why}; the losses in blocks stand for them"
+        yield Line(f"Triton's kernels: {why}; the losses in blocks stand for them", math.nan)
     tokens = {"tokens": sizes["tokens"]}
     of_head = {key: sizes[key] for key in ("rows", "vocabulary", "width")}
-    vocabulary = f"V = {sizes['vocabulary']:,}"
     checks: dict[str, Make] = {
-        **{
-            f"attention KL(S‖T), heads of {width}, GQA": partial(cases.attention_kl, **tokens, width=width)
-            for width in HEAD_WIDTHS
-        },
-        **{
-            f"LM head, {name}, {vocabulary}": partial(cases.head_losses, terms=terms, **of_head)
-            for name, terms in TERMS.items()
-        },
         "attention KL(T‖S), heads of 64, GQA": partial(cases.attention_kl, **tokens, direction="teacher_student"),
         "attention scores, heads of 64, GQA": partial(cases.attention_score_mse, **tokens),
         "relation KL, 48 heads of 16": partial(cases.relation_kl, **tokens),
-        **{
-            f"squared error of queries and keys, heads of {width}, GQA": partial(
-                cases.matrix_mse, **tokens, width=width
-            )
-            for width in HEAD_WIDTHS
-        },
         "squared error over the mean square, 1,100 features": partial(cases.normalized_mse, **tokens),
     }
+    for width in HEAD_WIDTHS:
+        attention, error = (partial(each, **tokens, width=width) for each in (cases.attention_kl, cases.matrix_mse))
+        checks[f"attention KL(S‖T), heads of {width}, GQA"] = attention
+        checks[f"squared error of queries and keys, heads of {width}, GQA"] = error
+    for name, terms in TERMS.items():
+        checks[f"LM head, {name}, V = {sizes['vocabulary']:,}"] = partial(cases.head_losses, terms=terms, **of_head)
     for dtype, (short, limit) in FORMATS.items():
         for name, make in checks.items():
             loss, gradients = differences(make, dtype, device)

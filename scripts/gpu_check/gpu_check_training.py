@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from benching_table import Line
 from gpu_check_engine import Setting, batch_of, forecast, make_trainer, measure
-from gpu_check_waits import is_norm, origin, shown, watch
+from gpu_check_waits import is_norm, origin, watch
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, Batch
@@ -77,13 +77,13 @@ def waits(world: World) -> Iterator[Line]:
                 trainer.train_step([each])
         del trainer
         free_memory(world.device)
-        theirs = {place for place in places if origin(place) == "deepspeed"}
+        theirs = {place for place in places if origin(place)[0] == "deepspeed"}
         norm = {place for place in theirs if is_norm(place)}
         # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
         harmless = "llmdistill/losses" if world.device.type == "cpu" else None
-        ours = {place for place in places - theirs if origin(place) != harmless}
+        ours = {place for place in places - theirs if origin(place)[0] != harmless}
         detail = f"DeepSpeed's look at the norm {len(norm)}, elsewhere in DeepSpeed {len(theirs - norm)}"
-        for place in sorted({shown(each) for each in ours | theirs - norm}):
+        for place in sorted({origin(each)[1] for each in ours | theirs - norm}):
             detail += f", {place}"
         yield Line(f"ZeRO {stage}: waits begun outside DeepSpeed", len(ours), 0, detail)
 

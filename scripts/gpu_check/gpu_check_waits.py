@@ -73,24 +73,15 @@ def _folders() -> dict[str, str]:
     return {name: f"{place.joinpath(*parts[name][1:])}/" for name, place in places.items()}
 
 
-def origin(place: Stack) -> str | None:
-    """Which of ORIGINS the wait began in, by its innermost frame there; None for none of them."""
+def origin(place: Stack) -> tuple[str | None, str]:
+    """Which of ORIGINS the wait began in, by its innermost frame there, and this frame; None for none of them."""
     for frame in reversed(place):
         for name, folder in _folders().items():
             if frame.startswith(folder):
-                return name
-    return None
+                return name, f"{name}/{frame.removeprefix(folder)}"
+    return None, Path(place[0]).name
 
 
 def is_norm(place: Stack) -> bool:
     """Whether DeepSpeed's engine looks at the norm of the gradients there, before it updates the weights."""
-    return origin(place) == "deepspeed" and any(frame.endswith(":_take_model_step") for frame in place)
-
-
-def shown(place: Stack) -> str:
-    """The innermost frame of a place that is not torch's: its file, from the library on, and its function."""
-    name = origin(place)
-    if name is None:
-        return Path(place[0]).name
-    folder = _folders()[name]
-    return f"{name}/{next(frame for frame in reversed(place) if frame.startswith(folder)).removeprefix(folder)}"
+    return origin(place)[0] == "deepspeed" and any(frame.endswith(":_take_model_step") for frame in place)
