@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,6 @@ STEPS = 4
 """Of a call."""
 
 
-def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"work": make or train, "method": ..., "content": ..., "student": DIR, "data": FILE, "cache": DIR}."""
-    return make_row(row, device) if row["work"] == "make" else train_row(row, device)
-
-
 def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     """The plan of a quick start with this method and a student that is there, and its data."""
     words = ["--recipe", "quickstart", "--method", row["method"], "--student.model", row["student"]]
@@ -58,19 +53,16 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     return plan, plan.task.read(plan.models).prepared(World.alone())
 
 
-def make_row(row: dict[str, Any], device: torch.device) -> Work:
-    plan, data = planned(row)
-    settings, world = CacheConfig(content=row["content"]), World(rank=0, size=1, device=device)
-    begun = time.perf_counter()
-    record = make_cache(plan, data, settings, Path(row["cache"]), world)
-    seconds = time.perf_counter() - begun
-    size = sum(entry["bytes"] for entry in record["files"].values())
-    return Work(None, {"seconds": seconds, "bytes": size, "tokens": record["tokens"], "examples": record["examples"]})
-
-
-def train_row(row: dict[str, Any], device: torch.device) -> Work:
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: {"work": make or train, "method": ..., "content": ..., "student": DIR, "data": FILE, "cache": DIR}."""
     plan, data = planned(row)
     method, world = plan.method, World(rank=0, size=1, device=device)
+    if row["work"] == "make":
+        begun = time.perf_counter()
+        record = make_cache(plan, data, CacheConfig(content=row["content"]), Path(row["cache"]), world)
+        seconds = time.perf_counter() - begun
+        size = sum(entry["bytes"] for entry in record["files"].values())
+        return Work(None, {"seconds": seconds, "bytes": size, "tokens": record["tokens"]})
     teacher: Teacher
     if row["cache"] is None:
         live = make_teacher(plan, world)
@@ -82,8 +74,7 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
     student = tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary)
-    trainer = trainer_of(engine, student, teacher, method, world)
-    turn = iter(range(1_000_000))
+    trainer, turn = trainer_of(engine, student, teacher, method, world), count()
 
     def steps() -> None:
         for step in islice(turn, row["steps"]):

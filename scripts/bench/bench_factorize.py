@@ -5,28 +5,34 @@
     python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
 Matrices are fp32, and only their decompositions take turns in processes of their own. A whole BERT-base is its 72
-linears and its embedding, by KroneckerBERT_21's shapes and by square ones. The model has random bf16 weights and
-Llama-3.2-1B's shapes (two of its layers without --full), and is factorized from a folder into a folder, as `llmdistill
-compress` does; what the rank would enlarge stays dense. Loading is from_pretrained, of the student and of the dense
-model, whose files the system has just seen.
-
-The last line is JSON with the value of each measure.
+linears and its embedding, by KroneckerBERT_21's shapes and by square ones. The model has random bf16 weights and is
+factorized from a folder into a folder; what the rank would enlarge stays dense. Loading is from_pretrained of files
+that the system has just seen. The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
+from timeit import repeat
 from typing import Any
 
 import torch
 from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
 from torch import Tensor
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.data.corpus import tokenize
+from llmdistill.embedded import locate
+from llmdistill.factorize.convert import compress, factorize
+from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.factorize.sizes import plan
+from llmdistill.factorize.svd import truncated_svd
+from llmdistill.runtime.terminal import quiet_libraries
 
 LLAMA = {
     "hidden_size": 2048,
@@ -60,8 +66,6 @@ def make_matrix(n: int, m: int, spectrum: str, device: torch.device) -> Tensor:
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One decomposition, ours or the full one; and how far from the matrix it is, as a Frobenius norm in fp64."""
-    from llmdistill.factorize.svd import truncated_svd
-
     matrix = make_matrix(row["n"], row["m"], row["spectrum"], device)
     function = truncated_svd if row["way"] == "ours" else full_svd
     u, s, vh = (factor.double() for factor in function(matrix, row["rank"]))
@@ -83,29 +87,17 @@ def bench_svd(settings: Settings, table: Table) -> None:
 
 def bench_kronecker(settings: Settings, table: Table) -> None:
     """All linears of BERT-base and its embedding, by KroneckerBERT_21's shapes and by square ones."""
-    from transformers import BertConfig, BertModel
-
-    from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.convert import factorize
-    from llmdistill.factorize.sizes import plan
-
     layers = 1 if settings.quick else 12
     for name, up, down in [("thin", "16x2", "2x16"), ("square", "64x24", "24x64")][: 1 if settings.quick else 2]:
         model = BertModel(BertConfig(num_hidden_layers=layers))
         shapes = {"*.attention.*": "384x48", "*.intermediate.dense": up, "*.output.dense": down}
         planned = plan(model, FactorizeConfig(shapes=shapes, embedding_columns=16), "kronecker")
-        took = _seconds(partial(factorize, model, planned, device=torch.device(settings.device)))
+        (took,) = repeat(partial(factorize, model, planned, device=torch.device(settings.device)), number=1, repeat=1)
         text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
         table.add(Line(text, took, None, f"{len(planned.sizes) + 1} matrices", unit=" s"))
 
 
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.convert import compress
-    from llmdistill.factorize.counting import build_reference, layer_linears
-
     config = LlamaConfig(**(LLAMA if full else SMALL if settings.quick else TWO_LAYERS))
     rank = 64 if settings.quick and not full else 606
     # Keys and values are narrower than the rank, which `rank` alone would refuse.
@@ -114,10 +106,10 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dense, student = Path(folder) / "dense", Path(folder) / "student"
         LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
-        device = torch.device(settings.device)
-        took = _seconds(lambda: compress(dense, student, FactorizeConfig(ranks=ranks), device=device))
+        made = partial(compress, dense, student, FactorizeConfig(ranks=ranks), device=torch.device(settings.device))
+        (took,) = repeat(made, number=1, repeat=1)
         load = [
-            statistics.median(_seconds(lambda path=path: LlamaForCausalLM.from_pretrained(path)) for _ in range(3))
+            median(repeat(partial(LlamaForCausalLM.from_pretrained, path), number=1, repeat=3))
             for path in (student, dense)
         ]
     name = f"{config.num_hidden_layers} Llama layers {config.hidden_size} wide, rank {rank}"
@@ -126,33 +118,20 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
 
 
 def bench_text(settings: Settings, table: Table) -> None:
-    from transformers import AutoTokenizer
-
-    from llmdistill.data.corpus import tokenize
-    from llmdistill.embedded import locate
-
     tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
     with tempfile.TemporaryDirectory() as folder:
         text, count = Path(folder) / "text.txt", 5_000 if settings.quick else 200_000
         text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(count)))
-        first, again = (_seconds(lambda: tokenize(text, tokenizer, cache_dir=folder)) for _ in range(2))
+        first, again = repeat(lambda: tokenize(text, tokenizer, cache_dir=folder), number=1, repeat=2)
         tokens = len(tokenize(text, tokenizer, cache_dir=folder).tokens)
     detail = f"{again:.4f} s / {first:.3f} s, {tokens:,} tokens"
     table.add(Line("text from the cache / tokenized", again / first, None, detail))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
 
 
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
     settings, arguments = parse(parser, build)
-    from llmdistill.runtime.terminal import quiet_libraries
-
     quiet_libraries()
     torch.set_num_threads(settings.threads)
     table = Table(settings)

@@ -5,32 +5,25 @@
 
 Ranks: the same micro batch on each of one or two ranks (weak scaling), by DeepSpeed's engine, with one thread a rank,
 or one GPU. The efficiency is the time of a step on one rank over that on two, which take turns. A third row has two
-ranks that do not talk to each other: what it loses is the machine's, whose cores share its memory and may have other
-work, and the rest is the communication's.
+ranks that do not talk to each other, and loses what the machine costs, whose cores share its memory.
 
-Growth: one thread or all (--threads), MaKD without DeepSpeed. The time of a step is set against that of the step it
-grew from, and this ratio against that of the multiply-adds, counted, not derived: above 1 something grows faster than
-the products.
-
-The last line is JSON with the value of each measure.
+Growth: the time of a MaKD step without DeepSpeed over that of the step it grew from, and this ratio over that of the
+multiply-adds, which are counted: above 1 something grows faster than the products. The last line is JSON.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import step_rows
 import torch
 from benching import Measured, Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table, in_seconds
-from torch import nn
 
 from llmdistill.config import TrainConfig
 from llmdistill.runtime.distributed import init_distributed
@@ -67,16 +60,21 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
     """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
     others: list[subprocess.Popen[str]] = []
     if "RANK" not in os.environ:
-        joined = "1" if row["apart"] else str(row["ranks"])
-        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
-        for rank in range(row["ranks"]):
-            port = str(free_port()) if rank == 0 or row["apart"] else os.environ["MASTER_PORT"]
-            place = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {**size, **place, "RANK": "0" if row["apart"] else str(rank)}
-            if rank == 0:
-                os.environ.update(variables)
-            else:
-                others.append(start_rank(row, device, variables))
+        joined = 1 if row["apart"] else row["ranks"]
+        for rank in reversed(range(row["ranks"])):
+            port = free_port() if row["apart"] or rank == row["ranks"] - 1 else os.environ["MASTER_PORT"]
+            place = {
+                "RANK": 0 if row["apart"] else rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": joined,
+                "LOCAL_SIZE": joined,
+            }
+            place |= {"LOCAL_WORLD_SIZE": joined, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in place.items()}
+            if rank > 0:  # it ends when this process does, as its standard input then ends
+                command = [sys.executable, *sys.argv]
+                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+                others.append(subprocess.Popen(command, text=True, **pipes))
     step = engine_step(row, device)
 
     def on_all_ranks() -> float:
@@ -97,28 +95,16 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
     sys.exit(0)
 
 
-def start_rank(row: dict[str, Any], device: torch.device, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Another rank, which ends when this process does, as its standard input then ends."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--row", json.dumps(row), "--device", device.type]
-    command += ["--threads", str(torch.get_num_threads())]
-    environment = {**os.environ, **variables}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
-    world = init_distributed()
+    world, batch = init_distributed(), row["batch"]
     quiet_libraries()
-    batch = row["batch"]
     train = TrainConfig(global_batch_size=batch * world.size, micro_batch_size=batch, learning_rate=1e-8, dtype="fp32")
     shipped = read_ds_config(row["ds_config"])
     del shipped["tensorboard"]
     split = split_batch(train.global_batch_size, batch, world.size)
     ds_config = student_ds_config(shipped, row["ds_config"], train, split, output_dir="none")
-
-    def make_engine(student: nn.Module) -> Any:
-        return build_engine(student, ds_config, train)  # type: ignore[arg-type]
-
-    return step_rows.ours(step_rows.make_setting(row, world.device), row, make_engine, world)
+    setting = step_rows.make_setting(row, world.device)
+    return step_rows.ours(setting, row, lambda student: build_engine(student, ds_config, train), world)
 
 
 def ranks(settings: Settings, table: Table) -> None:

@@ -3,28 +3,23 @@
     python scripts/bench/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
     python scripts/bench/bench_serve.py --quick   # a random Llama and a student of it, about a minute
 
---student is repeated for several students. --graphs keeps the ONNX of every model, which the first run writes.
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
---int8` in ONNX Runtime. vllm runs in an interpreter of its own, --vllm-python, where vLLM and llmdistill are
-installed; without it vLLM is left out.
+--int8` in ONNX Runtime, which the first run writes into the folder of --graphs. vllm runs in an interpreter of its own,
+--vllm-python, where vLLM and llmdistill are installed; without it vLLM is left out.
 
 prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
-prompt, whose keys and values are there already. Models of one runtime take turns. Multiply-adds are those of the matrix
-products that a runtime carries out, counted by torch on the meta device: the graph of ONNX makes the logits of every
-token of a prompt, transformers and vLLM those of the last one. The share of the saved multiply-adds that arrives as
-speed is
+prompt, whose keys and values are there already. Multiply-adds are counted by torch on the meta device: the graph of
+ONNX makes the logits of every token of a prompt, transformers and vLLM those of the last one. The share of the saved
+multiply-adds that arrives as speed is
 
     ((t_teacher - t_student) / t_teacher) / ((m_teacher - m_student) / m_teacher)
 
-with times t of a call, whose ratio is the median over the rounds, and multiply-adds m of a call. The target in ONNX
-Runtime is 0.8. Bytes are those of the weights on disk, in ONNX of the graph.
-
-The last line is JSON with the value of each measure; the teacher has none.
+with times t of a call, whose ratio is the median over the rounds, and multiply-adds m of a call. Bytes are those of the
+weights on disk, in ONNX of the graph. The last line is JSON with the value of each measure; the teacher has none.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, measure, parse, positive, run, time_ratio
+from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
 from benching_table import Line, Table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -45,7 +40,6 @@ from llmdistill.models.configs import load_config
 
 SHARE = 0.8
 RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")
-WORKS = ("prefill", "generate")
 TEACHER = "teacher"
 
 
@@ -110,25 +104,16 @@ def _onnx(file: str) -> tuple[Step, Any]:
 
 def _vllm(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], None]:
     # This process runs the model, on as many threads as the other rows have.
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from vllm import LLM, SamplingParams
 
     generates = row["work"] == "generate"
     new = row["new"] if generates else 1
     # The cache of prefixes keeps the prompt for generate, all but its last 16 tokens, which the first step reads.
-    model = LLM(
-        row["model"],
-        dtype="float32",
-        max_model_len=row["tokens"] + row["new"],
-        max_num_seqs=1,
-        enable_prefix_caching=generates,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-    )
+    caching, quiet = {"enable_prefix_caching": generates}, {"skip_tokenizer_init": True, "disable_log_stats": True}
+    longest = row["tokens"] + row["new"]
+    model = LLM(row["model"], dtype="float32", max_model_len=longest, max_num_seqs=1, **caching, **quiet)
     sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=0, ignore_eos=True, detokenize=False)
     prompt: Any = {"prompt_token_ids": ids[0].tolist()}
 
@@ -173,11 +158,10 @@ def compare(
     opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
-    for work in WORKS:
+    pythons = dict.fromkeys(models, arguments.vllm_python) if runtime == "vllm" else None
+    for work, tokens in (("prefill", row["tokens"]), ("generate", row["new"])):
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
-        pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
         found = measure(__file__, rows, settings, memory=False, pythons=pythons)
-        tokens = row["tokens"] if work == "prefill" else row["new"]
         for name, measured in found.items():
             speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
             detail = f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {size / 1e6:.1f} MB"
@@ -199,37 +183,25 @@ def small(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in (TEACHER, "student")}
 
 
-def named(text: str) -> tuple[str, str]:
-    name, _, folder = text.partition("=")
-    if not (name and folder):
-        raise argparse.ArgumentTypeError(f"{text}: give NAME=DIR with the folder of a student")
-    return name, folder
-
-
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--teacher", help="model folder or package:NAME, without --quick")
-    parser.add_argument("--student", type=named, action="append", default=[], help="NAME=DIR; may be repeated")
+    parser.add_argument("--student", metavar="NAME=DIR", action="append", default=[], help="may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
     parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
     parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
-    parser.add_argument("--tokens", type=positive, default=256, help="of the prompt")
-    parser.add_argument("--new", type=positive, default=64, help="tokens that are generated")
     settings, arguments = parse(parser, build)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
         parser.error("give --teacher, --student and --graphs, or --quick")
-    if "vllm" in (arguments.only or ()) and arguments.vllm_python is None:
-        parser.error("--only vllm: give --vllm-python")
-    table = Table(settings)
+    table, row = Table(settings), {"tokens": 256, "new": 64}
     with TemporaryDirectory() as scratch:
         if settings.quick:
-            arguments.graphs, arguments.tokens, arguments.new = Path(scratch) / "graphs", 32, 8
-            models = small(Path(scratch))
+            arguments.graphs, row, models = Path(scratch) / "graphs", {"tokens": 32, "new": 8}, small(Path(scratch))
         else:
-            models = {TEACHER: str(locate(arguments.teacher)), **dict(arguments.student)}
-        vocabulary = min(load_config(model).vocab_size for model in models.values())
+            students = dict(each.split("=", 1) for each in arguments.student)
+            models = {TEACHER: str(locate(arguments.teacher)), **students}
+        row["vocabulary"] = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
-        row = {"vocabulary": vocabulary, "tokens": arguments.tokens, "new": arguments.new}
         for runtime in arguments.only or [each for each in RUNTIMES if each != "vllm" or arguments.vllm_python]:
             compare(settings, table, runtime, models, row, arguments)
     table.finish()

@@ -6,12 +6,10 @@
 GPT-2 at rank 256 answers greedily through the package's own generation: prefill is a batch of prompts and one token
 each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 and _8 read a batch of texts (encode_21,
 encode_8), and one text alone. prefill_pivoted and generate_pivoted set a student of pivoted factors against the one of
-plain factors with as many parameters. The promise is the ratio of the multiply-adds of the matrix products that torch
-carries out in such a call, counted, not derived; the target is 0.8 of it. The weights are random, as no product asks
-what it multiplies, and no answer ends early.
+plain factors with as many parameters. The promise is the ratio of the counted multiply-adds; the target is 0.8 of it.
+The weights are random, as no product asks what it multiplies, and no answer ends early.
 
-The last line is JSON with the value of each measure. --profile adds where the time of a call goes, by torch's own
-profiler.
+The last line is JSON with the value of each measure. --profile adds where the time of a call goes, by torch.
 """
 
 from __future__ import annotations
@@ -39,17 +37,16 @@ from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 SHARE = 0.8
 
 GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "factorize": {"rank": 256}}
+PREFILL, GENERATE = {"batch": 8, "tokens": 256, "new": 1}, {"batch": 8, "tokens": 16, "new": 64}
 PIVOTED = {"factorize": {"target_params": 77_253_888, "form": "pivoted"}, "against": {"rank": 256}}
-BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12}
+BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12, "tokens": 128}
 JOBS: dict[str, dict[str, Any]] = {
-    "prefill": {**GPT2, "batch": 8, "tokens": 256, "new": 1},
-    "generate": {**GPT2, "batch": 8, "tokens": 16, "new": 64},
-    "prefill_pivoted": {**GPT2, "batch": 8, "tokens": 256, "new": 1, **PIVOTED},
-    "generate_pivoted": {**GPT2, "batch": 8, "tokens": 16, "new": 64, **PIVOTED},
-    "encode_21": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 32, "tokens": 128},
-    "encode_21_one": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 1, "tokens": 128},
-    "encode_8": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 32, "tokens": 128},
-    "encode_8_one": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 1, "tokens": 128},
+    "prefill": {**GPT2, **PREFILL},
+    "generate": {**GPT2, **GENERATE},
+    "prefill_pivoted": {**GPT2, **PREFILL, **PIVOTED},
+    "generate_pivoted": {**GPT2, **GENERATE, **PIVOTED},
+    **{f"encode_{size}": {**BERT, "recipe": f"kroneckerbert/bert-{size}", "batch": 32} for size in (21, 8)},
+    **{f"encode_{size}_one": {**BERT, "recipe": f"kroneckerbert/bert-{size}", "batch": 1} for size in (21, 8)},
 }
 """Students and their work; a decoder writes `new` tokens, an encoder reads alone. `factorize` says what makes a student
 of the model; where it is missing the recipe's section of that name does. `against` makes another student, which takes
@@ -93,21 +90,19 @@ def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Call
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> None:
-    dense = {key: value for key, value in work.items() if key not in ("factorize", "recipe", "against")}
-    dense["profile"] = profiled
-    student = {**dense, "factorize": work.get("factorize")}
-    if "recipe" in work and "factorize" not in work:
-        recipe = yaml.safe_load(recipe_path(work["recipe"]).read_text(encoding="utf-8"))
-        student["factorize"] = recipe["student"]["factorize"]
-    whole = {**dense, "factorize": work["against"]} if "against" in work else dense
-    name = "plain student" if "against" in work else "teacher"
-    found = measure(__file__, {"student": student, name: whole}, settings, memory=False)
+    made = work.pop("factorize", None)
+    if "recipe" in work:
+        recipe = yaml.safe_load(recipe_path(work.pop("recipe")).read_text(encoding="utf-8"))
+        made = recipe["student"]["factorize"]
+    name, against = ("plain student", {"factorize": work.pop("against")}) if "against" in work else ("teacher", {})
+    work["profile"] = profiled
+    found = measure(__file__, {"student": {**work, "factorize": made}, name: work | against}, settings, memory=False)
     one, other = found["student"], found[name]
-    speedup = time_ratio(other, one)
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
     tokens = work["batch"] * (work["new"] if work.get("new", 1) > 1 else work["tokens"])
     detail = f"{tokens / one.median:,.0f} / {tokens / other.median:,.0f} tokens/s; {fewer:.3f} × fewer multiply-adds"
-    table.add(Line(f"{job}: student's tokens/s over the {name}'s", speedup, SHARE * fewer, detail, at_least=True))
+    title = f"{job}: student's tokens/s over the {name}'s"
+    table.add(Line(title, time_ratio(other, one), SHARE * fewer, detail, at_least=True))
     for row, measured in found.items():
         if "profile" in measured.facts:
             table.say(f"{row}, {job}:\n{measured.facts['profile']}")
