@@ -34,8 +34,8 @@ HANGS = 20
 """Seconds after which an input counts as one that hangs."""
 LONGEST = 100_000
 """Bytes of an input."""
-FAILED = "failed-input"
-"""The last input of a reader that raised what it may not."""
+LAST = "last-input"
+"""The input that was tried last: the finding, if there is one."""
 FORBIDDEN = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "socket.connect", "pickle.find_class")
 """Audit events (PEP 578) that no reader may cause."""
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
@@ -86,7 +86,7 @@ def load(atheris: Any) -> Any:
 
 
 def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -> NoReturn:
-    """Try a reader until libFuzzer ends this process. `folder` has `seeds`, and gets `files` and `findings`."""
+    """Try a reader until libFuzzer ends this process."""
     hostile = importlib.import_module("hostile")
     errors = importlib.import_module("llmdistill.errors")
     work = folder / "files"
@@ -94,18 +94,15 @@ def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -
     sys.dont_write_bytecode = True
 
     def one_input(data: bytes) -> None:
+        (folder / LAST).write_bytes(data)
         number, content = (data[0], data[1:]) if data else (0, b"")
         path = reader.write(work, number, lambda _: content)
         watch.begin()
         try:
-            try:
-                reader.read(path)
-            except errors.UserError as error:
-                hostile.check_sentence(error)
-            watch.end()
-        except BaseException:  # libFuzzer does not write the file where a valid input fails
-            (folder / FAILED).write_bytes(data)
-            raise
+            reader.read(path)
+        except errors.UserError as error:
+            hostile.check_sentence(error)
+        watch.end()
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         """Half of the time as libFuzzer does, half of the time as the property tests do."""
@@ -124,13 +121,12 @@ def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> tuple[s
     Returns how many inputs it took and how many edges of the code the valid files and all inputs reach, and the
     finding, if there is one.
     """
-    seeds, findings, log = folder / "seeds", folder / "findings", folder / "log.txt"
-    for part in (seeds, findings):
-        part.mkdir(parents=True)
+    seeds, log = folder / "seeds", folder / "log.txt"
+    seeds.mkdir(parents=True)
     for number, content in enumerate(reader.files.values()):
         (seeds / f"valid-{number}").write_bytes(bytes([number]) + content)
     options = [f"-max_total_time={seconds}", f"-timeout={HANGS}", f"-max_len={LONGEST}", "-rss_limit_mb=8192"]
-    options += ["-seed=1", f"-artifact_prefix={findings}{os.sep}", "-print_final_stats=1", str(seeds)]
+    options += ["-seed=1", f"-artifact_prefix={folder}{os.sep}", "-print_final_stats=1", str(seeds)]
 
     def be_child() -> None:
         target = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -159,13 +155,11 @@ def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> tuple[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for each reader")
-    parser.add_argument(
-        "--reader", action="append", help="this one alone, by its name in tests/readers.py; can be repeated"
-    )
+    parser.add_argument("--reader", help="this one alone, by its name in tests/readers.py")
     parser.add_argument("--repeat", type=Path, help="the file of a finding; needs --reader")
     arguments = parser.parse_args()
-    if arguments.repeat is not None and len(arguments.reader or ()) != 1:
-        parser.error("--repeat needs one --reader: the file is an input of it")
+    if arguments.repeat is not None and arguments.reader is None:
+        parser.error("--repeat needs --reader: the file is an input of it")
     try:
         atheris: Any = importlib.import_module("atheris")
     except ImportError:
@@ -174,22 +168,19 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     os.environ["HF_HOME"] = str(folder / "libraries")  # where the datasets library makes the folders of its cache
     readers = load(atheris)
-    unknown = [name for name in arguments.reader or () if name not in readers]
-    if unknown:
-        parser.error(f"--reader {unknown[0]}: there are {', '.join(readers)}")
+    if arguments.reader not in (None, *readers):
+        parser.error(f"--reader {arguments.reader}: there are {', '.join(readers)}")
     if arguments.repeat is not None:
-        be_fuzzer(atheris, readers[arguments.reader[0]], folder, [str(arguments.repeat.resolve())])
+        be_fuzzer(atheris, readers[arguments.reader], folder, [str(arguments.repeat.resolve())])
     found = 0
     print(f"{'reader':16} {'inputs':>9} {'edges':>12}  finding", flush=True)
-    for name in arguments.reader or readers:
+    for name in readers if arguments.reader is None else [arguments.reader]:
         own = folder / re.sub(r"\W", "-", name)
         tried, finding = try_reader(atheris, readers[name], own, arguments.seconds)
         print(f"{name:16} {tried}  {finding or 'none'}", flush=True)
         if finding is not None:
             found += 1
-            files = [own / FAILED, *(own / "findings").glob("timeout-*")]
-            file = max((each for each in files if each.is_file()), key=os.path.getmtime, default=own / "log.txt")
-            print(f"  python scripts/torture/fuzz.py --reader '{name}' --repeat {file}", flush=True)
+            print(f"  python scripts/torture/fuzz.py --reader '{name}' --repeat {own / LAST}", flush=True)
     print(f"{found} findings")
     if found == 0:
         shutil.rmtree(folder)

@@ -37,7 +37,7 @@ LIMITS = {"bytes of memory": 2e6, "open files": 0.5, "threads": 0.5}
 _LONGEST_STEP = 0.1
 """Seconds of a step on a busy machine."""
 
-CASES = {"kills": (6, 110), "signals": (2, 24), "disk": (4, 48)}
+CASES = {"kills": (6, 110), "signals": (2, 30), "disk": (4, 48)}
 """How many each section has with --quick, and without."""
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from torture_child import Fault, phase_of
 from torture_results import Case, Tally, differences, left_behind, logged_steps
-from torture_runs import ROOT, SCENARIOS, Done, Scenario, Shop, in_parallel, runs, verdict, wait_until
-
-from support import environment, launch_command
+from torture_runs import SCENARIOS, Done, Scenario, Shop, in_parallel, verdict
 
 Judge = Callable[[Done, Fault, Path], list[str]]
 """Tells what is wrong after a fault: of what it did to the command, the fault, and the folder."""
@@ -120,21 +113,10 @@ def kill(shop: Shop, number: int) -> Case:
 # SIGTERM and SIGINT to one process, as a scheduler or a hand sends them
 
 _CODES = {"SIGTERM": 143, "SIGINT": 130}
-_GRACE = 20.0
-"""Seconds within which everything must have ended."""
-_LAUNCHED = {
-    20: ("SIGTERM", "the command", False),
-    21: ("SIGTERM", "the launcher", False),
-    22: ("SIGTERM", "rank 1", False),
-    23: ("SIGINT", "the command", True),
-}
-"""Numbers of cases of DeepSpeed's own launcher: a signal, who gets it, and whether it is sent again a second later."""
 
 
 def stop(shop: Shop, number: int) -> Case:
     """A signal to one rank of a training at a mark or shortly after it."""
-    if number in _LAUNCHED:
-        return launched(shop, number)
     dice, train = shop.random("signals", number), SCENARIOS["train"]
     every = [each for each in slots() if (each.scenario, each.moment) == (train, "mark") and each.victim != "launcher"]
     slot = every[number // 2 % len(every)]
@@ -147,63 +129,11 @@ def said_and_saved(done: Done, fault: Fault, folder: Path) -> list[str]:
     wrong, said = [], [line for line in done.errors.splitlines() if line.startswith("error: ")]
     if (done.code, len(said), "Traceback" in done.errors) != (_CODES[fault.kind], 1, False):
         wrong.append(f"exit code {done.code}, said {said}")
-    logged, saved = _logged_and_saved(folder / "run")
-    if logged > saved and "after step" in done.errors:
-        wrong.append(f"step {logged} is lost: {saved} is saved")
+    log = folder / "run" / "metrics.jsonl"
+    logged = logged_steps(folder / "run")[-1] if log.is_file() else 0
+    if "after step" in done.errors and not (folder / "run" / "checkpoints" / f"step-{logged}").is_dir():
+        wrong.append(f"step {logged} is lost")
     return wrong
-
-
-def _logged_and_saved(run: Path) -> tuple[int, int]:
-    """The last step of the log and that of the last checkpoint; 0 without any."""
-    logged = logged_steps(run) if (run / "metrics.jsonl").is_file() else []
-    return max(logged, default=0), max((int(each.name[5:]) for each in run.glob("checkpoints/step-*")), default=0)
-
-
-def launched(shop: Shop, number: int) -> Case:
-    """A signal to one process of `deepspeed llmdistill/train.py` on two ranks, when the training goes on."""
-    name, victim, again = _LAUNCHED[number]
-    case = Case(number, f"{name} to {victim} under deepspeed{', twice' if again else ''}")
-    long = ["--train.steps=100000", "--train.save_every=null", "--train.log_every=1"]
-
-    def work(folder: Path) -> list[str]:
-        with (folder / "output").open("w") as output:
-            command = psutil.Popen(
-                launch_command(*SCENARIOS["train"].arguments(shop, folder), *long, ranks=2),
-                cwd=ROOT,
-                env=environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # A shell lets what it starts in the background ignore interrupts.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-        try:
-            wait_until(lambda: _logged_and_saved(folder / "run")[0] >= 3, "the training did not begin", seconds=240)
-            (launcher,) = command.children()
-            ranks = launcher.children()
-            met = {"the command": command, "the launcher": launcher, "rank 1": ranks[-1]}[victim]
-            began = time.monotonic()
-            for _ in range(2 if again else 1):
-                with suppress(psutil.NoSuchProcess):
-                    met.send_signal(signal.Signals[name])
-                time.sleep(1.0 if again else 0.0)
-            # The launcher puts ranks into groups of their own.
-            wait_until(lambda: not any(runs(each) for each in [command, *ranks]), "it still ran after the signal")
-            code = command.wait()
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                for each in [*command.children(recursive=True), command]:
-                    each.kill()
-            command.wait()
-        case.grace, case.struck = time.monotonic() - began, 1
-        case.counts.append((case.what, f"exit code {code} after {case.grace:.1f} s"))
-        logged, saved = _logged_and_saved(folder / "run")
-        if case.grace > _GRACE or code == 0 or (not again and logged != saved):
-            said = (folder / "output").read_text()[-300:]
-            return [f"exit code {code} after {case.grace:.1f} s; step {saved} is saved of {logged}; {said}"]
-        return []
-
-    return case.attempt(shop.folder / "signals" / str(number), work)
 
 
 # A disk that is full, read-only or failing at any change: one sentence, and the run goes on when it is well again

@@ -125,7 +125,9 @@ class Shop:
             except AssertionError:
                 server.receive()  # the code of the job, which it has killed
                 raise
-            wait_until(lambda: not alive(job.group), "processes did not end after their launcher's end")
+            _, left = psutil.wait_procs(alive(job.group), timeout=60)
+            if left:
+                raise RuntimeError("processes did not end within 60 seconds after their launcher's end")
         finally:
             for process in alive(job.group):
                 process.kill()
@@ -217,28 +219,13 @@ SCENARIOS = {
 }
 
 
-def runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
 def alive(group: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getpgid(process.pid) == group and runs(process):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
-
-
-def wait_until(true: Callable[[], object], otherwise: str, *, seconds: float = 60) -> None:
-    """Raises RuntimeError, which says `otherwise`, if it is not true in time."""
-    patience = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > patience:
-            raise RuntimeError(f"{otherwise} within {seconds:.0f} seconds")
-        time.sleep(0.02)
 
 
 def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
