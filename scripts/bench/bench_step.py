@@ -3,14 +3,11 @@
     python scripts/bench/bench_step.py             # the sizes that the targets are set for, a quarter of an hour
     python scripts/bench/bench_step.py --quick     # small models, under a minute
     python scripts/bench/bench_step.py --peers     # TRL's GKD trainer beside ours, where trl is installed
-    python scripts/bench/bench_step.py --peers --peers-python /path/to/a/venv/bin/python
 
 Models have GPT-2's and BERT-base's shapes and random weights, fp32 on a CPU and on CUDA. Every row builds the same
 models and the same batch; dropout is off. kd is the forward KL and the labels' cross-entropy together, makd its
 defaults. The encoders stand under a classification head, so that nothing saved on a vocabulary hides what the losses of
-the layers cost. What memory means here stands in benching.py.
-
-The last line is JSON with the value of each measure.
+the layers cost. What memory means here stands in benching.py. The last line is JSON with the value of each measure.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> Rows:
     return {way: {"task": task, "way": way, **sizes} for way in ways}
 
 
-def kd_step(settings: Settings, table: Table, peers_python: str | None) -> None:
+def kd_step(settings: Settings, table: Table, peers_python: str | None = None) -> None:
     """All tokens supervised, 40 % of them, and TRL's trainer."""
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
@@ -50,8 +47,8 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> None:
         table.say(f"TRL's row failed and is left out: {failure}")
         found = measure(__file__, rows, settings)
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
-    against_floor(table, name, found["ours"], found["floor"], time=1.03, memory=0.92)
-    against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], time=0.85, memory=0.75)
+    against_floor(table, name, found["ours"], found["floor"], 1.03, 0.92)
+    against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], 0.85, 0.75)
     if "trl" in found:
         table.time(f"{name}: time / TRL's GKD trainer", found["ours"], found["trl"], 0.95)
         table.memory(f"{name}: memory / TRL's GKD trainer", found["ours"], found["trl"], 0.65)
@@ -64,7 +61,7 @@ def makd_step(settings: Settings, table: Table) -> None:
     found = measure(__file__, rows_of("makd", ("floor", "ours", "naive"), sizes), settings)
     ours, naive = found["ours"], found["naive"]
     name = f"MaKD step {sizes['batch']}×{sizes['tokens']}"
-    against_floor(table, name, ours, found["floor"], time=1.15, memory=None)
+    against_floor(table, name, ours, found["floor"], 1.15)
     table.time(f"{name}: time / naive", ours, naive)
     loss_difference(table, f"{name}: loss against naive", ours, naive)
     table.memory(f"{name}: memory / naive", ours, naive, 0.5)
@@ -81,7 +78,7 @@ def encoder_step(settings: Settings, table: Table) -> None:
         found = measure(__file__, rows_of("encoder", ("floor", "ours"), sizes), settings)
         ours, floor = found["ours"], found["floor"]
         name = f"encoder step {batch}×{tokens}"
-        against_floor(table, name, ours, floor, time=1.06, memory=None)
+        against_floor(table, name, ours, floor, 1.06)
         table.add(Line(f"{name}: memory - floor", (ours.bytes - floor.bytes) / 1e6, 100, unit=" MB"))
 
 
@@ -101,7 +98,7 @@ def packed_step(settings: Settings, table: Table) -> None:
 
 
 def against_floor(
-    table: Table, name: str, ours: Measured, floor: Measured, *, time: float, memory: float | None
+    table: Table, name: str, ours: Measured, floor: Measured, time: float, memory: float | None = None
 ) -> None:
     table.time(f"{name}: time / floor", ours, floor, time)
     table.memory(f"{name}: memory / floor", ours, floor, memory)
@@ -112,12 +109,10 @@ def loss_difference(table: Table, measure: str, ours: Measured, other: Measured)
     table.add(Line(f"{measure}, relative", abs(ours.facts["first"] / other.facts["first"] - 1), 1e-5))
 
 
-STEPS = ("kd", "makd", "encoder", "packed")
-
-
 def main() -> None:
     parser = bench_parser(__doc__)
-    parser.add_argument("--only", choices=STEPS, action="append", help="one of the steps alone; may be repeated")
+    steps = {"kd": kd_step, "makd": makd_step, "encoder": encoder_step, "packed": packed_step}
+    parser.add_argument("--only", choices=steps, action="append", help="one of the steps alone; may be repeated")
     parser.add_argument("--peers", action="store_true", help="TRL's GKD trainer too, where trl is installed")
     parser.add_argument("--peers-python", default=sys.executable, help="the interpreter that has trl; this one's")
     settings, arguments = parse(parser, build)
@@ -126,9 +121,8 @@ def main() -> None:
     if peers_python == sys.executable and find_spec("trl") is None:
         table.say("trl is not installed, so that TRL's GKD trainer is left out (--peers-python names another venv)")
         peers_python = None
-    kd = partial(kd_step, peers_python=peers_python)
-    steps = dict(zip(STEPS, (kd, makd_step, encoder_step, packed_step), strict=True))
-    for name in arguments.only or STEPS:
+    steps["kd"] = partial(kd_step, peers_python=peers_python)
+    for name in arguments.only or steps:
         steps[name](settings, table)
     table.finish()
 

@@ -59,7 +59,7 @@ QUICK_PIVOTED = {"factorize": {"target_params": "70%", "form": "pivoted"}, "agai
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: the work of JOBS, with or without what makes the model a student."""
-    model = gpt2({**row, "way": "generate"}, row["layers"]) if "new" in row else bert(row, row["layers"])
+    model = gpt2(row, row["layers"]) if "new" in row else bert(row, row["layers"])
     if "factorize" in row:
         # Factors of random weights: a call costs the same whatever they hold.
         factorize = row["factorize"]

@@ -86,14 +86,7 @@ class Settings:
 
 
 class Row:
-    def __init__(
-        self,
-        script: str,
-        row: Mapping[str, Any],
-        settings: Settings,
-        python: str = sys.executable,
-        mapped: bool = False,
-    ) -> None:
+    def __init__(self, script: str, row: Mapping[str, Any], settings: Settings, python: str, mapped: bool) -> None:
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
         arguments += ["--clock", settings.clock]
@@ -109,10 +102,11 @@ class Row:
             env={"GOMP_SPINCOUNT": "1000", **os.environ, **pinned, **more, "HF_HUB_OFFLINE": "1"},
         )
 
-    def ask(self, order: str) -> None:
-        """Order a call, whose "time" or "memory" the next answer has; the process ends when this one does."""
+    def ask(self, order: str) -> float:
+        """Order a call, and return its "time" or "memory"; the process ends when this one does."""
         with suppress(BrokenPipeError):  # answer() says why
             print(order, file=self._process.stdin, flush=True)
+        return float(self.answer()[order])
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -142,16 +136,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Take times in turn, then memory, each from processes started for it; facts come from either.
 
-    Args:
-        script: the bench's own file.
-        rows: descriptions by name.
-        settings: of the command line.
-        times: whether times are taken.
-        memory: whether memory is measured.
-        pythons: interpreters of rows that need another than this one.
-
-    Raises:
-        RuntimeError: a row's process died; the message holds the last it wrote.
+    `rows` are descriptions by name, and `pythons` the interpreters of those that need another than this one. Raises
+    RuntimeError if a row's process died; the message holds the last it wrote.
     """
     found = {name: Measured() for name in rows}
     apart = times and memory and not settings.quick and settings.device == "cpu"
@@ -165,13 +151,11 @@ def measure(
                 found[name].facts |= process.answer()
             for repeat in range(-1, settings.repeats if timing else -1):
                 for name in rows if repeat % 2 == 0 else reversed(rows):
-                    running[name].ask("time")
-                    seconds = running[name].answer()["seconds"]
+                    seconds = running[name].ask("time")
                     if repeat >= 0:  # the one before warms up
                         found[name].seconds.append(seconds)
             for name in rows if weighing else ():
-                running[name].ask("memory")
-                found[name].bytes = running[name].answer()["bytes"]
+                found[name].bytes = running[name].ask("memory")
     return found
 
 
@@ -186,24 +170,20 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: s
     torch.manual_seed(0)
     on = torch.device(device)
     work = build(row, on)
-    facts = dict(work.facts)
-    if work.call is not None:
-        first = work.call()
-        if isinstance(first, float):
-            facts["first"] = first
-        del first
-    say(facts)
+    first = None if work.call is None else work.call()
+    say({**work.facts, "first": first} if isinstance(first, float) else work.facts)
+    del first
     now = time.process_time if clock == "processor" else time.perf_counter
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
         if order.strip() == "memory":
-            say({"bytes": peak(work.call, on)})
+            say({"memory": peak(work.call, on)})
             continue
         wait(on)
         begun = now()
         work.call()
         wait(on)
-        say({"seconds": now() - begun})
+        say({"time": now() - begun})
 
 
 def say(answer: Mapping[str, Any]) -> None:

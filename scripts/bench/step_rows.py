@@ -62,7 +62,7 @@ def gpt2(row: dict[str, Any], layers: int) -> PreTrainedModel:
     sizes = {"n_embd": row["width"], "n_head": row["heads"], "vocab_size": row["vocabulary"]}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     # The naive step reads the attention maps off both models, and only eager attention has them.
-    attention = "eager" if row["way"] == "naive" else "sdpa"
+    attention = "eager" if row.get("way") == "naive" else "sdpa"
     return GPT2LMHeadModel._from_config(GPT2Config(n_layer=layers, **sizes, **dropout), attn_implementation=attention)
 
 
@@ -95,40 +95,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     return Work(ways[row["way"]](setting, row))
 
 
-def adamw(student: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all rows; its learning rate is next to nothing, so that every call does the same."""
-    return torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True)
-
-
-def _update(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
-    """What no distillation can do without: the teacher's forward pass, and a step of the student on plain labels.
-
-    All tokens are labels, whatever share a row supervises. Nothing is kept of the teacher.
-    """
-    optimizer = adamw(setting.student)
-    inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids)}
-    cache = {} if setting.targets is not None else {"use_cache": False}
-    following = functional.pad(setting.ids[:, 1:], (0, 1), value=IGNORE).flatten()
-
-    def step() -> float:
-        with torch.no_grad():
-            setting.teacher(**inputs, **cache)
-        logits = setting.student(**inputs, **cache).logits
-        targets = following if setting.targets is None else setting.targets
-        loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets, ignore_index=IGNORE)
-        del logits
-        _update(loss, optimizer)
-        return float(loss.detach())
-
-    return step
-
-
 class Engine:
     """DeepSpeed's engine as far as the trainer knows it, without DeepSpeed: the floor has none either."""
 
@@ -152,7 +118,32 @@ class Engine:
 
 
 def plain_engine(student: nn.Module) -> Engine:
-    return Engine(student, adamw(student))
+    """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same."""
+    return Engine(student, torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True))
+
+
+def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
+    """What no distillation can do without: the teacher's forward pass, and a step of the student on plain labels.
+
+    All tokens are labels, whatever share a row supervises. Nothing is kept of the teacher.
+    """
+    engine = plain_engine(setting.student)
+    inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids)}
+    cache = {} if setting.targets is not None else {"use_cache": False}
+    following = functional.pad(setting.ids[:, 1:], (0, 1), value=IGNORE).flatten()
+
+    def step() -> float:
+        with torch.no_grad():
+            setting.teacher(**inputs, **cache)
+        logits = setting.student(**inputs, **cache).logits
+        targets = following if setting.targets is None else setting.targets
+        loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets, ignore_index=IGNORE)
+        del logits
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
 
 
 def ours(
@@ -263,7 +254,7 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
     MaKD eq. 12, 13, 15, 16 and 18 with the package's default layers and weights; no tensor is padded here, and all
     tokens but a sequence's first are labels.
     """
-    optimizer = adamw(setting.student)
+    engine = plain_engine(setting.student)
     of_student, of_teacher = _kept(setting.student), _kept(setting.teacher)
     wanted = {"use_cache": False, "output_attentions": True}
     inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids), **wanted}
@@ -276,8 +267,9 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
         total = torch.zeros((), device=setting.ids.device)
         for layer in range(layers):
             if layer < layers // 2:
-                for mine, theirs in zip(_matrices(of_student, layer), _matrices(of_teacher, layer), strict=True):
-                    total = total + functional.mse_loss(mine, theirs)
+                for name, matrices in (("qkv", 3), ("up", 1), ("down", 1)):
+                    pair = (each[name, layer].chunk(matrices, -1) for each in (of_student, of_teacher))
+                    total = total + sum(map(functional.mse_loss, *pair))
             else:
                 p, q = student.attentions[layer], teacher.attentions[layer]
                 # Where the mask forbids, both are 0, and so is the difference of the logarithms.
@@ -287,16 +279,13 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
         log_p, p = student.logits[:, :-1].log_softmax(-1), teacher.logits[:, :-1].softmax(-1)
         total = total - (p * log_p).sum(-1).mean()
         del student, teacher, log_p, p
-        _update(total, optimizer)
+        engine.backward(total)
+        engine.step()
         of_student.clear()
         of_teacher.clear()
         return float(total.detach())
 
     return step
-
-
-def _matrices(outputs: dict[tuple[str, int], Tensor], layer: int) -> list[Tensor]:
-    return [*outputs["qkv", layer].chunk(3, -1), outputs["up", layer], outputs["down", layer]]
 
 
 def trl_gkd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
@@ -306,21 +295,12 @@ def trl_gkd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
     from transformers import PreTrainedTokenizerFast
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    optimizer = adamw(setting.student)
+    engine = plain_engine(setting.student)
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
-    on_gpu = setting.ids.device.type == "cuda"
-    arguments = GKDConfig(
-        output_dir=tempfile.mkdtemp(),
-        lmbda=0.0,
-        beta=0.0,
-        temperature=1.0,
-        bf16=False,
-        use_cpu=not on_gpu,
-        gradient_checkpointing=False,
-        report_to=[],
-        max_grad_norm=0.0,
-    )
+    plain: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "report_to": [], "max_grad_norm": 0.0}
+    kl: dict[str, Any] = {"lmbda": 0.0, "beta": 0.0, "temperature": 1.0}
+    arguments = GKDConfig(output_dir=tempfile.mkdtemp(), use_cpu=setting.ids.device.type != "cuda", **kl, **plain)
     trainer = GKDTrainer(
         model=setting.student,
         teacher_model=setting.teacher,
@@ -334,8 +314,7 @@ def trl_gkd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
 
     def step() -> float:
         loss = trainer.training_step(setting.student, dict(inputs))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        engine.step()
         return float(loss)
 
     return step
