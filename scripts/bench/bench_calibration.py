@@ -4,19 +4,15 @@
     python scripts/bench/bench_calibration.py --quick   # narrow ones, under a minute
     python scripts/bench/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512 # all of `compress`
 
-A pass is `measure_moments` of all linears of two layers with random fp32 weights and a vocabulary of 16,384. It is
-compared with a forward and a backward pass of the same model on the same tokens, gradients of the weights included.
-Its memory above the model holds the statistics and the activations; the table by the shapes has the statistics alone.
-A matrix is decomposed once, in fp64, with moments of full rank, up to its break-even rank; the figure is CPU seconds
-over all threads, which other processes of the machine do not lengthen.
-
-On paper: the decompositions of Llama's sizes. Of multiply-adds a pass takes two for each weight (no gradients of the
-weights) and one for each entry of the statistics' lower triangles. The last line is JSON.
+A pass is `measure_moments` of all linears of two layers with random fp32 weights. It is compared with a forward and a
+backward pass of the same model on the same tokens, gradients of the weights included; it takes two multiply-adds for
+each weight and one for each entry of the statistics' lower triangles. A matrix is decomposed once, in fp64, with
+moments of full rank, up to its break-even rank, in CPU seconds over all threads.
 
 With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
 parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
-forward and a backward pass of the same tokens, gradients of the weights included. Peak memory is what the process holds
-above its imports, at most, as a multiple of the teacher in fp32 once the statistics are taken off.
+forward and a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +22,8 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import benching
@@ -102,12 +99,14 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     def measured() -> None:
         measure_moments(model, names, batches)
 
-    def plain() -> None:
-        for batch in batches:
-            model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
-            model.zero_grad(set_to_none=True)
+    return Work(measured if row["work"] == "pass" else partial(plain, model, batches))
 
-    return Work(measured if row["work"] == "pass" else plain)
+
+def plain(model: Any, batches: Iterable[Batch]) -> None:
+    """A forward and a backward pass of each batch."""
+    for batch in batches:
+        model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
 
 
 def decomposed(m: int, n: int, device: torch.device) -> float:
@@ -231,12 +230,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     timed("all", weighed)(model, "60%")
     over.set()
 
-    def plain() -> None:
-        for batch in in_parts(batches[: count // 8], 512):
-            model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
-            model.zero_grad(set_to_none=True)
-
-    timed("forward and backward", plain)()
+    timed("forward and backward", plain)(model, in_parts(batches[: count // 8], 512))
     (wall, cpu), (of_plain, cpu_of_plain) = seconds["all"], seconds["forward and backward"]
     names = layer_linears(model)
     (one,) = measure.plan_passes(shared_inputs(model, names, batches[0]), names, gradients=True, memory=math.inf)

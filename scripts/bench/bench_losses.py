@@ -7,10 +7,7 @@ One call is forward and backward of one loss: attention KL of one layer (12 head
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
 heads, V-V of 768), the squared error of queries (12 heads of 64, views of (B, T, H, D)). Naive is the same loss from
 whole matrices, by autograd (plain_losses.py). The bare products are the four that no head does without: both models'
-logits, and the gradients of rows and weight, each in one piece. Inputs and gradients are fp32; those of the squared
-error have the dtype that a run would take, bf16 on a GPU. gpu_check says how far the gradients are from exact ones.
-
-The last line is JSON with the value of each measure.
+logits, and the gradients of rows and weight. All is fp32; the squared error on a GPU is bf16. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import plain_losses
 import torch
 from benching import Settings, Work, bench_parser, measure, parse, run
 from benching_table import Table
-from torch import Tensor
 
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.terms import TokenTerm
@@ -40,7 +36,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     draw = plain_losses.Draw(device, torch.bfloat16 if row.get("bf16") else torch.float32)
     if row["way"] == "products":
         student, teacher = plain_losses.head_inputs(draw, **row["sizes"])
-        return Work(lambda: _products(student, teacher).is_sparse)
+        return Work(lambda: _products(student, teacher))
     more = {"terms": [TokenTerm("kl", FORWARD_KL)]} if row["loss"] == "head_losses" else {"batch": 1}
     leaves, call = getattr(plain_losses, row["loss"])(draw, row["way"] == "naive", **row["sizes"], **more)
 
@@ -53,13 +49,12 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 @torch.no_grad()
-def _products(student: plain_losses.HeadInputs, teacher: plain_losses.HeadInputs) -> Tensor:
-    """The four bare matrix products, with nothing in between; the last of them."""
+def _products(student: plain_losses.HeadInputs, teacher: plain_losses.HeadInputs) -> None:
+    """The four bare matrix products, with nothing in between."""
     derivative_NV = student.rows @ student.weight.T
     teacher.rows @ teacher.weight.T
     derivative_NV @ student.weight
-    gradient_VK: Tensor = derivative_NV.T @ student.rows
-    return gradient_VK
+    derivative_NV.T @ student.rows
 
 
 def compared(

@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from benching import run
@@ -134,26 +134,15 @@ class Bench:
 
     def _calibration(self) -> tuple[list[Batch], list[Batch]]:
         options, config_of = self.options, self.model.config
-        given = CalibrationConfig(
-            data=options.calibration, examples=options.examples, micro_batch_size=2, held_out=options.held_out
-        )
+        calibration = CalibrationConfig(examples=options.examples, micro_batch_size=2, held_out=options.held_out)
         data: dict[str, Any] = {"max_length": options.length, "kind": kind_of(options.calibration)}
         if data["kind"] == "instructions":
             data |= {"max_prompt_length": options.length // 2, "long_prompts": "drop"}
-        config = RunConfig(
-            ds_config="",
-            student=StudentConfig(factorize=FactorizeConfig(calibration=given)),
-            data=DataConfig(train=options.calibration, **data),
-        )
-        models = Models(
-            teacher=config_of,
-            student=config_of,
-            teacher_path=self.path,
-            tokenizer_path=self.path,
-            causal=True,
-            objective=make_task(config).objective(config_of, uses_output=False),
-        )
-        return calibration_batches(config, models, self.world)
+        student = StudentConfig(factorize=FactorizeConfig(calibration=calibration))
+        config = RunConfig(ds_config="", student=student, data=DataConfig(train=options.calibration, **data))
+        objective = make_task(config).objective(config_of, uses_output=False)
+        both = {"teacher": config_of, "student": config_of, "teacher_path": self.path, "tokenizer_path": self.path}
+        return calibration_batches(config, Models(**both, causal=True, objective=objective), self.world)
 
     def factors(self, weighting: str) -> KeptFactors:
         """Return the factors of all matrices by a weighting; they are measured once and kept in the output's folder."""
@@ -161,7 +150,7 @@ class Bench:
         kept = KeptFactors(self.folder / weighting, {"weighting": weighting, **calibration})
         if weighting != "none":
             # Pivoted factors have the largest ranks, which serve both forms.
-            settings = FactorizeConfig(weighting=cast(Any, weighting), form="pivoted", rank=1)
+            settings = FactorizeConfig(weighting=weighting, form="pivoted", rank=1)
             measured(self._source(kept, self.batches), settings)
         for name in self.shapes.keys() - kept.keys():
             weight = matrix(self.modules[name]).detach()
@@ -185,7 +174,7 @@ class Bench:
         L is the mean loss of the data's own labels, on about 2,048 tokens as in the paper's one-shot setting.
         """
         self.model.requires_grad_(False)
-        weights = {name: cast(Tensor, module.weight).requires_grad_(True) for name, module in self.modules.items()}
+        weights = {name: module.weight.requires_grad_(True) for name, module in self.modules.items()}
         batches = self.batches[: -(-2048 // (self.options.length * self.batches[0].input_ids.shape[0]))]
         count = sum(int((batch.labels[:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
         for batch in progress(batches, "Slopes of the singular values", "batches"):
@@ -195,9 +184,8 @@ class Bench:
             (loss / count).backward()
         found = {}
         for name, weight in weights.items():
-            gradient = cast(Tensor, weight.requires_grad_(False).grad)
+            gradient, weight.grad = weight.requires_grad_(False).grad, None
             found[name] = ((factors[name].left.T @ gradient) * factors[name].right).sum(1)
-            weight.grad = None
         return found
 
     def student(self, start: str, share: float) -> tuple[FactorizeConfig, Weighted]:
@@ -206,7 +194,7 @@ class Bench:
         budget = int(share * self.linears)
         settings = FactorizeConfig(
             target_params=str(self.whole - self.linears + budget),
-            weighting=cast(Any, weighting),
+            weighting=weighting,
             allocation="loss" if allocation in ("loss", "predicted", "pivoted") else "uniform",
             form="pivoted" if allocation == "pivoted" else "plain",
             calibration=CalibrationConfig(data=self.options.calibration, held_out=self.options.held_out),
@@ -294,9 +282,8 @@ def main() -> None:
     for label, folder in (given.split("=", 1) for given in options.student):
         student = load_model(folder, dtype=torch.float32, device=bench.world.device).eval()
         scores = score_windows(student, bench.windows, batch_size=4, world=bench.world)
-        row = {"start": label, **scores, "all": count_parameters(student) / bench.whole}
-        trained.append(row)
-        print(f"{row['start']}, {100 * row['all']:.0f} % of all: perplexity {row['perplexity']:.5g}", flush=True)
+        trained.append({"start": label, **scores, "all": count_parameters(student) / bench.whole})
+        print(f"{label}, {100 * trained[-1]['all']:.0f} % of all: perplexity {scores['perplexity']:.5g}", flush=True)
     print(table(rows))
     if options.figure is not None:
         draw([*rows, *trained], bench.whole, Path(options.test).stem).savefig(options.figure, dpi=160)

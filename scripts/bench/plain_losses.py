@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,15 +70,11 @@ def attention_kl_plain(
     direction: Direction = "student_teacher",
 ) -> LossSum:
     """`attention.attention_kl`, by autograd."""
-    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
-    real_BT = attention_mask != 0
-    visible_B1TT = visible_keys(attention_mask, causal=causal, window=window)
-    student_BHTT = attention_log_probs(student, real_BT, visible_B1TT)
-    teacher_BHTT = attention_log_probs(teacher, real_BT, visible_B1TT)
-    if direction == "student_teacher":
-        p_BHTT, q_BHTT = student_BHTT, teacher_BHTT
-    else:
-        p_BHTT, q_BHTT = teacher_BHTT, student_BHTT
+    real_BT, visible_B1TT = attention_mask != 0, visible_keys(attention_mask, causal=causal, window=window)
+    p_BHTT, q_BHTT = (
+        attention_scores(each, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
+        for each in ((student, teacher) if direction == "student_teacher" else (teacher, student))
+    )
     # Where a key is not visible both logarithms are -inf and their difference is NaN; its share is zero.
     log_ratio_BHTT = torch.where(visible_B1TT, p_BHTT - q_BHTT, 0.0)
     kl_BT = (p_BHTT.exp() * log_ratio_BHTT).sum(-1).mean(1)
@@ -93,9 +90,7 @@ def attention_score_mse_plain(
     window: int | None = None,
 ) -> LossSum:
     """`attention.attention_score_mse`, by autograd."""
-    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
-    real_BT = attention_mask != 0
-    visible_B1TT = visible_keys(attention_mask, causal=causal, window=window)
+    real_BT, visible_B1TT = attention_mask != 0, visible_keys(attention_mask, causal=causal, window=window)
     error_BHTT = attention_scores(student, real_BT) - attention_scores(teacher, real_BT)
     squares_BHT = torch.where(visible_B1TT, error_BHTT, 0.0).square().sum(-1)
     # The scores of a padded query are 0 in both models, so it adds nothing.
@@ -154,24 +149,13 @@ def visible_keys(attention_mask: Tensor, *, causal: bool, window: int | None = N
     return (visible_BTT | ~real_BT[:, :, None])[:, None]
 
 
-def attention_log_probs(inputs: AttentionInputs, real_BT: Tensor, visible_B1TT: Tensor) -> Tensor:
-    """Logarithm of the attention distribution (eq. 3): (B, H, T, T) in at least fp32, -inf where not visible."""
-    return attention_scores(inputs, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
-
-
 def attention_scores(inputs: AttentionInputs, real_BT: Tensor) -> Tensor:
     """Scaled products of queries and keys: (B, H, T, T) in at least fp32; 0 where either is padding."""
-    batch, heads, tokens, width = inputs.query.shape
-    groups = inputs.key.shape[1]
-    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     # Cleared before the product: a masked score alone would still let a padded row's NaN into the other's gradient.
-    query_BHTD = torch.where(real_BT[:, None, :, None], inputs.query, 0.0).to(dtype)
-    key_BGTD = torch.where(real_BT[:, None, :, None], inputs.key, 0.0).to(dtype)
-    # Head h reads key head h // (H/G): group the queries instead of repeating the keys.
-    query_BGXTD = query_BHTD.reshape(batch, groups, heads // groups, tokens, width)
-    scores_BHTT = (query_BGXTD @ key_BGTD[:, :, None].transpose(-1, -2)).reshape(batch, heads, tokens, tokens)
-    return scores_BHTT * inputs.scaling
+    query_BHTD, key_BGTD = (torch.where(real_BT[:, None, :, None], each, 0.0).to(dtype) for each in inputs[:2])
+    key_BHTD = repeat_heads(key_BGTD, query_BHTD.shape[1])
+    return query_BHTD @ key_BHTD.transpose(-1, -2) * inputs.scaling
 
 
 # Cases of random numbers
@@ -200,14 +184,14 @@ class Draw:
 
 
 def _sides(
-    draw: Draw, tokens: int, width: int, heads: int, groups: Sequence[int], batch: int
-) -> tuple[AttentionInputs, AttentionInputs]:
+    draw: Draw, tokens: int, width: int = 64, heads: int = 8, groups: Sequence[int] = (2, 4), batch: int = 2
+) -> list[AttentionInputs]:
     """Queries and keys of student and teacher, with so many key heads each."""
     sides = []
     for learned, keys in zip((True, False), groups, strict=True):
         query, key = (draw(batch, each, tokens, width, learned=learned) for each in (heads, keys))
         sides.append(AttentionInputs(query, key, width**-0.5))
-    return sides[0], sides[1]
+    return sides
 
 
 def attention_kl(
@@ -215,21 +199,18 @@ def attention_kl(
     plain: bool,
     *,
     tokens: int,
-    width: int = 64,
-    heads: int = 8,
-    groups: Sequence[int] = (2, 4),
-    batch: int = 2,
     causal: bool = True,
     direction: Direction = "student_teacher",
+    batch: int = 2,
+    **sizes: Any,
 ) -> Made:
-    student, teacher = _sides(draw, tokens, width, heads, groups, batch)
-    mask = draw.mask(batch, tokens)
-    function = attention_kl_plain if plain else attention.attention_kl
+    student, teacher = _sides(draw, tokens, batch=batch, **sizes)
+    mask, function = draw.mask(batch, tokens), attention_kl_plain if plain else attention.attention_kl
     return [*student[:2]], lambda: function(student, teacher, mask, causal=causal, direction=direction).sum
 
 
 def attention_score_mse(draw: Draw, plain: bool, *, tokens: int) -> Made:
-    (student, teacher), mask = _sides(draw, tokens, 64, 8, (2, 4), 2), draw.mask(2, tokens)
+    (student, teacher), mask = _sides(draw, tokens), draw.mask(2, tokens)
     function = attention_score_mse_plain if plain else attention.attention_score_mse
     return [*student[:2]], lambda: function(student, teacher, mask, causal=False).sum
 

@@ -32,7 +32,9 @@ from llmdistill.tasks.answers import score_sets
 
 VOCAB_SIZE = 1024
 LIMITS = Limits(max_prompt_length=256, max_length=512)
-SEED = 1
+SEED, STEPS, BATCH_SIZE, PEAK = 1, 2400, 32, 3e-3
+"""Of the teacher's training; the last is the peak of the learning rate."""
+TEACHER = FOLDER / "teacher"
 PAD, END = "<|pad|>", "<|end|>"
 
 
@@ -100,17 +102,17 @@ def batches(items: list[Encoded], size: int, generator: torch.Generator) -> list
     return [made[index] for index in torch.randperm(len(made), generator=generator).tolist()]
 
 
-def train(model: LlamaForCausalLM, items: list[Encoded], pad: int, *, steps: int, batch_size: int, peak: float) -> None:
+def train(model: LlamaForCausalLM, items: list[Encoded], pad: int) -> None:
     """AdamW with warm-up and cosine on the response tokens of shuffled batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
     generator = torch.Generator().manual_seed(SEED)
     queue: list[list[Encoded]] = []
     warmup, started, shown = 100, time.time(), 0.0
     model.train()
-    for step in range(1, steps + 1):
-        factor = min(1.0, step / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        optimizer.param_groups[0]["lr"] = peak * factor
-        queue = queue or batches(items, batch_size, generator)
+    for step in range(1, STEPS + 1):
+        factor = min(1.0, step / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
+        optimizer.param_groups[0]["lr"] = PEAK * factor
+        queue = queue or batches(items, BATCH_SIZE, generator)
         batch = collate(queue.pop(), pad)
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
@@ -120,7 +122,7 @@ def train(model: LlamaForCausalLM, items: list[Encoded], pad: int, *, steps: int
         optimizer.step()
         shown += loss.item()
         if step % 100 == 0:
-            print(f"step {step}/{steps}  loss {shown / 100:.4f}  {time.time() - started:.0f} s", flush=True)
+            print(f"step {step}/{STEPS}  loss {shown / 100:.4f}  {time.time() - started:.0f} s", flush=True)
             shown = 0.0
 
 
@@ -145,28 +147,22 @@ def score(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", action="store_true", help="only write the corpus")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps of the teacher")
-    parser.add_argument("--batch_size", type=int, default=32, help="rows of a step")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--teacher", type=Path, default=FOLDER / "teacher", help="where the teacher goes")
-    args = parser.parse_args()
-
+    only_data = parser.parse_args().data
     corpus.write(FOLDER / "data")
-    if args.data:
+    if only_data:
         return
-    make_tokenizer(args.teacher)
-    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    make_tokenizer(TEACHER)
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
     data = encode(teacher_examples(), tokenizer, LIMITS)
-    print(f"{data.report()} {sum(parameter.numel() for parameter in model.parameters()):,} parameters.", flush=True)
-    sizes = {"steps": args.steps, "batch_size": args.batch_size}
-    train(model, data.items, tokenizer.pad_token_id, **sizes, peak=args.learning_rate)
-    save(model, args.teacher)
-    scores = score(args.teacher)
+    print(f"{data.report()} {model.num_parameters():,} parameters.", flush=True)
+    train(model, data.items, tokenizer.pad_token_id)
+    save(model, TEACHER)
+    scores = score(TEACHER)
     print(scores)
-    command = f"python scripts/make/make_embedded.py --steps {args.steps} --learning_rate {args.learning_rate}"
-    report = {"metric": "ROUGE-L F, greedy, maximum over references, x100", "scores": scores, "command": command}
-    (args.teacher / "scores.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    measure = "ROUGE-L F, greedy, maximum over references, x100"
+    report = {"metric": measure, "scores": scores, "command": "python scripts/make/make_embedded.py"}
+    (TEACHER / "scores.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

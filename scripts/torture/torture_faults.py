@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import NamedTuple
 
 from torture_child import Fault, phase_of
 from torture_results import Case, Tally, differences, left_behind, logged_steps
-from torture_runs import SCENARIOS, Done, Scenario, Shop, in_parallel, verdict
+from torture_runs import SCENARIOS, Done, Scenario, Shop, verdict
 
 Judge = Callable[[Done, Fault, Path], list[str]]
 """Tells what is wrong after a fault: of what it did to the command, the fault, and the folder."""
@@ -26,11 +29,11 @@ def disturbed(
     faults: Iterable[Fault],
     judge: Judge = lambda *_: [],
 ) -> Case:
-    """Run a command once for each fault, and then to its end."""
-    case, of_ranks = Case(number, f"{scenario.name}, {max(1, ranks)} rank(s)"), f"{max(1, ranks)} rank(s)"
-
-    def work(folder: Path) -> list[str]:
-        wrong = []
+    """Run a command once for each fault, and then to its end, in a folder that is kept if something is wrong."""
+    of_ranks, folder = f"{max(1, ranks)} rank(s)", shop.folder / section / str(number)
+    case = Case(number, f"{scenario.name}, {of_ranks}")
+    folder.mkdir(parents=True)
+    try:
         for fault in faults:
             done = shop.run(scenario, folder, ranks=ranks, fault=fault)
             if done.struck is None:
@@ -40,21 +43,17 @@ def disturbed(
             case.struck, case.grace = case.struck + 1, max(case.grace, done.grace)
             case.what += f", {fault.kind} to {victim} at {done.struck}"
             case.counts += [("by kind", fault.kind), ("by phase", phase), ("by victim", f"{victim} of {of_ranks}")]
-            wrong += judge(done, fault, folder)
-        wrong += repeated(shop, scenario, ranks, folder)
-        reference = shop.reference(scenario, ranks)
+            case.wrong += judge(done, fault, folder)
+        done, reference = shop.run(scenario, folder, ranks=ranks), shop.reference(scenario, ranks)
+        case.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
         case.counts += [("left behind", Path(name).name) for name in left_behind(reference, folder)]
         if not differences(reference, folder):
             case.counts.append(("bit-equal results", of_ranks))
-        return wrong
-
-    return case.attempt(shop.folder / section / str(number), work)
-
-
-def repeated(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
-    """Give the command again; what is wrong then with its end or with the folder."""
-    done = shop.run(scenario, folder, ranks=ranks)
-    return [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+    except (AssertionError, RuntimeError) as error:
+        case.wrong.append(str(error)[:300])
+    if not case.wrong:
+        shutil.rmtree(folder)
+    return case
 
 
 # SIGKILL at every phase of every command, half of the time twice
@@ -159,5 +158,10 @@ SECTIONS = {"kills": kill, "signals": stop, "disk": fail}
 
 
 def tried(shop: Shop, section: str, numbers: Iterable[int]) -> Tally:
-    """The cases of a section with these numbers."""
-    return Tally.of(section, in_parallel(shop, [partial(SECTIONS[section], shop, number) for number in numbers]))
+    """The cases of a section with these numbers, as many at a time as the shop has workers."""
+    cases = []
+    with ThreadPoolExecutor(shop.workers) as pool:
+        for case in pool.map(partial(SECTIONS[section], shop), numbers):
+            cases.append(case)
+            print(f"{len(cases)}: {case}"[:400], file=sys.stderr, flush=True)
+    return Tally.of(section, cases)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,6 @@ class Case:
     counts: list[tuple[str, str]] = field(default_factory=list)
     """What is counted on the page: of which kind, and a value of it."""
 
-    def attempt(self, folder: Path, work: Callable[[Path], Sequence[str]]) -> Case:
-        """Do the work in a folder, which is kept if something is wrong; the work returns what is."""
-        folder.mkdir(parents=True)
-        try:
-            self.wrong += work(folder)
-        except (AssertionError, RuntimeError) as error:
-            self.wrong.append(str(error)[:300])
-        if not self.wrong:
-            shutil.rmtree(folder)
-        return self
-
 
 @dataclass
 class Tally:
@@ -50,21 +39,14 @@ class Tally:
 
     @classmethod
     def of(cls, name: str, cases: Sequence[Case]) -> Tally:
-        tally = cls(name)
-        struck = sum(each.struck for each in cases)
-        survived = sum(each.struck for each in cases if not each.wrong)
-        tally.figures.append((name, f"{struck} in {len(cases)} runs, of which {survived} survived"))
-        kinds: dict[str, Counter[str]] = {}
-        for kind, value in (counted for case in cases for counted in case.counts):
-            kinds.setdefault(kind, Counter())[value] += 1
-        for kind, values in kinds.items():
-            tally.figures.append((f"  {kind}", ", ".join(f"{n} {value}" for value, n in values.most_common())))
+        struck, survived = (sum(each.struck for each in cases if not (good and each.wrong)) for good in (False, True))
         last = max(cases, key=lambda each: each.grace)
-        tally.figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
-        for each in cases:
-            if each.wrong:
-                tally.failures.append(f"{name} --case {each.number} ({each.what}): {'; '.join(each.wrong[:4])}")
-        return tally
+        figures = [(name, f"{struck} in {len(cases)} runs, of which {survived} survived")]
+        figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
+        for (kind, value), number in sorted(Counter(chain.from_iterable(each.counts for each in cases)).items()):
+            figures.append((f"  {kind}: {value}", str(number)))
+        failed = [each for each in cases if each.wrong]
+        return cls(name, figures, [f"{name} --case {e.number} ({e.what}): {'; '.join(e.wrong[:4])}" for e in failed])
 
 
 _VOLATILE = (

@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -235,13 +233,3 @@ def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[st
     if log.is_file() and logged_steps(folder / "run") != logged_steps(shop.reference(scenario, ranks) / "run"):
         wrong.append(f"metrics.jsonl has the steps {logged_steps(folder / 'run')}")
     return wrong
-
-
-def in_parallel(shop: Shop, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of jobs, as many at a time as the shop has workers; tells on standard error how far it is."""
-    found: list[Any] = []
-    with ThreadPoolExecutor(shop.workers) as pool:
-        for future in [pool.submit(job) for job in jobs]:
-            found.append(future.result())
-            print(f"{len(found)} of {len(jobs)}: {found[-1]}"[:400], file=sys.stderr, flush=True)
-    return found
