@@ -21,6 +21,7 @@ weights on disk, in ONNX of the graph. The last line is JSON with the value of e
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -158,10 +159,10 @@ def compare(
     opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
-    pythons = dict.fromkeys(models, arguments.vllm_python) if runtime == "vllm" else None
+    python = arguments.vllm_python if runtime == "vllm" else sys.executable
     for work, tokens in (("prefill", row["tokens"]), ("generate", row["new"])):
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
-        found = measure(__file__, rows, settings, memory=False, pythons=pythons)
+        found = measure(__file__, rows, settings, memory=False, python=python)
         for name, measured in found.items():
             speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
             detail = f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {size / 1e6:.1f} MB"

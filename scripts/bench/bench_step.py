@@ -12,7 +12,6 @@ the layers cost. What memory means here stands in benching.py. The last line is 
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -33,14 +32,14 @@ def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> Rows:
     return {way: {"task": task, "way": way, **sizes} for way in ways}
 
 
-def kd_step(settings: Settings, table: Table, peers_python: str | None = None) -> None:
+def kd_step(settings: Settings, table: Table, trl: bool = False) -> None:
     """All tokens supervised, 40 % of them, and TRL's trainer."""
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
     rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
-    peers = {} if peers_python is None else rows_of("kd", ("trl",), sizes)
+    peers = rows_of("kd", ("trl",), sizes) if trl else {}
     try:
-        found = measure(__file__, rows | peers, settings, pythons={"trl": peers_python or sys.executable})
+        found = measure(__file__, rows | peers, settings)
     except RuntimeError as failure:  # other releases of TRL have other trainers
         if not peers:
             raise
@@ -114,14 +113,12 @@ def main() -> None:
     steps = {"kd": kd_step, "makd": makd_step, "encoder": encoder_step, "packed": packed_step}
     parser.add_argument("--only", choices=steps, action="append", help="one of the steps alone; may be repeated")
     parser.add_argument("--peers", action="store_true", help="TRL's GKD trainer too, where trl is installed")
-    parser.add_argument("--peers-python", default=sys.executable, help="the interpreter that has trl; this one's")
     settings, arguments = parse(parser, build)
     table = Table(settings)
-    peers_python = arguments.peers_python if arguments.peers else None
-    if peers_python == sys.executable and find_spec("trl") is None:
-        table.say("trl is not installed, so that TRL's GKD trainer is left out (--peers-python names another venv)")
-        peers_python = None
-    steps["kd"] = partial(kd_step, peers_python=peers_python)
+    trl = find_spec("trl") is not None
+    if arguments.peers and not trl:
+        table.say("trl is not installed, so that TRL's GKD trainer is left out")
+    steps["kd"] = partial(kd_step, trl=arguments.peers and trl)
     for name in arguments.only or steps:
         steps[name](settings, table)
     table.finish()

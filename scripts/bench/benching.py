@@ -34,6 +34,8 @@ from typing import IO, Any
 
 import torch
 
+from llmdistill.errors import UserError
+
 _MARK = "@row "
 """Stands before what a process says to the one that started it; whatever else comes is some library's."""
 
@@ -132,21 +134,21 @@ def measure(
     *,
     times: bool = True,
     memory: bool = True,
-    pythons: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> dict[str, Measured]:
     """Take times in turn, then memory, each from processes started for it; facts come from either.
 
-    `rows` are descriptions by name, and `pythons` the interpreters of those that need another than this one. Raises
-    RuntimeError if a row's process died; the message holds the last it wrote.
+    `rows` are descriptions by name, and `python` the interpreter. Raises RuntimeError if a row's process died; the
+    message holds the last it wrote.
     """
     found = {name: Measured() for name in rows}
     apart = times and memory and not settings.quick and settings.device == "cpu"
     for timing, weighing in [(True, False), (False, True)] if apart else [(times, memory)]:
         with ExitStack() as stack:
-            running = {}
-            for name, row in rows.items():
-                python = (pythons or {}).get(name, sys.executable)
-                running[name] = stack.enter_context(closing(Row(script, row, settings, python, mapped=weighing)))
+            running = {
+                name: stack.enter_context(closing(Row(script, row, settings, python, mapped=weighing)))
+                for name, row in rows.items()
+            }
             for name, process in running.items():
                 found[name].facts |= process.answer()
             for repeat in range(-1, settings.repeats if timing else -1):
@@ -261,10 +263,6 @@ def parse(parser: argparse.ArgumentParser, build: Build) -> tuple[Settings, argp
 
 def run(main: Callable[[], None]) -> None:
     """Be a bench: what the package refuses, such as an input file that is missing, is one sentence, and exit code 2."""
-    if "--row" in sys.argv:  # TRL's row runs in an environment without the package
-        return main()
-    from llmdistill.errors import UserError
-
     try:
         main()
     except UserError as error:

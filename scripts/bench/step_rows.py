@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from benching import Work
@@ -18,8 +18,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-if TYPE_CHECKING:  # TRL's row runs in an environment without the package
-    from llmdistill.config import FactorizeConfig
+from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig, TrainConfig
+from llmdistill.factorize.install import install
+from llmdistill.factorize.modules import LowRankLinear
+from llmdistill.factorize.sizes import plan
+from llmdistill.methods import build_method
+from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.methods.minilm import MinilmConfig
+from llmdistill.methods.tinybert import TinybertConfig
+from llmdistill.objective import TOKENS, Objective
+from llmdistill.run.trainer import Trainer
+from llmdistill.run.wiring import tapped
+from llmdistill.runtime.distributed import World
 
 IGNORE = -100
 
@@ -45,8 +57,6 @@ def make_setting(row: dict[str, Any], device: torch.device) -> Setting:
     build_model = bert if row["task"] == "encoder" else gpt2
     teacher, student = (build_model(row, layers) for layers in (row["layers"], row["student_layers"]))
     if "rank" in row:
-        from llmdistill.config import FactorizeConfig
-
         low_rank(student, FactorizeConfig(rank=row["rank"]))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(teacher.config.vocab_size, (row["batch"], tokens), generator=generator)
@@ -75,10 +85,6 @@ def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
 
 def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
     """Factorized modules of random weights: a step costs the same whatever they hold."""
-    from llmdistill.factorize.install import install
-    from llmdistill.factorize.modules import LowRankLinear
-    from llmdistill.factorize.sizes import plan
-
     install(model, plan(model, factorize))
     for module in model.modules():
         if isinstance(module, LowRankLinear):
@@ -157,12 +163,6 @@ def ours(
 
     With `lengths` in the row, each row of the batch is packed with sequences of these lengths.
     """
-
-    from llmdistill.batch import Batch
-    from llmdistill.objective import TOKENS, Objective
-    from llmdistill.run.wiring import tapped
-    from llmdistill.runtime.distributed import World
-
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
@@ -183,9 +183,6 @@ def ours(
 
 
 def trainer_of(engine: Any, student: Any, teacher: Any, method: Any, world: Any, train: Any = None) -> Any:
-    from llmdistill.config import TrainConfig
-    from llmdistill.run.trainer import Trainer
-
     models: Any = {"engine": engine, "student": student, "teacher": teacher, "loader": None}
     return Trainer(**models, method=method, settings=train or TrainConfig(steps=1), seed=0, world=world)
 
@@ -219,12 +216,6 @@ def densely(model: Any) -> Callable[..., Any]:
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
     """kd with its defaults, makd as in the paper; the encoder: attention KL, hidden MSE of every layer, the labels."""
-    from llmdistill.methods import build_method
-    from llmdistill.methods.kd import KdConfig
-    from llmdistill.methods.makd import MakdConfig
-    from llmdistill.methods.minilm import MinilmConfig
-    from llmdistill.methods.tinybert import TinybertConfig
-
     settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig(scale="plain")}
     names = [task]
     if task == "encoder":
