@@ -13,7 +13,6 @@ code is 1 if a part failed or ran out of time.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -21,9 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -38,7 +37,7 @@ from benching_table import Line
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import TitledTable
-from llmdistill.runtime.terminal import exit_code
+from llmdistill.runtime.terminal import exit_code, quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 10.0
@@ -50,91 +49,32 @@ OUT_OF_TIME = 124
 """Exit code of timeout (1)."""
 
 
-# The parts. Each yields lines, whose targets are what must hold. What needs a library imports it only in its part's
-# process.
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     about: str
     """What it looks at, in a few words."""
-    look: Callable[[torch.device], Iterator[Line]]
+    module: str
+    """Has a function of the part's name, which yields lines; their targets are what must hold."""
     seconds: int
     """Its time on a GPU; then it is ended."""
-    needs: tuple[str, ...] = ()
-    """Modules without which it is left out."""
     gpu_only: bool = False
     all_gpus: bool = False
-    """Whether it runs on a rank for each GPU."""
-
-
-def kernels(device: torch.device) -> Iterator[Line]:
-    from gpu_check_kernels import kernels
-
-    yield from kernels(device)
-
-
-def trained(name: str, about: str, seconds: int) -> Part:
-    """A function of gpu_check_training, in a process group."""
-
-    def look(_: torch.device) -> Iterator[Line]:
-        import gpu_check_training
-
-        from llmdistill.runtime.distributed import process_group
-        from llmdistill.runtime.terminal import quiet_libraries
-
-        with process_group() as world:
-            quiet_libraries()
-            yield from getattr(gpu_check_training, name)(world)
-
-    return Part(about=about, look=look, seconds=seconds, needs=("deepspeed",), all_gpus=True)
-
-
-def tests(_: torch.device) -> Iterator[Line]:
-    import pytest
-
-    unit = ROOT / "tests" / "unit"
-    files = [file for file in unit.rglob("test_*.py") if 'reason="needs a GPU"' in file.read_text(encoding="utf-8")]
-    words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    code = pytest.main([*words, *map(str, sorted(files)), str(unit / "losses" / "fused")])
-    yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
-
-
-def steps(device: torch.device) -> Iterator[Line]:
-    for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
-        yield from bench("bench_step.py", device, "--peers", "--only", step)
-
-
-def bench(script: str, device: torch.device, *arguments: str) -> Iterator[Line]:
-    """Run a bench, and yield its figures. They have no limits here: its targets are for CPUs."""
-    small = ("--quick", "--repeats", "1") if device.type == "cpu" else ()
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device.type, *small, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout)
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with {done.returncode}")
-    found: Mapping[str, float | None] = json.loads(done.stdout.splitlines()[-1])
-    yield from (Line(name, math.nan if value is None else value) for name, value in found.items())
+    """Whether it runs under DeepSpeed, on a rank for each GPU."""
 
 
 PARTS = {
-    "kernels": Part(about="the fused losses against plain ones in fp64", look=kernels, seconds=180),
-    "zero": trained("zero", "ZeRO 1 to 3 against fp32 without DeepSpeed", 80),
-    "waits": trained("waits", "whether a step makes the host wait for the device", 40),
-    "memory": trained("memory", "peak memory against the forecast of `llmdistill plan`", 60),
+    "kernels": Part("the fused losses against plain ones in fp64", "gpu_check_kernels", 180),
+    "zero": Part("ZeRO 1 to 3 against fp32 without DeepSpeed", "gpu_check_training", 80, all_gpus=True),
+    "waits": Part("whether a step makes the host wait for the device", "gpu_check_training", 40, all_gpus=True),
+    "memory": Part("peak memory against the forecast of `llmdistill plan`", "gpu_check_training", 60, all_gpus=True),
     "tests": Part(
-        about="the tests of the Triton kernels, and the files with tests that need a GPU",
-        look=tests,
-        seconds=180,
-        needs=("pytest", "deepspeed"),
+        "the tests of the Triton kernels, and the files with tests that need a GPU",
+        "gpu_check_kernels",
+        180,
         gpu_only=True,
     ),
-    "steps": Part(
-        about="steps by KD, MaKD and of an encoder against their floor, and TRL's GKD trainer", look=steps, seconds=180
-    ),
-    "losses": Part(
-        about="attention and head losses against naive ones", look=partial(bench, "bench_losses.py"), seconds=100
-    ),
+    "steps": Part("steps by KD, MaKD and of an encoder against their floor and TRL's", "gpu_check_kernels", 180),
+    "losses": Part("attention and head losses against naive ones", "gpu_check_kernels", 100),
 }
 
 
@@ -159,8 +99,9 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
     part, limit = PARTS[name], PARTS[name].seconds * (1.0 if device == "cuda" else PATIENCE)
     if part.gpu_only and device != "cuda":
         return Result("left out", "there is no GPU")
-    if absent := [library for library in part.needs if find_spec(library) is None]:
-        return Result("left out", f"{' and '.join(absent)} not installed")
+    library = "deepspeed" if part.all_gpus else "pytest" if part.gpu_only else "torch"
+    if find_spec(library) is None:
+        return Result("left out", f"{library} is not installed")
     path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     with log.open("w") as output:
@@ -197,9 +138,19 @@ def part_command(name: str, device: str, ranks: int) -> list[str]:
 
 def look(name: str, device: str) -> None:
     """Be a part's process: tell each line as it comes."""
-    for line in PARTS[name].look(torch.device(device)):
-        if os.environ.get("RANK", "0") == "0":
+    part = PARTS[name]
+    function = getattr(import_module(part.module), name)
+    if not part.all_gpus:
+        for line in function(torch.device(device)):
             say(asdict(line))
+        return
+    from llmdistill.runtime.distributed import process_group
+
+    with process_group() as world:
+        quiet_libraries()
+        for line in function(world):
+            if world.is_main:
+                say(asdict(line))
 
 
 # The page

@@ -1,14 +1,19 @@
-"""The fused losses of gpu_check against the plain ones in fp64: Triton's kernels on a GPU, the blocks on a CPU.
+"""The parts of gpu_check that need no DeepSpeed: the fused losses, the tests, and the benches.
 
-The numbers of both are the same: drawn in fp32, rounded to the format that is checked. Differences are norms, as a
-share of the norm that there should be.
+The losses are compared with plain ones in fp64: Triton's kernels on a GPU, the blocks on a CPU. The numbers of both are
+the same: drawn in fp32, rounded to the format that is checked. Differences are norms, as a share of the norm that there
+should be.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import plain_losses as cases
 import torch
@@ -20,6 +25,7 @@ from llmdistill.losses import divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.terms import TokenTerm
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAD_WIDTHS = (64, 80, 96, 128)
 """Of Llama, GPT-2 and Qwen; of phi-2; of Phi-3-mini; of Llama 3."""
 
@@ -91,3 +97,37 @@ def differences(make: Make, dtype: torch.dtype, device: torch.device) -> tuple[f
 
 def difference(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+# What the tests and the benches say
+
+
+def tests(_: torch.device) -> Iterator[Line]:
+    import pytest
+
+    unit = ROOT / "tests" / "unit"
+    files = [file for file in unit.rglob("test_*.py") if 'reason="needs a GPU"' in file.read_text(encoding="utf-8")]
+    words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    code = pytest.main([*words, *map(str, sorted(files)), str(unit / "losses" / "fused")])
+    yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
+
+
+def steps(device: torch.device) -> Iterator[Line]:
+    for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
+        yield from bench("bench_step.py", device, "--peers", "--only", step)
+
+
+def losses(device: torch.device) -> Iterator[Line]:
+    yield from bench("bench_losses.py", device)
+
+
+def bench(script: str, device: torch.device, *arguments: str) -> Iterator[Line]:
+    """Run a bench, and yield its figures. They have no limits here: its targets are for CPUs."""
+    small = ("--quick", "--repeats", "1") if device.type == "cpu" else ()
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device.type, *small, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} ended with {done.returncode}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    yield from (Line(name, math.nan if value is None else value) for name, value in found.items())

@@ -66,10 +66,12 @@ PROGRAMS = {
 
 
 def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatch):
-    parts = {name: Part(about="about", look=lambda _: iter(()), seconds=60) for name in PROGRAMS}
-    parts["slow"] = Part(about="about", look=lambda _: iter(()), seconds=3)
-    parts["absent"] = Part(about="about", look=lambda _: iter(()), seconds=60, needs=("torch", "no_such_module"))
-    parts["on a GPU"] = Part(about="about", look=lambda _: iter(()), seconds=60, gpu_only=True)
+    parts = {name: Part("about", "no_module", 60) for name in PROGRAMS}
+    parts["slow"] = Part("about", "no_module", 3)
+    parts["on a GPU"] = Part("about", "no_module", 60, gpu_only=True)
+    parts["absent"] = Part("about", "no_module", 60, all_gpus=True)
+    there = gpu_check.find_spec
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name == "deepspeed" else there(name))
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     monkeypatch.setattr(gpu_check, "part_command", lambda name, *_: [sys.executable, "-c", PROGRAMS[name]])
     monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)
@@ -82,7 +84,7 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatc
         "spoiled": ("failed", "1 over the limit: m"),
         "broken": ("failed", "exit code 1: ValueError: out of luck"),
         "idle": ("failed", "it measured nothing"),
-        "absent": ("left out", "no_such_module not installed"),
+        "absent": ("left out", "deepspeed is not installed"),
         "on a GPU": ("left out", "there is no GPU"),
     }
     assert results["slow"].lines[0].value == 0.5, "what it had told before its end is lost"
@@ -91,7 +93,7 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatc
     assert "| good | m | 0.5 | ≤ 1 | ok | d |" in page
     assert "| over | m | 1.5 | ≤ 1 | **no** | d |" in page
     assert "| spoiled | m | – | ≤ 1 | **no** | d |" in page
-    assert "| absent | left out: no_such_module not installed | – |  |  |  |" in page
+    assert "| absent | left out: deepspeed is not installed | – |  |  |  |" in page
     assert "**Warning: broken: failed: exit code 1: ValueError: out of luck**" in page
     assert "There is no GPU here" in page
     assert torch.__version__ in page
