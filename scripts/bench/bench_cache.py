@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, facts_of, measure, parse, run, time_ratio
-from benching_table import Line, Table
+from benching import Line, Settings, Table, Work, bench_parser, facts_of, measure, parse, run, time_ratio
 from step_rows import plain_engine, trainer_of
 
 import llmdistill

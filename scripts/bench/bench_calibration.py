@@ -29,8 +29,7 @@ from typing import Any
 import benching
 import psutil
 import torch
-from benching import Settings, Work, bench_parser, parse, positive, run, time_ratio, wait
-from benching_table import Line, Table, in_seconds
+from benching import Line, Settings, Table, Work, bench_parser, in_seconds, parse, positive, run, time_ratio, wait
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmdistill.batch import Batch

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benching import Work, bench_parser, facts_of, measure, parse, run
-from benching_table import Line, Table
+from benching import Line, Table, Work, bench_parser, facts_of, measure, parse, run
 
 from llmdistill.data.collate import collate
 from llmdistill.data.example_store import open_examples, store_examples

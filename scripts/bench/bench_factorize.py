@@ -20,8 +20,7 @@ from timeit import repeat
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
-from benching_table import Line, Table, in_seconds
+from benching import Line, Settings, Table, Work, bench_parser, in_seconds, measure, parse, run, time_ratio
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 

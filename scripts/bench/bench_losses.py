@@ -16,8 +16,7 @@ from typing import Any
 
 import plain_losses
 import torch
-from benching import Settings, Work, bench_parser, measure, parse, run
-from benching_table import Table
+from benching import Settings, Table, Work, bench_parser, measure, parse, run
 
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.terms import TokenTerm

@@ -22,8 +22,7 @@ from typing import Any
 
 import step_rows
 import torch
-from benching import Measured, Settings, Work, bench_parser, measure, parse, run, time_ratio
-from benching_table import Line, Table, in_seconds
+from benching import Line, Measured, Settings, Table, Work, bench_parser, in_seconds, measure, parse, run, time_ratio
 
 from llmdistill.config import TrainConfig
 from llmdistill.runtime.distributed import init_distributed

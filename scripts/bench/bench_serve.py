@@ -28,8 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
-from benching_table import Line, Table
+from benching import Line, Settings, Table, Work, bench_parser, measure, parse, run, time_ratio
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

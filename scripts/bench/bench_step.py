@@ -16,8 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from benching import Measured, Settings, bench_parser, measure, parse, run
-from benching_table import Line, Table
+from benching import Line, Measured, Settings, Table, bench_parser, measure, parse, run
 from step_rows import build
 
 Rows = dict[str, dict[str, Any]]

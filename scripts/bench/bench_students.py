@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 import yaml
-from benching import Settings, Work, bench_parser, measure, parse, run, time_ratio
-from benching_table import Line, Table
+from benching import Line, Settings, Table, Work, bench_parser, measure, parse, run, time_ratio
 from step_rows import bert, gpt2
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode

@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
 
 import torch
-from benching import heard, say
-from benching_table import Line
+from benching import Line, heard, say
 
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import plain_losses as cases
 import torch
-from benching_table import Line
+from benching import Line
 from plain_losses import Draw, Made
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from benching_table import Line
+from benching import Line
 from gpu_check_engine import Setting, batch_of, forecast, make_trainer, measure
 from gpu_check_waits import is_norm, origin, watch
 from torch import Tensor

@@ -33,14 +33,14 @@ BREAKS = [
     ),
     Break(
         "target-itself-is-missed",
-        f"{BENCH}/benching_table.py",
+        f"{BENCH}/benching.py",
         "self.value <= self.target",
         "self.value < self.target",
         f"{BENCHES}::test_verdict",
     ),
     Break(
         "nan-in-the-json-line",
-        f"{BENCH}/benching_table.py",
+        f"{BENCH}/benching.py",
         'float(f"{value:.4g}") if math.isfinite(value) else None',
         'float(f"{value:.4g}")',
         f"{BENCHES}::test_json_line_has_no_nan",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benching import heard
-from benching_table import Line
+from benching import Line, heard
 from gpu_check import holds
 
 pytestmark = pytest.mark.slow

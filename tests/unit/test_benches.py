@@ -18,9 +18,7 @@ import benching
 import pytest
 import step_rows
 import torch
-from bench_starts import zero_sum_ranks
-from benching import Measured, Settings, facts_of, measure, time_ratio
-from benching_table import Line, Table
+from benching import Line, Measured, Settings, Table, facts_of, measure, time_ratio
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmdistill
