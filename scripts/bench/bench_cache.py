@@ -7,7 +7,7 @@ A call is some steps of the quick start (32 examples each) by the package's own 
 fused AdamW in place of DeepSpeed's engine; the student has 34 % of the teacher's parameters. The time of an epoch is
 the median time of a step times the number of steps of an epoch. A cache is made in a process of its own; its time has
 the loading of the teacher in it and the checksums. `pays off after` is the time to make a cache over the time that an
-epoch saves. Bytes a token count the prompts' tokens too, of which kd keeps nothing. The last line is JSON.
+epoch saves. Bytes a token count the prompts' tokens too, of which kd keeps nothing.
 """
 
 from __future__ import annotations

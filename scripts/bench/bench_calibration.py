@@ -12,7 +12,6 @@ moments of full rank, up to its break-even rank, in CPU seconds over all threads
 With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
 parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
 forward and a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
-The last line is JSON.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Each row is measured in a process of its own. Private memory is what no other process shares; the pages of a mapped file
 are in the memory of a node once. `lists` is what every rank would hold if the examples were Python lists. The rows of a
-stream are the CPU seconds of each rank for the same steps. The last line is JSON.
+stream are the CPU seconds of each rank for the same steps.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Matrices are fp32, and only their decompositions take turns in processes of their own. A whole BERT-base is its 72
 linears and its embedding, by KroneckerBERT_21's shapes and by square ones. The model has random bf16 weights and is
 factorized from a folder into a folder; what the rank would enlarge stays dense. Loading is from_pretrained of files
-that the system has just seen. The last line is JSON with the value of each measure.
+that the system has just seen.
 """
 
 from __future__ import annotations

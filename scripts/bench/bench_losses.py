@@ -7,7 +7,7 @@ One call is forward and backward of one loss: attention KL of one layer (12 head
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
 heads, V-V of 768), the squared error of queries (12 heads of 64, views of (B, T, H, D)). Naive is the same loss from
 whole matrices, by autograd (plain_losses.py). The bare products are the four that no head does without: both models'
-logits, and the gradients of rows and weight. All is fp32; the squared error on a GPU is bf16. The last line is JSON.
+logits, and the gradients of rows and weight. All is fp32; the squared error on a GPU is bf16.
 """
 
 from __future__ import annotations

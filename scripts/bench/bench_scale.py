@@ -8,7 +8,7 @@ or one GPU. The efficiency is the time of a step on one rank over that on two, w
 ranks that do not talk to each other, and loses what the machine costs, whose cores share its memory.
 
 Growth: the time of a MaKD step without DeepSpeed over that of the step it grew from, and this ratio over that of the
-multiply-adds, which are counted: above 1 something grows faster than the products. The last line is JSON.
+multiply-adds, which are counted: above 1 something grows faster than the products.
 """
 
 from __future__ import annotations
@@ -147,17 +147,13 @@ def grew(name: str, start: Measured, larger: Measured) -> Line:
 
 
 def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument("--only", choices=("ranks", "growth"), help="one of the two parts alone")
-    settings, arguments = parse(parser, build)
+    settings, _ = parse(bench_parser(__doc__), build)
     table = Table(settings)
-    parts = {"ranks": ranks, "growth": growth}
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
-        table.say("two ranks need two GPUs, so that the part `ranks` is left out")
-        del parts["ranks"]
-    for name, part in parts.items():
-        if arguments.only in (None, name):
-            part(settings, table)
+        table.say("two ranks need two GPUs, so that they are left out")
+    else:
+        ranks(settings, table)
+    growth(settings, table)
     table.finish()
 
 

@@ -3,9 +3,8 @@
     python scripts/bench/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
     python scripts/bench/bench_serve.py --quick   # a random Llama and a student of it, about a minute
 
-transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
---int8` in ONNX Runtime, which the first run writes into the folder of --graphs. vllm runs in an interpreter of its own,
---vllm-python, where vLLM and llmdistill are installed; without it vLLM is left out.
+transformers is torch without a compiler in fp32; onnx and onnx_int8 are what `llmdistill export --to onnx --int8`
+makes, in ONNX Runtime. vllm runs in an interpreter with vLLM and llmdistill, --vllm-python, or is left out.
 
 prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
 prompt, whose keys and values are there already. Multiply-adds are counted by torch on the meta device: the graph of
@@ -15,7 +14,7 @@ multiply-adds that arrives as speed is
     ((t_teacher - t_student) / t_teacher) / ((m_teacher - m_student) / m_teacher)
 
 with times t of a call, whose ratio is the median over the rounds, and multiply-adds m of a call. Bytes are those of the
-weights on disk, in ONNX of the graph. The last line is JSON with the value of each measure; the teacher has none.
+weights on disk, in ONNX of the graph.
 """
 
 from __future__ import annotations

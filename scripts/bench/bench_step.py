@@ -7,7 +7,7 @@
 Models have GPT-2's and BERT-base's shapes and random weights, fp32 on a CPU and on CUDA. Every row builds the same
 models and the same batch; dropout is off. kd is the forward KL and the labels' cross-entropy together, makd its
 defaults. The encoders stand under a classification head, so that nothing saved on a vocabulary hides what the losses of
-the layers cost. What memory means here stands in benching.py. The last line is JSON with the value of each measure.
+the layers cost.
 """
 
 from __future__ import annotations

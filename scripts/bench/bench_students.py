@@ -8,8 +8,7 @@ each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 a
 encode_8), and one text alone. prefill_pivoted and generate_pivoted set a student of pivoted factors against the one of
 plain factors with as many parameters. The promise is the ratio of the counted multiply-adds; the target is 0.8 of it.
 The weights are random, as no product asks what it multiplies, and no answer ends early.
-
-The last line is JSON with the value of each measure. --profile adds where the time of a call goes, by torch.
+--profile adds where the time of a call goes, by torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benches share: rows in fresh processes that take turns, ratios, and memory above the models.
+"""What the benches share: rows in fresh processes that take turns, ratios, memory above the models, and the table.
 
 A row is one piece of work, described by a dictionary. For each row the bench starts itself again (`--row`) with a fixed
 number of threads; that process builds what it needs, works twice to warm up, and waits for orders. The rows of a
@@ -7,10 +7,11 @@ of them alike. A ratio of times is the median of the ratios of the rounds.
 
 Memory above the models is the peak during one more call, less what the process holds right before it: weights,
 optimizer state and inputs, gradients set to None, whatever is free handed back to the system. Gradients are so part of
-it, in all rows alike. On CUDA it is what torch's allocator has given out, in the process whose time was taken before.
-On a CPU it is resident memory as Linux counts it, in a process of its own where malloc maps every large block by
-itself, so that the peak is that of the tensors alive; this costs time, so that no clock runs there. With --quick one
-such process does both, which saves half of the starts and makes whatever allocates much look slower than it is.
+it, in all rows alike. On CUDA it is what torch's allocator has given out. On a CPU it is resident memory as Linux
+counts it, in a process of its own where malloc maps every large block by itself; this costs time, so that no clock runs
+there. With --quick one process does both, which makes whatever allocates much look slower than it is.
+
+The last line of a bench is JSON with the value of each measure.
 """
 
 from __future__ import annotations
