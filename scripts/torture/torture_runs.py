@@ -28,7 +28,6 @@ from support import MAIN_JOB, PATIENCE, ROOT, RankServer
 
 CHILD = str(ROOT / "scripts" / "torture" / "torture_child.py")
 CLI = "llmdistill.cli"
-STEPS = 5
 NOISE = 1e-5
 """Largest relative difference of two fp32 results of two ranks."""
 
@@ -39,12 +38,15 @@ class Scenario:
 
     name: str
     program: str
-    arguments: Callable[[Shop, Path], list[str]]
-    """Of its folder."""
+    words: str
+    """Its arguments, in which {folder} stands for its folder, and {shop...} for what the shop has."""
     phases: tuple[str, ...]
     """Those of torture_child.MARKS that it comes through and for which it is taken."""
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of ranks with which it runs; 0 without a launcher."""
+
+    def arguments(self, shop: Shop, folder: Path) -> list[str]:
+        return self.words.format(shop=shop, folder=folder).split()
 
 
 @dataclass
@@ -83,6 +85,11 @@ class Shop:
         from tiny import save_decoder  # after --help, as it loads torch
 
         self.teacher = save_decoder(folder / "teacher")
+        self.settings = f"--teacher.model={self.teacher} {_SETTINGS}"
+
+    @property
+    def student(self) -> Path:
+        return self.reference(SCENARIOS["train"], 1) / "run" / "student"
 
     def close(self) -> None:
         for server in self._own:
@@ -160,59 +167,39 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _settings(shop: Shop) -> list[str]:
-    values = {
-        "teacher.model": shop.teacher,
-        "student.factorize.rank": 6,
-        "data.train": "embedded:train",
-        "data.max_prompt_length": 96,
-        "data.max_length": 104,
-        "data.tests": '{"seen": "embedded:seen"}',
-        "train.steps": STEPS,
-        "train.global_batch_size": 4,
-        "train.learning_rate": 1e-3,
-        "train.save_every": 2,
-        "train.log_every": 1,
-        "train.dtype": "fp32",
-        "scoring.limit": 4,
-        "scoring.decoding": "greedy",
-        "scoring.batch_size": 4,
-    }
-    return ["--ds_config", "ds_configs/zero2.json", *(f"--{key}={value}" for key, value in values.items())]
-
-
-def _command(name: str, words: str) -> Callable[[Shop, Path], list[str]]:
-    """A command of llmdistill on the settings of all, with these words, in which {folder} stands for its folder."""
-    return lambda shop, folder: [*name.split(), *_settings(shop), *words.format(folder=folder).split()]
-
-
-def _generate(shop: Shop, folder: Path) -> list[str]:
-    words = "--data embedded:train --limit 48 --batch_size 4 --max_prompt_length 128 --max_length 144 --dtype fp32"
-    return ["generate", f"--model={shop.teacher}", *words.split(), "--engine=hf", f"--output={folder}/answers.jsonl"]
-
-
-def _export(shop: Shop, folder: Path) -> list[str]:
-    student = shop.reference(SCENARIOS["train"], 1) / "run" / "student"
-    return ["export", "--to=dense", f"--model={student}", f"--output={folder}/dense"]
-
-
+_SETTINGS = (
+    "--ds_config ds_configs/zero2.json --student.factorize.rank=6 --data.train=embedded:train "
+    "--data.max_prompt_length=96 --data.max_length=104 --data.tests.seen=embedded:seen "
+    "--train.steps=5 --train.global_batch_size=4 --train.learning_rate=1e-3 --train.save_every=2 "
+    "--train.log_every=1 --train.dtype=fp32 --scoring.limit=4 --scoring.decoding=greedy --scoring.batch_size=4"
+)
+_TRAIN = "{shop.settings} --scoring.models=[student] --output_dir={folder}/run"
 _WEIGHTED = (
-    "--student.factorize.rank=null --student.factorize.target_params=85% --student.factorize.weighting=gradients "
-    "--student.factorize.allocation=loss --student.factorize.calibration.examples=8 "
+    "{shop.settings} --student.factorize.rank=null --student.factorize.target_params=85% "
+    "--student.factorize.weighting=gradients --student.factorize.allocation=loss "
+    "--student.factorize.calibration.examples=8 "
     "--student.factorize.calibration.folder={folder}/cal --scoring.models=[] --train.steps=2 --output_dir={folder}/run"
 )
-_CACHE = "--method=kd --scoring.models=[] --cache.shard_tokens=20000 --output={folder}/cache"
-_COMPARE = "--methods=none,sft,seqkd --seeds=1 --learning_rates=1e-3 --train.steps=3 --output_dir={folder}/study"
+_CACHE = "cache {shop.settings} --method=kd --scoring.models=[] --cache.shard_tokens=20000 --output={folder}/cache"
+_GENERATE = (
+    "generate --model={shop.teacher} --data embedded:train --limit 48 --batch_size 4 --max_prompt_length 128 "
+    "--max_length 144 --dtype fp32 --engine=hf --output={folder}/answers.jsonl"
+)
+_COMPARE = (
+    "compare {shop.settings} --methods=none,sft,seqkd --seeds=1 --learning_rates=1e-3 --train.steps=3 "
+    "--output_dir={folder}/study"
+)
+_EXPORT = "export --to=dense --model={shop.student} --output={folder}/dense"
 _PHASES = ("start", "training", "saving", "student", "scoring")
 SCENARIOS = {
     each.name: each
     for each in (
-        Scenario("train", MAIN_JOB, _command("", "--scoring.models=[student] --output_dir={folder}/run"), _PHASES),
-        Scenario("weighted", MAIN_JOB, _command("", _WEIGHTED), ("factorizing", "calibrating")),
-        Scenario("cache", CLI, _command("cache", _CACHE), ("caching",)),
-        Scenario("generate", CLI, _generate, ("generating",)),
-        Scenario("compare", CLI, _command("compare", _COMPARE), ("comparing",), (0,)),
-        Scenario("export", CLI, _export, ("exporting",), (0,)),
+        Scenario("train", MAIN_JOB, _TRAIN, _PHASES),
+        Scenario("weighted", MAIN_JOB, _WEIGHTED, ("factorizing", "calibrating")),
+        Scenario("cache", CLI, _CACHE, ("caching",)),
+        Scenario("generate", CLI, _GENERATE, ("generating",)),
+        Scenario("compare", CLI, _COMPARE, ("comparing",), (0,)),
+        Scenario("export", CLI, _EXPORT, ("exporting",), (0,)),
     )
 }
 
