@@ -24,7 +24,6 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.modules import LowRankLinear
 from llmdistill.factorize.sizes import plan
 from llmdistill.methods import build_method
-from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.tinybert import TinybertConfig
@@ -216,12 +215,12 @@ def densely(model: Any) -> Callable[..., Any]:
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
     """kd with its defaults, makd as in the paper; the encoder: attention KL, hidden MSE of every layer, the labels."""
-    settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig(scale="plain")}
-    names = [task]
-    if task == "encoder":
-        settings["minilm"] = MinilmConfig(attention=1.0, value_relation=0.0, teacher_layers="uniform")
-        settings["tinybert"] = TinybertConfig(attention=0.0, hidden=1.0, embedding=0.0)
-        names = ["minilm", "tinybert", "sft"]
+    settings: dict[str, Any] = {
+        "makd": MakdConfig(scale="plain"),
+        "minilm": MinilmConfig(attention=1.0, value_relation=0.0, teacher_layers="uniform"),
+        "tinybert": TinybertConfig(attention=0.0, hidden=1.0, embedding=0.0),
+    }
+    names = ["minilm", "tinybert", "sft"] if task == "encoder" else [task]
     return build_method(names, settings, teacher, student, objective)
 
 

@@ -23,7 +23,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
 from llmdistill.config.machine import MachineConfig
-from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.methods import Method, build_method
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
@@ -124,12 +124,6 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
     return student_ds_config(shipped, name, train, split, output_dir="none"), train
 
 
-def method_of(setting: Setting, config: PreTrainedConfig) -> Method:
-    kind = METHODS[setting.method].settings
-    own = {} if kind is None else {setting.method: kind()}
-    return build_method([setting.method], own, config, config)
-
-
 def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder: Path, world: World) -> Teacher:
     """The live teacher of a setting, or its cache, which is made in a folder of this rank."""
     live = tapped(method, "teacher", model)
@@ -158,16 +152,14 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
     """The trainer of a setting, as a run has it; its steps are given their batches. A cache is made in the folder."""
     config = config_of(setting)
     teacher, student = models_of(setting, config, device=world.device)
-    method = method_of(setting, config)
+    method = build_method([setting.method], {}, config, config)
     projectors = add_projectors(student, method.projections, seed=0)
     engine: Any
     if setting.stage is None:
         train = TrainConfig()
         set_training(student, checkpointing=setting.checkpointing)
-        optimizer = torch.optim.AdamW(
-            student.parameters(), lr=train.learning_rate, betas=train.betas, eps=train.eps, weight_decay=0.0
-        )
-        engine = Engine(student, optimizer, max_grad_norm=train.max_grad_norm)
+        adamw = torch.optim.AdamW(student.parameters(), train.learning_rate, train.betas, train.eps, weight_decay=0.0)
+        engine = Engine(student, adamw, max_grad_norm=train.max_grad_norm)
     else:
         ds_config, train = ds_config_of(setting, world.size)
         engine = build_engine(student, ds_config, train)
@@ -216,7 +208,7 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
     """The same memory by part, from shapes alone, as `llmdistill plan` forecasts it."""
     config = config_of(setting)
     teacher, student = models_of(setting, config, device="meta")
-    method = method_of(setting, config)
+    method = build_method([setting.method], {}, config, config)
     ds_config, _ = ds_config_of(setting, ranks)
     with torch.device("meta"):
         projectors = add_projectors(student, method.projections, seed=0)
