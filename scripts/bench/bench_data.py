@@ -10,7 +10,6 @@ stream are the CPU seconds of each rank for the same steps.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -36,6 +35,7 @@ from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.devices import give_back_memory
 from llmdistill.runtime.exchange import open_exchange
 from llmdistill.runtime.launch import free_port
 
@@ -106,7 +106,7 @@ def measured(job: Callable[[], object]) -> dict[str, float]:
     before, began, cpu = private_bytes(), time.perf_counter(), time.process_time()
     result = job()
     seconds, used = time.perf_counter() - began, time.process_time() - cpu
-    kept = private_bytes() - before
+    kept = private_bytes() - before  # while the result is there
     del result
     return {"seconds": round(seconds, 3), "cpu": round(used, 3), "private": max(0, kept)}
 
@@ -114,7 +114,7 @@ def measured(job: Callable[[], object]) -> dict[str, float]:
 def private_bytes() -> int:
     """Return the bytes of this process that are no file's, as Linux counts them."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_memory()
     return 1024 * int(re.findall(r"Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())[0])
 
 

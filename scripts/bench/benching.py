@@ -17,7 +17,6 @@ The last line of a bench is JSON with the value of each measure.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import math
@@ -37,6 +36,7 @@ from typing import IO, Any
 import torch
 
 from llmdistill.errors import UserError
+from llmdistill.runtime.devices import give_back_memory
 
 _MARK = "@row "
 """Stands before what a process says to the one that started it; whatever else comes is some library's."""
@@ -227,7 +227,7 @@ def peak(call: Callable[[], object], device: torch.device) -> float:
     if not sys.platform.startswith("linux"):
         return float("nan")
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = _resident("VmRSS")
     call()
