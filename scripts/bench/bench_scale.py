@@ -26,8 +26,7 @@ from benching import Line, Measured, Settings, Table, Work, bench_parser, in_sec
 
 from llmdistill.config import TrainConfig
 from llmdistill.runtime.distributed import init_distributed
-from llmdistill.runtime.ds_config import read_ds_config
-from llmdistill.runtime.engine import build_engine, split_batch, student_ds_config
+from llmdistill.runtime.engine import build_engine
 from llmdistill.runtime.launch import free_port
 from llmdistill.runtime.terminal import quiet_libraries
 from llmdistill.runtime.tracing import Tracer
@@ -98,10 +97,7 @@ def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float
     world, batch = init_distributed(), row["batch"]
     quiet_libraries()
     train = TrainConfig(global_batch_size=batch * world.size, micro_batch_size=batch, learning_rate=1e-8, dtype="fp32")
-    shipped = read_ds_config(row["ds_config"])
-    del shipped["tensorboard"]
-    split = split_batch(train.global_batch_size, batch, world.size)
-    ds_config = student_ds_config(shipped, row["ds_config"], train, split, output_dir="none")
+    ds_config = step_rows.ds_config(row["ds_config"], train, world.size)
     setting = step_rows.make_setting(row, world.device)
     return step_rows.ours(setting, row, lambda student: build_engine(student, ds_config, train), world)
 

@@ -31,6 +31,8 @@ from llmdistill.objective import TOKENS, Objective
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import split_batch, student_ds_config
 
 IGNORE = -100
 
@@ -125,6 +127,15 @@ class Engine:
 def plain_engine(student: nn.Module) -> Engine:
     """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same."""
     return Engine(student, torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True))
+
+
+def ds_config(name: str, train: TrainConfig, world_size: int, **zero: Any) -> dict[str, Any]:
+    """A shipped DeepSpeed configuration for a training, without a log; `zero` changes its section of ZeRO."""
+    shipped = read_ds_config(name)
+    del shipped["tensorboard"]
+    shipped["zero_optimization"] |= zero
+    split = split_batch(train.global_batch_size, train.micro_batch_size, world_size)
+    return student_ds_config(shipped, name, train, split, output_dir="none")
 
 
 def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import benching
 import torch
-from step_rows import Engine, low_rank, trainer_of
+from step_rows import Engine, ds_config, low_rank, trainer_of
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -31,8 +31,7 @@ from llmdistill.run.forecast.step import ForecastModels, trace_step
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
-from llmdistill.runtime.ds_config import read_ds_config
-from llmdistill.runtime.engine import add_projectors, build_engine, set_training, split_batch, student_ds_config
+from llmdistill.runtime.engine import add_projectors, build_engine, set_training
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.shards import Job, finish, write_by_teacher
@@ -114,14 +113,10 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
         activation_checkpointing=setting.checkpointing,
         dtype=setting.dtype,  # type: ignore[arg-type]
     )
-    name = f"zero{setting.stage}"
-    shipped = read_ds_config(name)
-    del shipped["tensorboard"]
-    shipped["zero_optimization"] |= {f"{each}_bucket_size": setting.bucket for each in ("reduce", "allgather")}
+    zero = {f"{each}_bucket_size": setting.bucket for each in ("reduce", "allgather")}
     if setting.stage == 3:  # otherwise every matrix of these models would be small enough to stay whole
-        shipped["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    split = split_batch(size, setting.micro_batch_size, world_size)
-    return student_ds_config(shipped, name, train, split, output_dir="none"), train
+        zero["stage3_param_persistence_threshold"] = 0
+    return ds_config(f"zero{setting.stage}", train, world_size, **zero), train
 
 
 def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder: Path, world: World) -> Teacher:
@@ -161,8 +156,8 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
         adamw = torch.optim.AdamW(student.parameters(), train.learning_rate, train.betas, train.eps, weight_decay=0.0)
         engine = Engine(student, adamw, max_grad_norm=train.max_grad_norm)
     else:
-        ds_config, train = ds_config_of(setting, world.size)
-        engine = build_engine(student, ds_config, train)
+        deepspeed, train = ds_config_of(setting, world.size)
+        engine = build_engine(student, deepspeed, train)
     taught = teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None
     tapped_student = tapped(method, "student", engine.module, forward=engine, projectors=projectors)
     return trainer_of(engine, tapped_student, taught, method, world, train)
@@ -209,7 +204,6 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
     config = config_of(setting)
     teacher, student = models_of(setting, config, device="meta")
     method = build_method([setting.method], {}, config, config)
-    ds_config, _ = ds_config_of(setting, ranks)
     with torch.device("meta"):
         projectors = add_projectors(student, method.projections, seed=0)
     models = ForecastModels(
@@ -221,7 +215,7 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
         cached = trace_cache(teacher, method, batch, CacheConfig(content=setting.cached))
     trace = trace_step(models, batch, checkpointing=setting.checkpointing, cached=cached)
     layout = Layout(
-        zero=Zero.of(ds_config, accumulation_steps=setting.accumulation_steps),
+        zero=Zero.of(ds_config_of(setting, ranks)[0], accumulation_steps=setting.accumulation_steps),
         sizes=Sizes.of(student, teacher, cached_head_bytes=0 if cached is None else cached.head_bytes),
         teacher="replicated" if cached is None else CACHED,
         machine=MachineConfig(gpus=ranks),
