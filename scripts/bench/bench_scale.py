@@ -61,14 +61,9 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
         joined = 1 if row["apart"] else row["ranks"]
         for rank in reversed(range(row["ranks"])):
             port = free_port() if row["apart"] or rank == row["ranks"] - 1 else os.environ["MASTER_PORT"]
-            place = {
-                "RANK": 0 if row["apart"] else rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": joined,
-                "LOCAL_SIZE": joined,
-            }
-            place |= {"LOCAL_WORLD_SIZE": joined, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {name: str(value) for name, value in place.items()}
+            place = {"RANK": 0 if row["apart"] else rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
+            os.environ |= {name: str(value) for name, value in {**place, **size, "MASTER_PORT": port}.items()}
             if rank > 0:  # it ends when this process does, as its standard input then ends
                 command = [sys.executable, *sys.argv]
                 pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
