@@ -18,6 +18,7 @@ import benching
 import pytest
 import step_rows
 import torch
+from bench_starts import zero_sum_ranks
 from benching import Line, Measured, Settings, Table, facts_of, measure, time_ratio
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -22,6 +22,9 @@ def test_all_parts_together_take_less_than_15_minutes():
     assert sum(part.seconds + gpu_check.GRACE for part in gpu_check.PARTS.values()) < 15 * 60
 
 
+# What the parts compare
+
+
 def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
     why, *lines = gpu_check_kernels.kernels(CPU)
     assert why.measure == "Triton's kernels: no GPU; the losses in blocks stand for them"
