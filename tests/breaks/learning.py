@@ -273,7 +273,7 @@ BREAKS = [
     Break(
         "divergence-term-unscaled",
         f"{METHODS}/output.py",
-        "scale=temperature**2, ",
+        "scale=scale, ",
         "",
         f"{METHOD_TESTS}/test_output.py::test_terms",
     ),
