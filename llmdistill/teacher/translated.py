@@ -59,10 +59,8 @@ class Translation:
         whole: list[int] = teacher("a")["input_ids"]
         self._starts = whole[: whole.index(alone[0])]
         self._ends = dict(zip(self._student.ends, self._teacher.ends, strict=True))
-        shared = shared_tokens(self._student, self._teacher)
-        self.shared = torch.tensor([*shared]), torch.tensor([*shared.values()])
-        self._partner = np.full(max(shared, default=0) + 1, -1)
-        self._partner[[*shared]] = [*shared.values()]
+        self._shared = shared_tokens(self._student, self._teacher)
+        self.shared = torch.tensor([*self._shared]), torch.tensor([*self._shared.values()])
 
     def __call__(self, batch: Batch) -> tuple[Batch, OtherTokens]:
         """Return the teacher's batch, whose labels are the tokens that are compared, and what it is compared with.
@@ -111,31 +109,25 @@ class Translation:
             # Without a prompt the first token of an answer is no label either.
             begin = begin if sample_id(ids[:begin]) in self._prompts else 0
             context = list(self._prompts[sample_id(ids[:begin])])
-        theirs, student_spans, spans = self._translate(ids[begin:].tolist())
-        context_ids = np.array([*context, *theirs], dtype=np.int64)[: self._longest]
-        whole = np.concatenate([np.full(len(context), -1), spans]).astype(np.int64)
-        ours = np.concatenate([np.full(begin, -1), student_spans]).astype(np.int64)
-        count = int(max(ours.max(initial=-1), whole.max(initial=-1))) + 1
+        found, student_spans, spans = self._translate(ids[begin:].tolist())
+        theirs = np.array([*context, *found], dtype=np.int64)[: self._longest]
+        spans = np.concatenate([np.full(len(context), -1), spans])
+        student_spans = np.concatenate([np.full(begin, -1), student_spans])
 
-        def tokens(spans: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            inside = spans >= 0
-            return tuple(np.bincount(spans[chosen], minlength=count) for chosen in (inside, inside & predicted))  # type: ignore[return-value]
+        # The first token that the teacher reads is predicted by none, and so are those beyond its positions.
+        count = int(max(spans.max(initial=-1), student_spans.max(initial=-1))) + 1
+        of_teacher, of_student = _tokens(spans, count), _tokens(student_spans, count)
+        kept = (of_teacher > 0) & (of_teacher == _tokens(spans[1 : self._longest], count))
+        kept &= (of_student > 0) & (of_student == _tokens(student_spans[labeled], count))
+        again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)  # without gaps; the last entry is for no span
+        spans, student_spans = again[spans][: self._longest], again[student_spans]
 
-        place = np.arange(len(whole))
-        of_teacher, predicted_by_teacher = tokens(whole, (place > 0) & (place < self._longest))
-        of_student, predicted_by_student = tokens(ours, labeled)
-        kept = (of_teacher == predicted_by_teacher) & (of_student == predicted_by_student)
-        kept &= (of_teacher > 0) & (of_student > 0)
-        # Numbers without gaps, and -1 for no span.
-        again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
-        whole, ours = again[whole][: self._longest], again[ours]
-        single = (of_teacher[kept] == 1) & (of_student[kept] == 1)
-        pairs = np.zeros(int(kept.sum()), dtype=bool)
-        ours_of, theirs_of = np.zeros(len(pairs), dtype=np.int64), np.zeros(len(pairs), dtype=np.int64)
-        ours_of[ours[ours >= 0]], theirs_of[whole[whole >= 0]] = ids[ours >= 0], context_ids[whole >= 0]
-        known = ours_of < len(self._partner)
-        pairs[single & known] = (self._partner[np.where(known, ours_of, 0)] == theirs_of)[single & known]
-        return _Translated(context_ids, whole, ours[labeled], pairs)
+        last_theirs, last_ours = np.zeros(int(kept.sum()), np.int64), np.zeros(int(kept.sum()), np.int64)
+        last_theirs[spans[spans >= 0]] = theirs[spans >= 0]
+        last_ours[student_spans[student_spans >= 0]] = ids[student_spans >= 0]
+        known = np.array([self._shared.get(index, -1) for index in last_ours.tolist()], np.int64)
+        pairs = (of_teacher[kept] == 1) & (of_student[kept] == 1) & (known == last_theirs)
+        return _Translated(theirs, spans, student_spans[labeled], pairs)
 
     def _translate(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """Return the teacher's tokens of a text, and the spans of the student's tokens and of these.
@@ -168,6 +160,11 @@ class Translation:
             count += int(of_student.max(initial=-1)) + 1
         nothing = np.array([], dtype=np.int64)
         return found, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
+
+
+def _tokens(spans: np.ndarray, count: int) -> np.ndarray:
+    """The number of tokens in each of so many spans."""
+    return np.bincount(spans[spans >= 0], minlength=count)
 
 
 def _text(whole: bytes) -> str:
