@@ -71,10 +71,10 @@ class SpanRows:
 
 def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
     """The loss `alm` of spans from their log-likelihoods in teacher and student, and its derivative by the latter."""
-    least = -1e-6  # a certain span: the logarithm of 1 - p would be infinite
-    p, q = ((each.double().clamp(max=least) / TAU).exp() for each in (log_p_S, log_q_S))
-    rest_p, rest_q = (-torch.expm1(each.double().clamp(max=least) / TAU) for each in (log_p_S, log_q_S))
-    loss_S = TAU * (p * (p / q).log() + rest_p * (rest_p / rest_q).log())
+    # The logarithm of 1 - p of a certain span would be infinite.
+    log_p, log_q = (each.double().clamp(max=-1e-6) for each in (log_p_S, log_q_S))
+    rest_p, rest_q = (-torch.expm1(each / TAU) for each in (log_p, log_q))
+    loss_S = (log_p / TAU).exp() * (log_p - log_q) + TAU * rest_p * (rest_p / rest_q).log()
     return loss_S, (rest_p - rest_q) / rest_q
 
 
@@ -84,7 +84,8 @@ def _likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans:
     found = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
     for rows_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
         log_q_nV = _logits(head, rows_n).log_softmax(-1)
-        found.index_add_(0, spans_N[rows_n], log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].double())
+        log_q_n = log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].clamp(min=LOG_FLOOR)
+        found.index_add_(0, spans_N[rows_n], log_q_n.double())
     return found
 
 
@@ -137,7 +138,7 @@ def _pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tenso
     log_q_nC = merged_nC.clamp(min=LOG_FLOOR)
     value = term.scale * term.divergence.value(log_p_nC, log_q_nC).sum()
     of_class = term.divergence.derivative(log_p_nC, log_q_nC).masked_fill(merged_nC < LOG_FLOOR, 0.0)
-    derivative_nV = ours.spread(of_class, log_q_nV, merged_nC)
+    derivative_nV = ours.spread(of_class, log_q_nV, log_q_nC)
     derivative_nV -= log_q_nV.exp() * derivative_nV.sum(-1, keepdim=True)
     return rows_n, value, derivative_nV * (term.scale / t)
 
@@ -169,11 +170,11 @@ class _Classes:
         # Of no token the mass is 0, and logsumexp of an empty row is -inf.
         return torch.cat([shared_nK, log_q_nV.index_select(1, self.rest).logsumexp(-1, keepdim=True)], dim=1)
 
-    def spread(self, of_class_nC: Tensor, log_q_nV: Tensor, merged_nC: Tensor) -> Tensor:
+    def spread(self, of_class_nC: Tensor, log_q_nV: Tensor, log_q_nC: Tensor) -> Tensor:
         """(n, V): the derivative by log q of each token; a token's share of the rest is its share of the mass."""
         found_nV = torch.zeros_like(log_q_nV).index_copy_(1, self.shared, of_class_nC[:, : len(self.shared)])
         if self.has_rest:
-            share = (log_q_nV.index_select(1, self.rest) - merged_nC[:, -1:]).exp()
+            share = (log_q_nV.index_select(1, self.rest) - log_q_nC[:, -1:]).exp()
             found_nV.index_copy_(1, self.rest, share * of_class_nC[:, -1:])
         return found_nV
 

@@ -35,7 +35,7 @@ BREAKS = [
         "kept, self.tokenizer",
         "tests/unit/tasks/test_instruct.py",
     ),
-    Break("likelihoods-without-tau", LOSSES, "loss_S = TAU * (", "loss_S = (", SEEN_LOSSES),
+    Break("likelihoods-without-tau", LOSSES, "+ TAU * rest_p", "+ rest_p", SEEN_LOSSES),
     Break(
         "likelihoods-pull-the-wrong-way",
         LOSSES,

@@ -14,6 +14,8 @@ from llmdistill.losses.head import token_losses
 from llmdistill.losses.other_tokens import TAU
 from llmdistill.losses.terms import TokenTerm
 
+from support import shapes_of_results
+
 N, M, V, V_TEACHER, K, K_TEACHER = 7, 6, 11, 14, 5, 3
 LABELS = torch.tensor([3, 4, 0, 2, 9, 1, 5])
 TEACHERS_LABELS = torch.tensor([2, 13, 6, 7, 1, 0])
@@ -178,3 +180,40 @@ def test_a_student_whose_spans_are_as_likely_as_the_teachers_has_no_loss_on_them
     losses.total.backward()
     assert losses.sums.item() == pytest.approx(0, abs=1e-12)
     assert logits.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("spans", ["alm", "uld"])
+@pytest.mark.parametrize("forbidden", [list(range(1, V)), [0, 1, 2, 4, 6, 9, 10], [int(LABELS[1])]])
+def test_forbidden_words_leave_loss_and_gradient_finite(spans, forbidden):
+    student, teacher = heads()
+    with torch.no_grad():
+        student.bias[forbidden] = -math.inf
+        teacher.bias[forbidden] = -math.inf
+    losses = token_losses(student, others(teacher), LABELS, [TokenTerm("soft", FORWARD_KL, spans=spans)], torch.ones(1))
+    losses.total.backward()
+    assert losses.sums.isfinite().all()
+    assert all(each.grad.isfinite().all() for each in student)
+
+
+@pytest.mark.parametrize("spans", ["alm", "uld"])
+def test_no_more_logits_than_those_of_a_chunk_are_in_memory(spans):
+    torch.manual_seed(0)
+    rows, words, chunk = 1000, 40, 64
+    student = HeadInputs(torch.randn(rows, K, requires_grad=True), torch.randn(words, K), None)
+    teacher = HeadInputs(torch.randn(rows, K), torch.randn(words, K), None)
+    number, none = torch.arange(rows), torch.full((rows,), -1)
+    is_pair, labels = number % 3 == 0, number % words
+    compared = OtherTokens(
+        teacher,
+        labels,
+        torch.where(is_pair, none, number // 3),
+        torch.where(is_pair, number, none),
+        torch.where(is_pair, none, number // 3),
+        torch.where(number % 3 == 1, number, none),
+        rows // 3 + 1,
+        (torch.arange(words - 5), torch.arange(5, words)),
+    )
+    term = TokenTerm("soft", FORWARD_KL, spans=spans)
+    ran = shapes_of_results(lambda: token_losses(student, compared, labels, [term], torch.ones(1), chunk=chunk))
+    largest = max(shape[0] for _, shape in ran if len(shape) == 2 and shape[1] >= words - 5)
+    assert chunk <= largest <= 256
