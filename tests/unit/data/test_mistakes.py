@@ -144,7 +144,7 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
             "data.packing is for instructions, but data.kind is text",
         ),
     ],
-    ids=lambda each: str(each)[:30],
+    ids=lambda each: each[:30] if isinstance(each, str) else "",
 )
 def test_settings_and_tokenizers_that_do_not_fit(call, said):
     with pytest.raises(ValueError, match=re.escape(said)):
