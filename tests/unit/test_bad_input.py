@@ -128,8 +128,9 @@ def test_student_with_other_tokens(fails, copied):
         first, second = list(vocabulary)[300:302]
         vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
 
-    said = fails(*copied("tokenizer.json", swap))
+    said = fails(*copied("tokenizer.json", swap), "--method", "makd")
     assert "different tokenizers, first at id" in said
+    assert "take --method kd, which compares the text that both read" in said
     assert "llmdistill generate, then --method seqkd" in said
 
 
