@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,8 @@ class TokenBytes:
 
 def _byte_level(token: str) -> bytes:
     """The bytes of a token of byte-level BPE, in which each byte is written as a printable character (GPT-2)."""
-    return bytes(_BYTES[char] for char in token) if _BYTES.keys() >= set(token) else token.encode()
+    known = _bytes_of_characters()
+    return bytes(known[each] for each in token) if known.keys() >= set(token) else token.encode()
 
 
 def _sentencepiece(token: str) -> bytes:
@@ -98,13 +99,11 @@ def _sentencepiece(token: str) -> bytes:
     return token.replace("▁", " ").encode()
 
 
-def _printable() -> dict[str, int]:
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(others)}
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTES = _printable()
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def shared_tokens(one: TokenBytes, other: TokenBytes) -> dict[int, int]:

@@ -101,7 +101,8 @@ class _TokenLosses(torch.autograd.Function):
         if isinstance(teacher, HeadInputs):
             taught = _cut(teacher, vocabulary)
         elif isinstance(teacher, OtherTokens):
-            taught = SpanRows.of(student, teacher, labels_N, terms, exact)
+            whole_teacher = teacher._replace(head=_cut(teacher.head, None))
+            taught = SpanRows.of(student, whole_teacher, labels_N, terms, exact)
         else:
             taught = teacher
         factors = factors.to(device=rows_NK.device, dtype=exact)

@@ -36,6 +36,8 @@ class SpanRows:
     """What is compared at some rows of the student; spans are measured whole, also where other rows are in them."""
 
     teacher: OtherTokens
+    classes: tuple[_Classes, _Classes]
+    """The vocabularies of student and teacher."""
     labels: Tensor
     """(n,): the token that each row predicts."""
     pairs: Tensor
@@ -61,12 +63,16 @@ class SpanRows:
             pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
             first = teacher.starts >= 0
             values[first] = loss_S[teacher.student_spans[first]].to(dtype)
-        return cls(teacher, labels_N, teacher.pairs, teacher.starts, values, pulls)
+        ours, theirs = (
+            _Classes.of(ids, (head.rows if head.weight is None else head.weight.T).shape[1])
+            for ids, head in zip(teacher.shared, (student, teacher.head), strict=True)
+        )
+        return cls(teacher, (ours, theirs), labels_N, teacher.pairs, teacher.starts, values, pulls)
 
     def at(self, here: slice) -> SpanRows:
         """Some of the rows."""
         parts = (self.labels, self.pairs, self.starts, self.values, self.pulls)
-        return SpanRows(self.teacher, *(each[here] for each in parts))
+        return SpanRows(self.teacher, self.classes, *(each[here] for each in parts))
 
 
 def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,9 +98,7 @@ def _likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans:
 def _logits(head: HeadInputs, rows_n: Tensor) -> Tensor:
     """(n, V), at least fp32: the logits of some rows."""
     rows_nK = head.rows.index_select(0, rows_n)
-    logits_nV = (
-        rows_nK if head.weight is None else functional.linear(rows_nK.to(head.weight.dtype), head.weight, head.bias)
-    )
+    logits_nV = rows_nK if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
     return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
 
 
@@ -128,10 +132,7 @@ def _pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tenso
     rows_n, t = (teacher.pairs >= 0).nonzero()[:, 0], term.temperature
     p_logits_nV = _logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
     log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
-    ours, theirs = (
-        _Classes.of(ids, words)
-        for ids, words in zip(teacher.teacher.shared, (logits_NV.shape[1], p_logits_nV.shape[1]), strict=True)
-    )
+    ours, theirs = teacher.classes
     has_rest = ours.has_rest or theirs.has_rest
     log_p_nC = theirs.merged((p_logits_nV / t).log_softmax(-1), has_rest=has_rest).clamp(min=LOG_FLOOR)
     merged_nC = ours.merged(log_q_nV, has_rest=has_rest)

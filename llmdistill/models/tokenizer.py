@@ -18,8 +18,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE
 _GPT2_END = "<|endoftext|>"
 _SAMPLE = "The answer to this question is that there are 12 of them, not 7."
 _REMEDY = (
-    "their logits cannot be compared position by position; take --method kd, which compares the text that both read, a "
-    "student with the teacher's vocabulary, or learn from the teacher's text: llmdistill generate, then --method seqkd"
+    "their logits cannot be compared position by position; for decoders take --method kd, which compares the text that "
+    "both read, a student with the teacher's vocabulary, or learn from the teacher's text: llmdistill generate, then "
+    "--method seqkd"
 )
 
 
@@ -105,11 +106,6 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
         f"teacher has {sizes[0]:,} vocabulary rows and student {sizes[1]:,}: the {rows:,} rows beyond those both have "
         "are padding and are left out of the output losses"
     )
-
-
-def same_tokens(teacher: str | Path, student: str | Path) -> bool:
-    """Whether two models have the same tokenizer; a student without one uses the teacher's."""
-    return not brings_tokenizer(student) or load_tokenizer(teacher).get_vocab() == load_tokenizer(student).get_vocab()
 
 
 def check_tokens(teacher: str | Path, student: str | Path) -> None:

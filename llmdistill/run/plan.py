@@ -14,13 +14,7 @@ from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
-from llmdistill.models.tokenizer import (
-    brings_tokenizer,
-    check_tokens,
-    compare_vocabularies,
-    load_tokenizer,
-    same_tokens,
-)
+from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
 from llmdistill.run.checks import check_plan, check_weighting
 from llmdistill.run.resolved import (
     Pending,
@@ -132,9 +126,10 @@ def make_plan(
     # The tokens.
     vocabulary, note, translates, gaps = None, None, False, list[str]()
     if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
-        can_translate = all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher)
-        can_translate &= task.translates and is_causal(student_config) and is_causal(teacher_config)
-        if can_translate and not same_tokens(locate(teacher), locate(student)):
+        has_own = task.translates and is_causal(student_config) and brings_tokenizer(locate(student))
+        tokenizers = [load_tokenizer(locate(each)) for each in (teacher, student)] if has_own else []
+        differ = has_own and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
+        if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):
             translates, note = (
                 True,
                 "teacher and student have different tokenizers: the text that both read is compared",
@@ -143,8 +138,8 @@ def make_plan(
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
         else:
             check_tokens(locate(teacher), locate(student))
-        if config.data.kind == "instructions" and not translates and brings_tokenizer(locate(student)):
-            gaps = tokenizer_gaps(*(load_tokenizer(locate(each)) for each in (teacher, student)))
+        if config.data.kind == "instructions" and has_own and not translates:
+            gaps = tokenizer_gaps(*tokenizers)
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.models.tokenizer_path
