@@ -116,6 +116,8 @@ class Batch:
     sample_ids: tuple[tuple[int, ...], ...] = ()
     """For each row the ids of its samples: one id, or several if the row is packed; see `data.collate.sample_id`.
     Empty if the student generated the text."""
+    teachers: tuple[str, ...] = ()
+    """For each row the name of the teacher that its examples ask for, "" for none; empty if the data name none."""
 
     def counts(self) -> dict[Positions, Tensor]:
         """The number of positions of each kind in the batch, as scalars."""
@@ -156,6 +158,10 @@ class Batch:
             padding="none" if real_BT.all() else padding,
             sequences=Sequences.of(self.attention_mask) if shift else None,
         )
+
+    def unlocated(self) -> Batch:
+        """The same batch as before `with_label_rows`."""
+        return replace(self, label_rows=None, token_rows=None, padding=None, sequences=None)
 
     def lengthened(self, multiple: int, longest: int) -> Batch:
         """The same batch with more padding on the right: its length is a multiple, but at most `longest`.
@@ -291,6 +297,24 @@ class OtherTokens(NamedTuple):
     """The ids of the K tokens that both tokenizers know, (K,) in the student's and (K,) in the teacher's numbers."""
 
 
+class SeveralHeads(NamedTuple):
+    """What several teachers say of N positions: their distributions are averaged, or each position has its own."""
+
+    heads: tuple[HeadInputs, ...]
+    """Of each teacher its rows, all N of them, or those of its own positions."""
+    weights: tuple[float, ...] = ()
+    """Of each teacher its weight in the average, over 0; they add up to 1."""
+    average: Literal["probabilities", "log_probabilities"] = "probabilities"
+    """What is averaged; the average of log-probabilities is scaled to a distribution again."""
+    places: tuple[Tensor, ...] | None = None
+    """Of each teacher the positions that are its own, (n,) int64 in ascending order, on the CPU; together 0 to N - 1.
+    None if all positions are averaged."""
+
+
+TaughtRows = HeadInputs | TopK | OtherTokens | SeveralHeads
+"""What a teacher's distributions over tokens follow from, at positions of one kind."""
+
+
 @dataclass
 class Outputs:
     """The outputs of a model for one batch."""
@@ -302,6 +326,5 @@ class Outputs:
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
     for spans, with K = 2 for start and end and C = T, -inf at padding; or the embeddings of sentences (B, W), if these
     are learned; None without such a head."""
-    lm_head: Mapping[Positions, HeadInputs | TopK | OtherTokens] = field(default_factory=dict)
-    """In place of the logits, for each kind of positions at which they are compared: the inputs and the parameters of
-    the LM head's last linear, or a teacher's most likely tokens, or what a teacher with another tokenizer says."""
+    lm_head: Mapping[Positions, TaughtRows] = field(default_factory=dict)
+    """In place of the logits, for each kind of positions at which they are compared."""

@@ -10,7 +10,14 @@ from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingCo
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.marks import COMMON, FREE, replaces
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
+from llmdistill.config.student import (
+    CalibrationConfig,
+    FactorizeConfig,
+    LoraConfig,
+    OneTeacher,
+    StudentConfig,
+    TeacherConfig,
+)
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.training import TrainConfig
 from llmdistill.errors import check_least
@@ -22,6 +29,7 @@ __all__ = [
     "FactorizeConfig",
     "GenerationConfig",
     "LoraConfig",
+    "OneTeacher",
     "ResponseConfig",
     "RunConfig",
     "StudentConfig",

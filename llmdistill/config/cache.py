@@ -24,6 +24,8 @@ class CacheConfig:
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """What runs the teacher. hf: the run's own teacher, on one or several ranks; vllm: vLLM, one process for all GPUs,
     which gives top_k at temperature 1 and nothing else; auto: vLLM if it is installed and can do it, else hf."""
+    teacher: str = ""
+    """Of several teachers the one that is run, by its name in teacher.others. Default: teacher.model."""
     micro_batch_size: int = 8
     """hf: examples per rank and forward pass of the teacher."""
     shard_tokens: int = 65536

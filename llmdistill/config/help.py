@@ -22,9 +22,9 @@ _WIDTH = 36
 
 
 def hide_stubs(parser: ArgumentParser) -> None:
-    """Leave out of the help the flags that take a whole section from a file, which jsonargparse adds for each."""
+    """Leave out of the help the flags that take a section from a file or show its help, which jsonargparse adds."""
     for action in parser._actions:
-        if action.metavar == "CONFIG":
+        if action.metavar == "CONFIG" or action.dest.endswith(".help"):
             action.help = argparse.SUPPRESS
 
 

@@ -11,6 +11,9 @@ FREE = {"free": True}
 COMMON = {"common": True}
 """The setting is one that most runs give: the short help shows it."""
 
+VALUES = "values"
+"""The setting is a mapping with free keys, and each of its values a section of this class."""
+
 
 def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[Any] = (None,)) -> dict[Any, Any]:
     """Mark a setting that sets others back to their defaults, if a recipe below it has them; such marks can be joined.

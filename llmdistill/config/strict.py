@@ -117,6 +117,9 @@ def one_sentence(message: str) -> str:
     section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
     if section is not None:
         return f"{section.group(1)}: {_short(section.group(2))} does not fit; expected settings such as {{...}}"
+    unknown = re.search(r'[Kk]ey "([\w.]+)":.*Option .(\w+). is not accepted', message, re.DOTALL)
+    if unknown is not None:
+        return f"{unknown.group(1)}: {unknown.group(2)} is no setting of its entries; --help lists those that are"
     digits = re.search(r'key "([\w.]+)":\s+Exceeds the limit', message)
     if digits is not None:
         return f"{digits.group(1)}: a number with too many digits; give a smaller one"

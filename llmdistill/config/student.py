@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.errors import check_least
+from llmdistill.config.marks import COMMON, FREE, VALUES, replaces
+from llmdistill.errors import FieldError, check_least, check_name
 
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
@@ -159,10 +159,10 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
-    """The model to learn from. It runs in evaluation mode and without gradients."""
+class OneTeacher:
+    """One of the models to learn from."""
 
-    model: str | None = field(default="embedded:teacher", metadata=COMMON | replaces("teacher.cache"))
+    model: str | None = None
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
     file, or a folder with one, which is dequantized; embedded:teacher is the small model that ships with llmdistill;
     package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
@@ -180,18 +180,46 @@ class TeacherConfig:
     cache: str | None = None
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
     there, and the teacher is neither loaded nor scored. Default: the teacher runs in every step."""
+    weight: float = 1.0
+    """Weight of this teacher in the average of several; only the proportions matter."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the settings of a sharded teacher are given for one that is not sharded."""
+        """Raise a FieldError for settings of a sharded teacher that do not fit, and for a weight that is not over 0."""
+        if not self.weight > 0:
+            raise FieldError(f"weight is {self.weight}: give a number over 0")
         if self.zero and not self.is_sharded:
-            raise ValueError("teacher.zero shapes a sharded teacher: set teacher.sharding to node or zero3 as well")
+            raise FieldError("zero shapes a sharded teacher: set sharding to node or zero3 as well")
         if "stage" in self.zero:
-            raise ValueError("teacher.zero sets the stage, which is 3 for a sharded teacher: remove it")
+            raise FieldError("zero sets the stage, which is 3 for a sharded teacher: remove it")
 
     @property
     def is_sharded(self) -> bool:
         """Whether no rank holds the whole teacher, so that its forward pass needs every rank."""
         return self.sharding != "replicated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig(OneTeacher):
+    """The model to learn from. It runs in evaluation mode and without gradients."""
+
+    model: str | None = field(default="embedded:teacher", metadata=COMMON | replaces("teacher.cache"))
+    others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
+    """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has the
+    settings above. The student is made from teacher.model, and the table scores only this one."""
+    average: Literal["probabilities", "log_probabilities", "rows"] = "probabilities"
+    """How several teachers teach. probabilities: by the average of their distributions, the mixture;
+    log_probabilities: by the average of their log-probabilities, the geometric mean; rows: each teaches the rows of
+    data.train whose key teacher is its name, and teacher.model those without the key."""
+
+    def __post_init__(self) -> None:
+        """Raise a FieldError as for one teacher, and if there are others without a name or a model."""
+        super().__post_init__()
+        if self.average == "rows" and not self.others:
+            raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
+        for name, other in self.others.items():
+            check_name(name, "teacher.others")
+            if other.model is None:
+                raise FieldError(f"others.{name} has no model: give it as teacher.others.{name}.model")
 
 
 @dataclass(frozen=True, kw_only=True)

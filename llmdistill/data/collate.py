@@ -36,6 +36,8 @@ class Encoded:
     prompt_ids: list[int]
     response_ids: list[int]
     """Ends with the end token unless the response was cut."""
+    teacher: str = ""
+    """The name of the teacher that the example asks for; empty if it names none."""
 
     @property
     def ids(self) -> list[int]:
@@ -80,18 +82,21 @@ def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
         padding_mask(rows),
         padded([_labels(item) for item in items], IGNORE_INDEX),
         sample_ids=tuple((item.sample_id,) for item in items),
+        teachers=tuple(item.teacher for item in items),
     )
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
     """Collate the examples into rows of at most max_length, arranged by `pack`: (B, T) with B <= len(items).
 
-    The mask numbers the examples of a row from 1, and positions begin at 0 in each example. Positions also begin at 0
-    in the padding at the end of a row, whose mask is 0. The first token of an example is never a label, because the
-    token before it belongs to another example.
+    The examples of a row ask for the same teacher. The mask numbers them from 1, and positions begin at 0 in each
+    example. Positions also begin at 0 in the padding at the end of a row, whose mask is 0. The first token of an
+    example is never a label, because the token before it belongs to another example.
     """
-    arranged = pack([len(item) for item in items], max_length)
-    rows = [[items[index] for index in row] for row in arranged]
+    rows: list[list[Encoded]] = []
+    for teacher in dict.fromkeys(item.teacher for item in items):
+        own = [item for item in items if item.teacher == teacher]
+        rows += [[own[index] for index in row] for row in pack([len(item) for item in own], max_length)]
     width = max(sum(map(len, row)) for row in rows)
     numbers = [[number for number, item in enumerate(row, start=1) for _ in item.ids] for row in rows]
     # The padding is numbered like one more example.
@@ -103,6 +108,7 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
         padded([[label for item in row for label in _labels(item, learned=1)] for row in rows], IGNORE_INDEX),
         position_ids=padded(positions, 0),
         sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
+        teachers=tuple(row[0].teacher for row in rows),
     )
 
 

@@ -81,6 +81,10 @@ class MappedItems(LazyItems[Item]):
         """The number of tokens of an example, which are not read for it."""
         return len(self._tokens[index])
 
+    def distinct(self, name: str) -> list[Any]:
+        """The values of a column, each once."""
+        return list(self._columns[name].unique().to_pylist())
+
     @property
     def longest(self) -> int:
         """The largest number of tokens of an example."""

@@ -22,7 +22,7 @@ from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fi
 from llmdistill.data.text_files import content_sha256
 from llmdistill.errors import UserError
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
@@ -30,8 +30,10 @@ _ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
 
 
 EXAMPLES = Layout(
-    make=lambda ids, prompt_length: Encoded(ids[:prompt_length].tolist(), ids[prompt_length:].tolist()),
-    columns={"ids": TOKEN_IDS, "prompt_length": pa.int32()},
+    make=lambda ids, prompt_length, teacher: Encoded(
+        ids[:prompt_length].tolist(), ids[prompt_length:].tolist(), teacher
+    ),
+    columns={"ids": TOKEN_IDS, "prompt_length": pa.int32(), "teacher": pa.string()},
 )
 """How encoded examples are kept on disk."""
 

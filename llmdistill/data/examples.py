@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Example:
     """The turns before the answer, for the tokenizer's chat template; empty in the other two forms."""
     raw_prompt: str | None = None
     """A prompt that is used as it is, without any template; None in the other two forms."""
+    teacher: str = ""
+    """The name of the teacher that the row asks for; empty if it names none."""
 
 
 def all_empty(examples: Sequence[Example]) -> bool:
@@ -60,11 +62,18 @@ def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True)
       list that does not end with an assistant turn is a prompt as a whole.
     - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
 
+    Each form may have a string ``teacher``, the name of the teacher that the row asks for.
+
     Raises:
         UserError: a key is missing (the answer only if needs_answer), or a value does not fit the form; the message
             begins with `source`, the place of the row.
     """
     row = {key: value for key, value in row.items() if value is not None}
+    example, teacher = _example(row, source, needs_answer), row.get("teacher")
+    return replace(example, teacher=teacher) if isinstance(teacher, str) else example
+
+
+def _example(row: dict[str, Any], source: str, needs_answer: bool) -> Example:
     if "instruction" in row:
         instruction = _string(row, "instruction", source, "quote it")
         context = _first(row, ("input", "context"))

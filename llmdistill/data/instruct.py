@@ -182,6 +182,6 @@ def encode(
         response_ids = [*response_ids, end]
         room = limits.max_length - len(prompt_ids)
         truncated_responses += len(response_ids) > room
-        items.append(Encoded(prompt_ids, response_ids[:room]))
+        items.append(Encoded(prompt_ids, response_ids[:room], examples[index].teacher))
     counts = EncodedCounts(len(items), prompts.dropped, prompts.truncated, truncated_responses)
     return InstructData(items, prompts.kept, counts)

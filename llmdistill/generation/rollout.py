@@ -65,7 +65,7 @@ class OnPolicyLoader:
         prompts = [item.prompt_ids for item in items]
         with inference(model, settings):
             rows = new_tokens(model, prompts, settings, synced=self.synced, noise=RowNoise(seeds, model.device))
-        answered = [Encoded(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        answered = [Encoded(item.prompt_ids, row, item.teacher) for item, row in zip(items, rows, strict=True)]
         return replace(collate(answered, self.pad_token_id), own_answers=True)
 
 

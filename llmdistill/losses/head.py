@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, TopK
+from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TaughtRows, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
+from llmdistill.losses.several import averaged_logits
 from llmdistill.losses.terms import TokenTerm
 
 _CPU_CHUNK = 256
@@ -36,7 +37,7 @@ class TokenLosses(NamedTuple):
 
 def token_losses(
     student: HeadInputs,
-    teacher: HeadInputs | TopK | OtherTokens | None,
+    teacher: TaughtRows | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -54,7 +55,8 @@ def token_losses(
         student: rows, weight and bias of the student; the total is differentiable with respect to all three. Without a
             weight the rows are the logits.
         teacher: the same of the teacher, which get no gradient, or its most likely tokens (then a divergence is that of
-            `losses.top_k`), or rows in other tokens (`losses.other_tokens`); None if no term uses a divergence.
+            `losses.top_k`), or rows in other tokens (`losses.other_tokens`), or the rows of several teachers
+            (`losses.several`); None if no term uses a divergence.
         labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
         terms: the C terms.
         factors: (C,), the factor of each sum in the total.
@@ -86,7 +88,7 @@ class _TokenLosses(torch.autograd.Function):
         weight_VK: Tensor | None,
         bias_V: Tensor | None,
         needs: list[bool],
-        teacher: HeadInputs | TopK | OtherTokens | None,
+        teacher: TaughtRows | None,
         labels_N: Tensor,
         terms: tuple[TokenTerm, ...],
         factors: Tensor,
@@ -97,12 +99,14 @@ class _TokenLosses(torch.autograd.Function):
         student = _cut(whole, vocabulary)
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
-        taught: HeadInputs | TopK | SpanRows | None
+        taught: HeadInputs | TopK | SpanRows | SeveralHeads | None
         if isinstance(teacher, HeadInputs):
             taught = _cut(teacher, vocabulary)
         elif isinstance(teacher, OtherTokens):
             whole_teacher = teacher._replace(head=_cut(teacher.head, None))
             taught = SpanRows.of(student, whole_teacher, labels_N, terms, exact)
+        elif isinstance(teacher, SeveralHeads):
+            taught = teacher._replace(heads=tuple(_cut(head, vocabulary) for head in teacher.heads))
         else:
             taught = teacher
         factors = factors.to(device=rows_NK.device, dtype=exact)
@@ -125,6 +129,8 @@ class _TokenLosses(torch.autograd.Function):
                 compared: Tensor | TopK | SpanRows | None
                 if isinstance(taught, HeadInputs):
                     compared = _logits(taught, here, teacher_buffer)
+                elif isinstance(taught, SeveralHeads):
+                    compared = averaged_logits(taught, here)
                 else:
                     compared = None if taught is None else taught.at(here)
                 sums += chunk_losses(part_NV, compared, labels_N[here], terms, inner_factors, with_gradient=any(needs))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, Taps
+from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, SeveralHeads, Taps, TaughtRows
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import LayerTerm, RunningTerms, Tap, add_losses
 from llmdistill.models.heads import whole
@@ -77,15 +77,22 @@ class HeadLosses:
             )
             factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
-            head_of = teacher.head if isinstance(teacher, OtherTokens) else teacher
-            gathering = whole(head_of) if isinstance(head_of, HeadInputs) else nullcontext()
-            with gathering, without_autocast(labels_N.device):
+            with ExitStack() as gathered, without_autocast(labels_N.device):
+                for each in _heads_of(teacher):
+                    gathered.enter_context(whole(each))
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
             self.sums |= {
                 term.name: LossSum(total, counts[place]) for term, total in zip(terms, losses.sums, strict=True)
             }
             totals.append(losses.total)
         return torch.stack(totals).sum()
+
+
+def _heads_of(teacher: TaughtRows | None) -> tuple[HeadInputs, ...]:
+    if isinstance(teacher, SeveralHeads):
+        return teacher.heads
+    head = teacher.head if isinstance(teacher, OtherTokens) else teacher
+    return (head,) if isinstance(head, HeadInputs) else ()
 
 
 def by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:

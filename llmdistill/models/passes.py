@@ -77,7 +77,7 @@ class HookSums:
         return int(self.tokens)
 
 
-def rows_of(batch: Batch, rows: slice, longest: int | None = None) -> Batch:
+def rows_of(batch: Batch, rows: slice | list[int], longest: int | None = None) -> Batch:
     """Some rows of a batch that is not located yet, without the padding on the right that none of them needs.
 
     `longest` is the number of tokens that are left of each at most.
@@ -91,7 +91,11 @@ def rows_of(batch: Batch, rows: slice, longest: int | None = None) -> Batch:
         cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
     if batch.targets is not None:
         cut["targets"] = batch.targets[rows]
-    return replace(batch, **cut, sample_ids=batch.sample_ids[rows])
+    numbers = range(len(batch.input_ids))[rows] if isinstance(rows, slice) else rows
+    for name in ("sample_ids", "teachers"):
+        each = getattr(batch, name)
+        cut[name] = tuple(each[number] for number in numbers) if each else ()
+    return replace(batch, **cut)
 
 
 def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:

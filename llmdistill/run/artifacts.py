@@ -71,8 +71,11 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     below = None if made_below is None else Path(made_below).resolve()
     references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
     references["student.factorize.calibration.data"] = values["student"]["factorize"]["calibration"]["data"]
-    cache = values["teacher"].get("cache")
-    of_cache = {} if cache is None else {"teacher.cache": cache_fingerprint(Path(cache))}
+    caches = {"teacher.cache": values["teacher"].get("cache")}
+    for name, other in values["teacher"].get("others", {}).items():
+        references[f"teacher.others.{name}.model"] = other["model"]
+        caches[f"teacher.others.{name}.cache"] = other.get("cache")
+    of_cache = {key: cache_fingerprint(Path(cache)) for key, cache in caches.items() if cache is not None}
     if values["train"].get("keep_best") is not None:
         references["data.valid"] = values["data"]["valid"]
     references |= task_reference(values["data"])

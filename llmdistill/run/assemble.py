@@ -28,6 +28,7 @@ from llmdistill.models.sharded_load import load_sharded
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
+from llmdistill.run.resolved import OtherTeacher
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import request_of, tapped
@@ -41,6 +42,7 @@ from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
+from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
 from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
 
@@ -77,13 +79,16 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     return folder
 
 
-def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveTeacher:
-    """Load the teacher in evaluation mode, by default with the head that the run needs."""
-    dtype, head = plan.models.teacher_dtype, plan.models.teacher_head if head is None else head
-    path, settings = plan.models.teacher_path, plan.config.teacher
+def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: str = "") -> LiveTeacher:
+    """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
+    head = plan.models.teacher_head if head is None else head
+    of_models = plan.models
+    main = OtherTeacher(settings=plan.config.teacher, path=of_models.teacher_path, dtype=of_models.teacher_dtype)
+    chosen = of_models.others[name] if name else main
+    path, settings, dtype = chosen.path, chosen.settings, chosen.dtype
     if settings.is_sharded and is_adapter(path):
         # A rank has only a shard of the base model, so rank 0 merges an adapter first.
-        merged = plan.folder / "teacher"
+        merged = plan.folder / (f"teacher-{name}" if name else "teacher")
         if not is_there(merged / "config.json", world):
             on_main(lambda: merge_adapter(path, merged), world)
             is_there(merged / "config.json", world)
@@ -198,13 +203,10 @@ def make_trainer(
     wired = partial(tapped, method, vocabulary=plan.models.vocabulary, compiled=config.train.compile)
     trained_by: Teacher | None = None
     if plan.is_cached:
-        folder = CacheFolder(Path(str(config.teacher.cache)))
-        trained_by = CachedTeacher(folder, request_of(method), shift=method.shift, device=world.device)
+        trained_by = run_teacher(_cached(str(config.teacher.cache), plan, world), plan, data, world)
     elif method.needs_teacher:
         live = teacher()
-        trained_by = wired("teacher", live.model, forward=live.forward)
-        if plan.models.translates:
-            trained_by = translated(trained_by, plan, data, world)
+        trained_by = run_teacher(wired("teacher", live.model, forward=live.forward), plan, data, world)
     return Trainer(
         engine=engine,
         student=wired("student", engine.module, forward=engine, projectors=projectors),
@@ -217,11 +219,41 @@ def make_trainer(
     )
 
 
-def translated(teacher: Teacher, plan: Plan, data: TaskData, world: World) -> TranslatedTeacher:
-    """Return the teacher of a run as one that reads the batches of a student with another tokenizer."""
-    longest = max_positions(plan.models.teacher, sys.maxsize)
-    translation = Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
-    return TranslatedTeacher(teacher, translation, say=partial(print_main, world=world))
+def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:
+    """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
+    if plan.models.translates:
+        longest = max_positions(plan.models.teacher, sys.maxsize)
+        prompts = data.teacher_prompts()
+        translation = Translation(data.tokenizer, data.teacher_tokenizer(), prompts=prompts, longest=longest)
+        return TranslatedTeacher(first, translation, say=partial(print_main, world=world))
+    if not plan.models.others:
+        return first
+    settings = {"": plan.config.teacher, **{name: other.settings for name, other in plan.models.others.items()}}
+    teachers = {"": first}
+    for name in plan.models.others:
+        if settings[name].cache is not None:
+            teachers[name] = _cached(str(settings[name].cache), plan, world)
+            continue
+        live, compiled = make_teacher(plan, world, name=name), plan.config.train.compile
+        teachers[name] = tapped(
+            plan.method,
+            "teacher",
+            live.model,
+            forward=live.forward,
+            vocabulary=plan.models.vocabulary,
+            compiled=compiled,
+        )
+    average = plan.config.teacher.average
+    if average == "rows":
+        sharded = {name for name, each in settings.items() if each.is_sharded and each.cache is None}
+        return TeachersOfRows(teachers=teachers, together=frozenset(sharded))
+    weights = [each.weight for each in settings.values()]
+    return AveragedTeachers(teachers=teachers, weights=weights, average=average)
+
+
+def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:
+    request = request_of(plan.method)
+    return CachedTeacher(CacheFolder(Path(folder)), request, shift=plan.method.shift, device=world.device)
 
 
 def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:

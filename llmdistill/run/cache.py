@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmdistill.artifacts import differences, plain
-from llmdistill.batch import POSITIONS, Positions
-from llmdistill.config import RunConfig
+from llmdistill.batch import POSITIONS, Batch, Positions
+from llmdistill.config import OneTeacher, RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
@@ -36,6 +38,7 @@ _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "lon
 """Settings of the data that decide which examples there are; the others only arrange them."""
 _TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
 """The same of data.text, for texts."""
+_ONLY_WHOLE = "several teachers are compared by their whole distributions"
 
 
 def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, world: World) -> dict[str, Any]:
@@ -58,8 +61,13 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     """
     check_can_cache(plan)
     check_top_k(settings, plan.models.compared_tokens)
+    name = settings.teacher
+    if name and name not in plan.models.others:
+        raise UserError(f"--cache.teacher {name}: the run has no such teacher{did_you_mean(name, plan.models.others)}")
+    if plan.models.others and settings.kept_top_k is not None:
+        raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
     settings = replace(settings, engine=engine_of(plan, settings, world))
-    items, collate = data.taught_examples()
+    items, collate = _taught_examples(plan, data, name)
     ids, lengths = _measured(items)
     shards = plan_shards(ids, lengths, settings)
     kept = [index for shard in shards for batch in shard for index in batch]
@@ -91,7 +99,7 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
         scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
         write_by_vllm(job, missing, scorer)
         return
-    live = make_teacher(plan, job.world)
+    live = make_teacher(plan, job.world, name=job.settings.teacher)
     teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
     if plan.method.token_terms:
         check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(job.world.device), job.world)
@@ -113,13 +121,22 @@ def check_cache(plan: Plan, data: TaskData, world: World) -> None:
         UserError: there is no finished cache, it is that of another teacher, tokenizer, number format, data or method,
             or a file is damaged.
     """
-    if plan.config.teacher.cache is None or not plan.method.needs_teacher:
-        return
-    path = Path(plan.config.teacher.cache)
-    folder = on_every(lambda: CacheFolder(path), world)
-    on_main(lambda: _check_origin(plan, data, folder), world)
-    folder.check_files(world)
-    on_main(lambda: _check_examples(plan, data, folder), world)
+    caches = {"": plan.config.teacher.cache, **{name: each.settings.cache for name, each in plan.models.others.items()}}
+    for name, path in caches.items():
+        if path is None or not plan.method.needs_teacher:
+            continue
+        folder = on_every(partial(CacheFolder, Path(path)), world)
+        on_main(partial(_check_origin, plan, data, folder, name), world)
+        folder.check_files(world)
+        on_main(partial(_check_examples, plan, data, folder, name), world)
+
+
+def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+    """Return the examples that a teacher teaches, one of several by its name, and what collates them."""
+    items, collate = data.taught_examples()
+    if plan.config.teacher.average == "rows":
+        items = [item for item in items if item.teacher == name]
+    return items, collate
 
 
 def _measured(items: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -189,12 +206,15 @@ def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
     return None
 
 
-def _origin(models: RunModels, data: TaskData) -> dict[str, Any]:
-    """Return what the outputs of the teacher depend on, besides the examples."""
+def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:
+    """Return what the outputs of a teacher depend on, besides the examples."""
+    path, dtype = models.teacher_path, models.teacher_dtype
+    if name:
+        path, dtype = models.others[name].path, models.others[name].dtype
     return {
-        "teacher": fingerprint(models.teacher_path),
+        "teacher": fingerprint(path),
         "tokenizer": content_fingerprint(sorted(data.tokenizer.get_vocab().items())),
-        "dtype": str(models.teacher_dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -212,8 +232,8 @@ def _data_record(config: RunConfig) -> dict[str, Any]:
 def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
     return plain(
         {
-            **_origin(plan.models, data),
-            "model": plan.config.teacher.model,
+            **_origin(plan.models, data, settings.teacher),
+            "model": _settings(plan, settings.teacher).model,
             "held": {
                 **request_of(plan.method).record(),
                 "top_k": settings.kept_top_k,
@@ -228,33 +248,43 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
     )
 
 
-def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder) -> None:
+def _key(name: str) -> str:
+    return f"teacher.others.{name}.cache" if name else "teacher.cache"
+
+
+def _settings(plan: Plan, name: str) -> OneTeacher:
+    return plan.models.others[name].settings if name else plan.config.teacher
+
+
+def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
-    record, key = folder.record, f"teacher.cache {folder.folder}"
+    record, key = folder.record, f"{_key(name)} {folder.folder}"
+    if plan.models.others and record["held"]["top_k"] is not None:
+        raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
-    asked = {**_origin(plan.models, data), "vocabulary": plan.models.compared_tokens}
+    asked = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}
     held = {**record, "vocabulary": record["held"]["vocabulary"]}
     if record["held"]["top_k"] is None:
         del asked["vocabulary"]  # the head has the logits of all tokens
     for what, new in asked.items():
         if held.get(what) != new:
-            name = f" ({record['model']})" if what == "teacher" else ""
-            raise UserError(f"{key}: its {what} is {held.get(what)}{name}, and that of this run is {new}; {remedy}")
+            model = f" ({record['model']})" if what == "teacher" else ""
+            raise UserError(f"{key}: its {what} is {held.get(what)}{model}, and that of this run is {new}; {remedy}")
     lacking = request_of(plan.method).lacking(record["held"])
     if lacking is not None:
         methods = " + ".join(plan.config.methods())
         raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")
 
 
-def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder) -> None:
+def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if an example of the training set is not in a cache."""
-    ids = [item.sample_id for item in data.taught_examples()[0]]
+    ids = [item.sample_id for item in _taught_examples(plan, data, name)[0]]
     missing = folder.missing(ids)
     if not missing:
         return
     found = differences(folder.record["data"], _data_record(plan.config))
     why = f"{found[0].key} was {found[0].old} and is now {found[0].new}" if found else "its data are others"
     raise UserError(
-        f"teacher.cache {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "
+        f"{_key(name)} {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "
         f"the one with the id {missing[0]}; {why}: make a cache with `llmdistill cache` and the settings of this run"
     )

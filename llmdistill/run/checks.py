@@ -38,12 +38,13 @@ def check_plan(plan: Plan) -> None:
     _check_teacher_head(plan)
     _check_keep_best(plan)
     _check_without_entry(plan)
+    _check_several(plan)
     if plan.models.translates and plan.config.data.streaming:
         raise UserError(
             "data.streaming is true, but a teacher with another tokenizer needs all prompts before the training: set "
             "it to false, or take a student with the teacher's tokenizer"
         )
-    if plan.is_cached:
+    if plan.is_cached or any(each.settings.cache for each in plan.models.others.values()):
         check_can_cache(plan)
 
 
@@ -60,6 +61,25 @@ def _check_teacher_head(plan: Plan) -> None:
         f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
         "compare its output: give them the weight 0, or take a teacher with its head"
     )
+
+
+def _check_several(plan: Plan) -> None:
+    """Raise a UserError if a run asks more of several teachers than their distributions over tokens."""
+    names, method = ", ".join(plan.models.others), plan.method
+    if not names:
+        return
+    compares_more = method.teacher_taps or any(term.needs_teacher for term in method.sequence_terms)
+    if compares_more or not method.teacher_positions:
+        methods = " + ".join(plan.config.methods())
+        raise UserError(f"teacher.others ({names}): method {methods} compares more than tokens; take --method kd")
+    if plan.models.translates or plan.before is not None:
+        what = "another tokenizer" if plan.models.translates else "student.assistants"
+        raise UserError(f"teacher.others ({names}) cannot be joined with {what}: leave one of them out")
+    if plan.config.teacher.average == "rows" and plan.config.data.kind != "instructions":
+        raise UserError(
+            f"teacher.average is rows, but data.kind is {plan.config.data.kind}: rows of instructions alone name "
+            "teachers; take probabilities"
+        )
 
 
 def _check_without_entry(plan: Plan) -> None:

@@ -21,17 +21,19 @@ from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.progress import progress
-from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of, translated
+from llmdistill.run.assemble import load_student, make_teacher, prepare_student, run_teacher, share_of
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.resolved import RunModels
+from llmdistill.run.trainer import live_teachers
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cached import Teacher
+from llmdistill.teacher.translated import TranslatedTeacher
 
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
@@ -102,8 +104,8 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     model = teacher().model if plan.method.needs_teacher else None
     if model is not None and not plan.models.translates:
         yield above_chance(plan.models, model, batch)
-    translate = partial(translated, plan=plan, data=data, world=world) if plan.models.translates else None
-    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, translate=translate)
+    whole = partial(run_teacher, plan=plan, data=data, world=world)
+    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
@@ -184,24 +186,26 @@ def term_sizes(
     *,
     vocabulary: int | None = None,
     gradients: bool = True,
-    translate: Callable[[Teacher], Teacher] | None = None,
+    whole: Callable[[Teacher], Teacher] = lambda teacher: teacher,
 ) -> dict[str, TermSize]:
     """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
 
-    `translate` makes a teacher that reads other tokens one for this batch.
+    `whole` makes of the model's forward pass the teacher of the run, such as one that reads other tokens.
 
     The student runs once for each term, in evaluation mode, so that dropout makes no difference between models.
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
-    wired = {"student": learner}
+    wired = [learner]
     teaching: Teacher | None = None
     if method.needs_teacher and teacher is not None:
-        wired["teacher"] = tapped(method, "teacher", teacher, vocabulary=vocabulary)
-        teaching = wired["teacher"] if translate is None else translate(wired["teacher"])
+        first = tapped(method, "teacher", teacher, vocabulary=vocabulary)
+        teaching = whole(first)
+        wired.append(first)
     if method.token_terms:
-        check_losses(wired if translate is None else {"student": learner}, batch, World.current())
+        same_tokens = {} if isinstance(teaching, TranslatedTeacher) else live_teachers(teaching)
+        check_losses({**same_tokens, "student": learner}, batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
@@ -215,7 +219,7 @@ def term_sizes(
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:
-        for each in wired.values():
+        for each in wired:
             each.remove()
     return sizes
 

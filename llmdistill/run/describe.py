@@ -24,6 +24,7 @@ def headline(plan: Plan, data_report: str) -> str:
     teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
     teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
     teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
+    teacher_line += "".join(f"\n            {line}" for line in _other_teachers(plan))
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.models.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
@@ -42,6 +43,19 @@ def headline(plan: Plan, data_report: str) -> str:
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
         + "".join(f"\nNote        {note}" for note in plan.notes)
     )
+
+
+def _other_teachers(plan: Plan) -> list[str]:
+    """Describe each of the other teachers, and what the weights are of."""
+    by_rows = plan.config.teacher.average == "rows"
+    own = {name: other.settings for name, other in plan.models.others.items()}
+    lines = [
+        f"{each.model}, {f'for the rows of {name}' if by_rows else f'weight {each.weight:g}'}"
+        + ("" if each.cache is None else f", read from {each.cache}")
+        for name, each in own.items()
+    ]
+    average = f"the average of {plan.config.teacher.average}, the first with weight {plan.config.teacher.weight:g}"
+    return [*lines, *([] if by_rows or not lines else [average.replace("_", " ")])]
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:

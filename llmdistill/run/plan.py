@@ -22,6 +22,7 @@ from llmdistill.run.resolved import (
     has_copied_classifier,
     heads_of,
     model_config,
+    other_teachers,
     student_of,
     teacher_path,
     tokenizer_path,
@@ -97,8 +98,11 @@ def make_plan(
     if not is_shipped(config.ds_config):  # the check loads DeepSpeed
         check_ds_config(resolved, config.ds_config)
     check_libraries(config, resolved)
-    if config.teacher.is_sharded and config.teacher.zero:
-        check_zero({**config.teacher.zero, "stage": 3}, "teacher.zero")
+    dtype = "bf16" if resolved["bf16"]["enabled"] else "fp32"
+    others = other_teachers(config.teacher, dtype)
+    for name, settings in {"": config.teacher, **{name: each.settings for name, each in others.items()}}.items():
+        if settings.is_sharded and settings.zero:
+            check_zero({**settings.zero, "stage": 3}, f"teacher.others.{name}.zero" if name else "teacher.zero")
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
 
@@ -140,6 +144,10 @@ def make_plan(
             check_tokens(locate(teacher), locate(student))
         if config.data.kind == "instructions" and has_own and not translates:
             gaps = tokenizer_gaps(*tokenizers)
+    for name, each in others.items() if method.needs_teacher else ():
+        model_config(task, f"teacher.others.{name}.model", str(each.settings.model), pending)
+        least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
+        vocabulary = least if vocabulary is None else min(vocabulary, least)
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.models.tokenizer_path
@@ -147,7 +155,6 @@ def make_plan(
 
     causal = is_causal(student_config)
     teacher_head, student_head = heads_of(config, task, method, teacher_config, student_config, causal=causal)
-    dtype = "bf16" if resolved["bf16"]["enabled"] else "fp32"
     models = RunModels(
         teacher=teacher_config,
         student=student_config,
@@ -163,6 +170,7 @@ def make_plan(
         copies_classifier=has_copied_classifier(config, task, teacher_config, student_config),
         vocabulary=vocabulary,
         translates=translates,
+        others=others if method.needs_teacher else {},
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
     planned = Plan(

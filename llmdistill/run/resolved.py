@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from llmdistill.config import RunConfig, StudentConfig
+from llmdistill.config import OneTeacher, RunConfig, StudentConfig, TeacherConfig
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
@@ -23,10 +23,20 @@ from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
 from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer
+from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.tasks.base import Models, Task
 
 Pending = Mapping[str, PreTrainedConfig]
 """The configurations of models that may not exist yet, by path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherTeacher:
+    """One of several teachers, beside `teacher.model`."""
+
+    settings: OneTeacher
+    path: Path
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,8 @@ class RunModels(Models):
     """Whether teacher and student have different tokenizers, and the method compares the text that both read."""
     teacher_origin: str | None
     """How the weights of the teacher were made, if they are those of a GGUF file."""
+    others: Mapping[str, OtherTeacher]
+    """The other teachers by name, if there are several."""
 
     @property
     def compared_tokens(self) -> int:
@@ -126,6 +138,16 @@ def has_copied_classifier(config: RunConfig, task: Task, teacher: PreTrainedConf
         head=task.head,
         by_default=any(METHODS[name].copies_classifier for name in config.methods()),
     )
+
+
+def other_teachers(settings: TeacherConfig, dtype: str) -> dict[str, OtherTeacher]:
+    """Return the teachers beside `teacher.model`; `dtype` is that of the run, fp32 or bf16."""
+
+    def resolved(own: OneTeacher) -> OtherTeacher:
+        of_teacher = TORCH_DTYPES[dtype if own.dtype == "auto" else own.dtype]
+        return OtherTeacher(settings=own, path=locate(str(own.model)), dtype=of_teacher)
+
+    return {name: resolved(own) for name, own in settings.others.items()}
 
 
 def tokenizer_path(config: RunConfig) -> Path:

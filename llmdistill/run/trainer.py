@@ -21,6 +21,8 @@ from llmdistill.run.origin import first_not_finite
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.teacher.cached import Teacher
+from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
+from llmdistill.teacher.translated import TranslatedTeacher
 
 
 @dataclass
@@ -109,29 +111,28 @@ class Trainer:
         Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores; None
         without a checkpoint.
         """
-        models = {"student": self.student}
-        if isinstance(self.teacher, TappedModel):
-            models = {"teacher": self.teacher, **models}
+        teachers = live_teachers(self.teacher)
         if known is not None:
-            set_loss_modes(models, known)
+            set_loss_modes({**teachers, "student": self.student}, known)
             return known
         if not self.method.token_terms:
             return {}
         self._seed(start)
         (first, *_) = self._micro_batches(start)
         self.engine.eval()
-        found = check_losses(models, self.moved(first), self.world)
+        read = self.teacher.translation(first)[0] if isinstance(self.teacher, TranslatedTeacher) else first
+        of_teachers = check_losses(teachers, self.moved(read), self.world)
+        of_student = check_losses({"student": self.student}, self.moved(first), self.world)
         self.engine.train()
-        return found
+        return {**of_teachers, **of_student}
 
     def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
         """Run the forward passes of a step (from 1) again, and say where the first value that is not finite comes from.
 
         See `run.origin`.
         """
-        models = {"student": self.student.model}
-        if isinstance(self.teacher, TappedModel):
-            models = {"teacher": self.teacher.model, **models}
+        models = {name: each.model for name, each in live_teachers(self.teacher).items()}
+        models["student"] = self.student.model
 
         def run() -> None:
             self._seed(step - 1)
@@ -146,6 +147,16 @@ class Trainer:
         """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
         # Collisions do not occur in practice.
         torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+
+def live_teachers(teacher: Teacher | None) -> dict[str, TappedModel]:
+    """Return the models that run as teachers, by what a note calls them."""
+    if isinstance(teacher, AveragedTeachers | TeachersOfRows):
+        live = {name: live_teachers(each) for name, each in teacher.teachers.items()}
+        return {f"teacher {name}".strip(): found["teacher"] for name, found in live.items() if found}
+    if isinstance(teacher, TranslatedTeacher):
+        return live_teachers(teacher.teacher)
+    return {"teacher": teacher} if isinstance(teacher, TappedModel) else {}
 
 
 def global_counts(micro_batches: Sequence[Batch]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig, RunConfig
+from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.columns import MappedItems
 from llmdistill.data.example_store import StoredExamples, open_examples, store_examples
@@ -120,7 +121,7 @@ class Instructions(Task):
         Raises:
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
-        settings = self.config.data
+        settings, teacher = self.config.data, self.config.teacher
         valid, tests, warning = on_main(self._read, world)
         valid_items = self._stored(settings.valid, world).items if settings.valid is not None else ()
         train, report = None, "not read, as nothing is trained"
@@ -129,6 +130,8 @@ class Instructions(Task):
         elif self.trains:
             stored = self._stored(settings.train, world)
             train, report = stored.items, stored.counts.report()
+            if teacher.average == "rows":
+                _check_asked(train.distinct("teacher"), teacher.others, settings.train)
         return self.having(
             train=train,
             valid=valid,
@@ -321,6 +324,20 @@ class Instructions(Task):
     def after_training(self, loader: Loader) -> str | None:
         """See Task: the examples of a streamed set that were left out."""
         return loader.report() if isinstance(loader, StreamLoader) else None
+
+
+def _check_asked(asked: Collection[str], others: Collection[str], data: str) -> None:
+    """Raise a UserError if rows ask for a teacher that there is not, or no row asks for one that there is."""
+    for name in sorted(set(asked) - {"", *others}):
+        raise UserError(
+            f"data.train {data}: a row has the teacher {name!r}, which is not in teacher.others "
+            f"({', '.join(others)}){did_you_mean(name, others)}"
+        )
+    for name in sorted(set(others) - set(asked)):
+        raise UserError(
+            f"data.train {data}: teacher.average is rows, but no row has the key teacher with the value {name!r}: "
+            "name it in the rows that it shall teach, or leave it out of teacher.others"
+        )
 
 
 def _chance(predictions: Path) -> dict[str, Any]:

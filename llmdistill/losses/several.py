@@ -1,0 +1,55 @@
+"""The distributions of several teachers as the logits of one: averaged, or for each position those of its own teacher.
+
+Of teachers with the weights w and the probabilities p, all at temperature 1:
+
+    probabilities       log Σ w p, the mixture
+    log_probabilities   Σ w log p, the geometric mean; a softmax scales it to a distribution again
+
+A temperature softens the average, as it would soften one teacher. The second is at any temperature also the average of
+the softened log-probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import HeadInputs, SeveralHeads
+
+
+def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
+    """(n, V), at least fp32: the logits of the average at some positions."""
+    if teachers.places is not None:
+        return _own_logits(teachers.heads, [each.numpy() for each in teachers.places], here)
+    found: Tensor | None = None
+    for head, weight in zip(teachers.heads, teachers.weights, strict=True):
+        log_p_nV = _logits(head, here).log_softmax(-1)
+        if teachers.average == "probabilities":
+            weighted_nV = log_p_nV.add_(math.log(weight))
+            found = weighted_nV if found is None else torch.logaddexp(found, weighted_nV, out=found)
+        else:
+            weighted_nV = log_p_nV.mul_(weight)
+            found = weighted_nV if found is None else found.add_(weighted_nV)
+    assert found is not None, "there is no teacher"
+    return found
+
+
+def _own_logits(heads: tuple[HeadInputs, ...], places: list[np.ndarray], here: slice) -> Tensor:
+    """The logits of each position's own teacher. The places are in order, so its rows of a chunk are a slice."""
+    parts, order = [], []
+    for head, places_n in zip(heads, places, strict=True):
+        first, end = np.searchsorted(places_n, [here.start, here.stop]).tolist()
+        parts.append(_logits(head, slice(first, end)))
+        order.append(places_n[first:end] - here.start)
+    rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
+    return torch.cat(parts).index_select(0, rows_n)
+
+
+def _logits(head: HeadInputs, here: slice) -> Tensor:
+    rows_nK = head.rows[here]
+    logits_nV = rows_nK.clone() if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
+    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))

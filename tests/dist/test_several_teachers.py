@@ -1,0 +1,111 @@
+"""Students of several teachers, under DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tiny import save_decoder
+
+from llmdistill.embedded import locate
+
+from support import interrupted_copy, largest_difference
+
+SAME, OTHER = 5e-5, 5e-4
+"""Largest differences of equal and of other students. Adam divides a gradient by its size, so where it is nearly 0 five
+steps of 1e-3 make more of what was rounded."""
+KD = ("--method", "kd", "--scoring.models", "[]")
+
+
+@pytest.fixture(scope="module")
+def skills(tmp_path_factory) -> Path:
+    """A second teacher, which is far from the first."""
+    return save_decoder(tmp_path_factory.mktemp("skills"), initializer_range=0.5)
+
+
+@pytest.fixture(scope="module")
+def averaged(skills) -> tuple[str, ...]:
+    return (*KD, "--teacher.others.skills.model", str(skills), "--teacher.others.skills.weight", "3")
+
+
+@pytest.fixture(scope="module")
+def of_rows(skills, tmp_path_factory) -> tuple[str, ...]:
+    """Every third row asks for the second teacher."""
+    rows = [json.loads(line) for line in Path(locate("embedded:valid")).read_text().splitlines()]
+    asked = [{**row, **({"teacher": "skills"} if number % 3 == 0 else {})} for number, row in enumerate(rows)]
+    data = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
+    own = ("--teacher.average", "rows", "--teacher.others.skills.model", str(skills), "--data.train", str(data))
+    return (*KD, *own)
+
+
+def test_two_sharded_ranks_learn_what_one_does_of_an_average(trained, averaged):
+    own = (*averaged, "--teacher.average", "log_probabilities")
+    alone = trained(*own)
+    assert largest_difference(alone, trained(*averaged)) > OTHER, "the averages are the same"
+    sharded = ("--teacher.sharding", "zero3", "--teacher.others.skills.sharding", "zero3")
+    assert largest_difference(alone, trained(*own, *sharded, ranks=2, ds_config="zero3")) < SAME
+
+
+def test_two_ranks_learn_what_one_does_of_the_teachers_of_rows(trained, of_rows):
+    """With one row a micro batch each rank has batches that ask for one of the teachers alone."""
+    alone = trained(*of_rows)
+    sharded = ("--teacher.sharding", "zero3", "--teacher.others.skills.sharding", "zero3")
+    both = trained(*of_rows, *sharded, "--train.micro_batch_size", "1", ranks=2, ds_config="zero3")
+    assert largest_difference(alone, both) < SAME
+    assert largest_difference(alone, trained(*of_rows, "--data.packing", "true")) < SAME
+
+
+def test_equal_teachers_are_one(trained, averaged, tiny_teacher):
+    twice = trained(*averaged, "--teacher.others.skills.model", str(tiny_teacher))
+    assert largest_difference(twice, trained(*KD)) < SAME
+
+
+def test_answers_of_the_student_keep_the_teacher_of_their_row(trained, of_rows):
+    own = (*of_rows, "--data.on_policy", "1.0", "--kd.ratio", "1.0", "--data.max_prompt_length", "150")
+    own = (*own, "--data.max_length", "160", "--data.long_prompts", "drop")
+    assert largest_difference(trained(*own), trained(*own, ranks=2)) < SAME
+    assert largest_difference(trained(*own), trained(*own, "--teacher.average", "probabilities")) > OTHER
+
+
+def test_a_resumed_run_is_bit_equal(trained, launch, settings, of_rows, tmp_path):
+    whole = trained(*of_rows)
+    copy = interrupted_copy(whole, tmp_path / "run")
+    launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(copy), *of_rows)
+    assert largest_difference(whole, copy) == 0
+
+
+@pytest.mark.parametrize("rule", ["averaged", "of_rows"])
+def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, tmp_path, rule):
+    """Each teacher is in memory alone, while its cache is made."""
+    own = (*request.getfixturevalue(rule), *(("--data.train", "embedded:valid") if rule == "averaged" else ()))
+    caches = {"teacher.cache": "", "teacher.others.skills.cache": "skills"}
+    for key, name in caches.items():
+        folder = ("--output", str(tmp_path / key), "--cache.teacher", name)
+        launch("cache", *settings, *own, *folder, program="llmdistill.cli")
+    sizes = [json.loads((tmp_path / key / "cache.json").read_text())["examples"] for key in caches]
+    assert sizes == ([100, 100] if rule == "averaged" else [66, 34])
+    read = [word for key in caches for word in (f"--{key}", str(tmp_path / key))]
+    assert largest_difference(trained(*own), trained(*own, *read)) < SAME
+    mixed = trained(*own, *read[:2])  # one of them from its cache, and the other live
+    assert largest_difference(trained(*own), mixed) < SAME
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "said"),
+    [
+        ("averaged", ["--method", "makd"], "method makd compares more than tokens; take --method kd"),
+        ("averaged", ["--teacher.average", "rows"], "no row has the key teacher with the value 'skills'"),
+        ("averaged", ["--teacher.others.skills.weight", "0"], r"others\.skills\.weight is 0\.0: give a number over 0"),
+        ("averaged", ["--teacher.others.skills.wieght", "1"], "teacher.others: wieght is no setting of its entries"),
+        ("of_rows", ["--teacher.others", "{people: {model: embedded:teacher}}"], "the teacher 'skills', which is not"),
+        ("of_rows", ["--teacher.others", "{}"], "teacher.average is rows, but there is one teacher"),
+    ],
+)
+def test_what_several_teachers_cannot_do_is_one_sentence(launch, settings, request, tmp_path, rule, more, said):
+    own = (*request.getfixturevalue(rule), "--output_dir", str(tmp_path / "run"))
+    done = launch(*settings, "--ds_config", "zero2", *own, *more, code=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(said, line), line
