@@ -222,10 +222,7 @@ def make_trainer(
 def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:
     """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
     if plan.models.translates:
-        longest = max_positions(plan.models.teacher, sys.maxsize)
-        prompts = data.teacher_prompts()
-        translation = Translation(data.tokenizer, data.teacher_tokenizer(), prompts=prompts, longest=longest)
-        return TranslatedTeacher(first, translation, say=partial(print_main, world=world))
+        return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main, world=world))
     if not plan.models.others:
         return first
     settings = {"": plan.config.teacher, **{name: other.settings for name, other in plan.models.others.items()}}
@@ -249,6 +246,12 @@ def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Tea
         return TeachersOfRows(teachers=teachers, together=frozenset(sharded))
     weights = [each.weight for each in settings.values()]
     return AveragedTeachers(teachers=teachers, weights=weights, average=average)
+
+
+def make_translation(plan: Plan, data: TaskData) -> Translation:
+    """Return what turns the batches of a run into those of its teacher with another tokenizer."""
+    longest = max_positions(plan.models.teacher, sys.maxsize)
+    return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
 
 
 def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:

@@ -22,7 +22,7 @@ from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.models.families import max_positions
 from llmdistill.run.artifacts import input_fingerprints
-from llmdistill.run.assemble import make_teacher
+from llmdistill.run.assemble import make_teacher, make_translation
 from llmdistill.run.checks import check_can_cache, check_top_k
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
@@ -33,12 +33,13 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.rows import rows_of_samples
 from llmdistill.teacher.shards import Job, claim, finish, plan_shards, write_by_teacher, write_by_vllm
+from llmdistill.teacher.translated import translated_examples
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
 _TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
 """The same of data.text, for texts."""
-_ONLY_WHOLE = "several teachers are compared by their whole distributions"
+_ONLY_WHOLE = "several teachers, and one with another tokenizer, are compared by their whole distributions"
 
 
 def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, world: World) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     name = settings.teacher
     if name and name not in plan.models.others:
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{did_you_mean(name, plan.models.others)}")
-    if plan.models.others and settings.kept_top_k is not None:
+    if _needs_whole(plan) and settings.kept_top_k is not None:
         raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
     settings = replace(settings, engine=engine_of(plan, settings, world))
     items, collate = _taught_examples(plan, data, name)
@@ -136,7 +137,13 @@ def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[An
     items, collate = data.taught_examples()
     if plan.config.teacher.average == "rows":
         items = [item for item in items if item.teacher == name]
+    if plan.models.translates:
+        return translated_examples(items, collate, make_translation(plan, data))
     return items, collate
+
+
+def _needs_whole(plan: Plan) -> bool:
+    return bool(plan.models.others) or plan.models.translates
 
 
 def _measured(items: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -211,9 +218,10 @@ def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:
     path, dtype = models.teacher_path, models.teacher_dtype
     if name:
         path, dtype = models.others[name].path, models.others[name].dtype
+    tokenizer = data.teacher_tokenizer() if models.translates else data.tokenizer
     return {
         "teacher": fingerprint(path),
-        "tokenizer": content_fingerprint(sorted(data.tokenizer.get_vocab().items())),
+        "tokenizer": content_fingerprint(sorted(tokenizer.get_vocab().items())),
         "dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -259,7 +267,7 @@ def _settings(plan: Plan, name: str) -> OneTeacher:
 def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
     record, key = folder.record, f"{_key(name)} {folder.folder}"
-    if plan.models.others and record["held"]["top_k"] is not None:
+    if _needs_whole(plan) and record["held"]["top_k"] is not None:
         raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
     asked = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
 from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
+from llmdistill.progress import progress
 from llmdistill.teacher.cached import Teacher
 
 
@@ -65,7 +66,8 @@ class Translation:
     def __call__(self, batch: Batch) -> tuple[Batch, OtherTokens]:
         """Return the teacher's batch, whose labels are the tokens that are compared, and what it is compared with.
 
-        The head of the OtherTokens is still empty.
+        Its samples are known by the teacher's tokens and by which of them are compared, whatever the student's are. The
+        head of the OtherTokens is still empty.
         """
         ids_BT, mask_BT = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy()
         labels_BT = batch.labels.cpu().numpy().copy()
@@ -95,6 +97,7 @@ class Translation:
             padded([each.ids for each in sequences], self._pad),
             padding_mask([each.ids for each in sequences]),
             padded(labels, IGNORE_INDEX),
+            sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
         )
         found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
         compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
@@ -160,6 +163,34 @@ class Translation:
             count += int(of_student.max(initial=-1)) + 1
         nothing = np.array([], dtype=np.int64)
         return found, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
+
+
+@dataclass(frozen=True)
+class TranslatedExample:
+    """One example of a training set, as a cache of the teacher's outputs knows it."""
+
+    item: Any
+    sample_id: int
+    length: int
+
+    def __len__(self) -> int:
+        """The number of the teacher's tokens."""
+        return self.length
+
+
+def translated_examples(
+    items: Sequence[Any], collate: Callable[[list[Any]], Batch], translation: Translation
+) -> tuple[list[TranslatedExample], Callable[[list[TranslatedExample]], Batch]]:
+    """Return the examples of a training set in the teacher's tokens, and what collates them."""
+
+    def taught(examples: list[Any]) -> Batch:
+        return translation(collate(examples))[0]
+
+    found = []
+    for item in progress(items, "Translating", "examples"):
+        batch = taught([item])
+        found.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
+    return found, lambda examples: taught([each.item for each in examples])
 
 
 def _tokens(spans: np.ndarray, count: int) -> np.ndarray:

@@ -35,6 +35,13 @@ BREAKS = [
         "kept, self.tokenizer",
         "tests/unit/tasks/test_instruct.py",
     ),
+    Break(
+        "examples-of-a-cache-by-the-students-tokens",
+        TRANSLATED,
+        "sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences)",
+        "sample_ids=batch.sample_ids",
+        "tests/dist/test_other_tokenizer.py",
+    ),
     Break("likelihoods-without-tau", LOSSES, "+ TAU * rest_p", "+ rest_p", SEEN_LOSSES),
     Break(
         "likelihoods-pull-the-wrong-way",

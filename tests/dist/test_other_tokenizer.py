@@ -54,10 +54,18 @@ def test_a_resumed_run_is_bit_equal(trained, launch, settings, other, tmp_path):
     assert largest_difference(whole, copy) == 0
 
 
+def test_a_cache_in_the_teachers_tokens_teaches_what_the_teacher_does(trained, launch, settings, other, tmp_path):
+    own = (*other, "--kd.spans", "alm", "--data.train", "embedded:valid", "--scoring.models", "[]")
+    launch("cache", *settings, *own, "--output", str(tmp_path / "cache"), program="llmdistill.cli", ranks=2)
+    read = ("--teacher.cache", str(tmp_path / "cache"))
+    assert largest_difference(trained(*own), trained(*own, *read)) < SAME
+    packed = trained(*own, *read, "--data.packing", "true")
+    assert largest_difference(trained(*own), packed) < SAME
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--teacher.cache", "none"], "a cache keeps the outputs of a teacher for the student's tokens"),
         (["--data.streaming", "true"], "needs all prompts before the training"),
         (["--method", "makd"], "have different tokenizers, first at id 0.*take --method kd"),
     ],
