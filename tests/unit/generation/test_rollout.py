@@ -15,7 +15,7 @@ from llmdistill.generation.rollout import OnPolicyLoader, RowNoise
 from support import train_loader
 
 END, PAD = 1, 0
-ITEMS = [Encoded([2 + n, 5, 6 + n % 3][: 1 + n % 3], [9, END]) for n in range(12)]
+ITEMS = [Encoded([2 + n, 5, 6 + n % 3][: 1 + n % 3], [9, END], f"teacher {n % 2}") for n in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_the_student_answers_the_prompts_of_the_step(model) -> None:
     assert all(batch.own_answers for batch in batches)
     given = [item for items in loader.loader.micro_batch_items(0) for item in items]
     answered = rows(batches)
+    assert [name for batch in batches for name in batch.teachers] == [item.teacher for item in given]
     assert [prompt for prompt, _ in answered] == [item.prompt_ids for item in given]
     for _, answer in answered:
         assert 1 <= len(answer) <= 10
