@@ -88,6 +88,9 @@ def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, t
     assert sizes == ([100, 100] if rule == "averaged" else [66, 34])
     read = [word for key in caches for word in (f"--{key}", str(tmp_path / key))]
     assert largest_difference(trained(*own), trained(*own, *read)) < SAME
+    swapped = (read[0], read[3], read[2], read[1])
+    job = (*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "swapped"), *own, *swapped)
+    assert "its teacher is" in launch(*job, code=2).stderr
     mixed = trained(*own, *read[:2])  # one of them from its cache, and the other live
     assert largest_difference(trained(*own), mixed) < SAME
 
