@@ -22,6 +22,10 @@ IGNORE_INDEX = -100
 Aspect = Literal["query", "key", "value", "ffn_up", "ffn_gate", "ffn_down", "hidden", "embedding"]
 """The kinds of tensor that can be tapped in a layer. The embedding, input of the first layer, counts as layer 0."""
 
+Mapped = Literal[Aspect, "sentence", "dense"]
+"""What a learned matrix maps to the teacher's width: the taps of an aspect, or the embeddings of sentences. The matrix
+for these is left out of the saved student (sentence), or its Dense in the files of sentence-transformers (dense)."""
+
 Positions = Literal["tokens", "labels", "sequences"]
 """The positions that a loss is summed over: all real tokens, tokens with a label, or sequences with a target."""
 
@@ -326,5 +330,7 @@ class Outputs:
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
     for spans, with K = 2 for start and end and C = T, -inf at padding; or the embeddings of sentences (B, W), if these
     are learned; None without such a head."""
+    projected: Tensor | None = None
+    """(B, teacher's W), a student's embeddings of sentences mapped by a learned matrix; None without one."""
     lm_head: Mapping[Positions, TaughtRows] = field(default_factory=dict)
     """In place of the logits, for each kind of positions at which they are compared."""

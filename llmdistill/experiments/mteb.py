@@ -49,7 +49,7 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
     for name, path in models.paths.items():
         if None in kept[name]:
             say(f"{name}: {path} ...")
-            model = models.load(name, "none")
+            model = models.load(name, "embedding")
             encoder = SentenceEncoder(model, load_tokenizer(path), settings[name])
             for index, task in enumerate(tasks):
                 if kept[name][index] is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from llmdistill import losses
-from llmdistill.batch import Batch, LossSum, Outputs
+from llmdistill.batch import Batch, LossSum, Mapped, Outputs
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
@@ -31,8 +32,12 @@ class EmbeddingConfig:
 
     margin: float = 0.0
     """Weight of the squared error between the margins q·p - q·n of student and teacher, of a query, a positive and a
-    negative (MarginMSE, Hofstätter et al. 2020); needs data.sentences.triples. The widths may differ if the other
-    weights are 0."""
+    negative (MarginMSE, Hofstätter et al. 2020); needs data.sentences.triples."""
+    projection: Literal["drop", "keep"] = "drop"
+    """For a student of another width than the teacher's, what becomes of the learned matrix that maps its embedding to
+    the teacher's width. drop: it is left out of the saved student, whose embedding has the student's width; margins are
+    those of this embedding. keep: it is the student's Dense (sentence-transformers), and the embedding has the
+    teacher's width."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight is out of its range."""
@@ -46,31 +51,33 @@ def build_embedding(
     causal = same_direction(teacher, student, method="embedding")
     if objective.sequences != "embeddings":
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
-    widths = shape_of(student).hidden_size, shape_of(teacher).hidden_size
-    if widths[0] != widths[1] and (settings.cosine > 0 or settings.mse > 0):
-        raise UserError(
-            f"method embedding compares embeddings, but they are {widths[1]} wide in the teacher and {widths[0]} in "
-            "the student: give the student the teacher's width (factors or fewer layers keep it), or learn margins "
-            "alone (embedding.cosine and mse 0, embedding.margin 1)"
-        )
+    assert objective.pooling is not None
+    modes = len(objective.pooling.modes)
+    widths = modes * shape_of(student).hidden_size, modes * shape_of(teacher).hidden_size
+    projections: dict[Mapped, tuple[int, int]] = {}
+    if widths[0] != widths[1] and settings.projection == "keep":
+        projections["dense"] = widths
+    elif widths[0] != widths[1] and (settings.cosine > 0 or settings.mse > 0):
+        projections["sentence"] = widths
     measures = {
-        "cosine": _compared(losses.sequence_embedding_cosine, Batch.has_target),
-        "mse": _compared(losses.sequence_embedding_mse, Batch.has_target),
+        "cosine": _compared(losses.sequence_embedding_cosine, Batch.has_target, mapped="sentence" in projections),
+        "mse": _compared(losses.sequence_embedding_mse, Batch.has_target, mapped="sentence" in projections),
         "margin": _compared(losses.sequence_margin_mse, _targets),
     }
     weights = {name: getattr(settings, name) for name in measures if getattr(settings, name) > 0}
     terms = [SequenceTerm(name, True, measures[name]) for name in weights]
-    return Method(weights, sequence_terms=terms, shift=causal, pooling=objective.pooling)
+    return Method(weights, sequence_terms=terms, shift=causal, projections=projections, pooling=objective.pooling)
 
 
 def _compared(
-    measure: Callable[[Tensor, Tensor, Tensor], LossSum], of_batch: Callable[[Batch], Tensor]
+    measure: Callable[[Tensor, Tensor, Tensor], LossSum], of_batch: Callable[[Batch], Tensor], *, mapped: bool = False
 ) -> Callable[[Outputs, Outputs | None, Batch], LossSum]:
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
-        assert student.sequence_logits is not None, "the student gives no embeddings"
+        embeddings = student.projected if mapped else student.sequence_logits
+        assert embeddings is not None, "the student gives no embeddings"
         assert teacher is not None
         assert teacher.sequence_logits is not None, "the teacher gives no embeddings"
-        return measure(student.sequence_logits, teacher.sequence_logits, of_batch(batch))
+        return measure(embeddings, teacher.sequence_logits, of_batch(batch))
 
     return loss
 

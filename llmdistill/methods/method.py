@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmdistill import losses
-from llmdistill.batch import Aspect, Batch, Outputs, Positions, TapRequest
+from llmdistill.batch import Aspect, Batch, Mapped, Outputs, Positions, TapRequest
 from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap
 from llmdistill.objective import Pooling
 
@@ -43,9 +43,9 @@ class Method(Terms):
 
     shift: bool = True
     """Whether position i predicts label i+1 (decoders) or label i (masked tokens)."""
-    projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
-    """Aspects for which a learned matrix maps the student's taps to the teacher's width before the comparison (the
-    mapped taps are in `Taps.projected`): the input width, all heads side by side, and the output width."""
+    projections: Mapping[Mapped, tuple[int, int]] = field(default_factory=dict)
+    """What a learned matrix maps to the teacher's width before the comparison (mapped taps are in `Taps.projected`,
+    embeddings of sentences in `Outputs.projected`): the input width, all heads side by side, and the output width."""
     pooling: Pooling | None = None
     """How both models make the embeddings of sentences that the terms on sequences compare; None if none does."""
 
@@ -111,7 +111,7 @@ def combine(methods: Mapping[str, Method]) -> Method:
     """Combine the terms of several methods; a name that two methods share gets the method as a prefix (`kd.label`)."""
     shared = Counter(term for method in methods.values() for term in method.weights)
     terms = Terms({})
-    projections: dict[Aspect, tuple[int, int]] = {}
+    projections: dict[Mapped, tuple[int, int]] = {}
     for prefix, method in methods.items():
         names = {term: f"{prefix}.{term}" if shared[term] > 1 else term for term in method.weights}
         terms |= Terms(

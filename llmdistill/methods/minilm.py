@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from llmdistill import losses
-from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.batch import LossSum, Mapped, Taps
 from llmdistill.config.marks import replaces
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
@@ -80,7 +80,7 @@ def build_minilm(
             f"minilm.hidden_relation cuts hidden states into one part for each of the {of_student.num_heads} heads, "
             f"which do not divide a width of {wrong}: set it to 0, or take method minilmv2 with relations hh"
         )
-    projections: dict[Aspect, tuple[int, int]] = {}
+    projections: dict[Mapped, tuple[int, int]] = {}
     if settings.value_mse > 0 and widths[0] != widths[1]:
         projections["value"] = widths
     if settings.hidden_mse > 0 and hidden_widths[0] != hidden_widths[1]:

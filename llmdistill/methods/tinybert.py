@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmdistill import losses
-from llmdistill.batch import Aspect
+from llmdistill.batch import Aspect, Mapped
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
@@ -61,7 +61,7 @@ def build_tinybert(
     numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
     widths = of_student.hidden_size, of_teacher.hidden_size
     aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
-    projections = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
+    projections: dict[Mapped, tuple[int, int]] = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
     terms: list[LayerTerm] = []
     if settings.attention > 0:
         layers.check_heads(teacher, student, method="tinybert.attention")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
@@ -17,7 +17,7 @@ from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
 from llmdistill.models.heads import LMHead
 from llmdistill.models.learning import HeadLosses, LayerLosses, by_positions
-from llmdistill.models.sentences import pooled
+from llmdistill.models.sentences import SentencePooler
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Pooling
 
@@ -52,6 +52,7 @@ class TappedModel:
         *,
         vocabulary: int | None = None,
         pooling: Pooling | None = None,
+        projector: nn.Module | None = None,
     ) -> None:
         """Take the forward pass and the recorder of a model.
 
@@ -60,12 +61,13 @@ class TappedModel:
             recorder: the hooks on the model.
             vocabulary: keeps only the first logits, and drops padding rows that the other model does not have.
             pooling: makes the outputs of a model without a head the embeddings of sentences, `sequence_logits`.
+            projector: maps these embeddings to the teacher's width, as `projected`.
         """
         self._forward = forward
         self._recorder = recorder
         self._vocabulary = vocabulary
-        self._pooling = pooling
         self.model = recorder.model
+        self._pooler = None if pooling is None else SentencePooler(self.model, pooling, projector)
         self._head = LMHead(self.model)
         self.has_lm_head = self._head.is_there
         config = self.model.config
@@ -165,7 +167,8 @@ class TappedModel:
         assert total is not None, "the student has no language-model head"
 
         # Total.
-        outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences)
+        projected = None if self._pooler is None else self._pooler.projected
+        outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences, projected=projected)
         others = layers.sums | {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
         total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in others.items())]).sum()
         return Losses(
@@ -176,6 +179,8 @@ class TappedModel:
         """Remove the taps and the replaced LM head from the model; this object cannot be used afterwards."""
         self._recorder.remove()
         self._head.remove()
+        if self._pooler is not None:
+            self._pooler.remove()
 
     def _run(self, batch: Batch) -> Any:
         config = self.model.config
@@ -193,10 +198,12 @@ class TappedModel:
         given: dict[str, Any] = {key: value for key, value in inputs.items() if value is not None}
         if self.shift or not self.makes_mask:  # few encoders have the word
             given["use_cache"] = False
+        pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
         if self.makes_mask:
-            return self._forward(**given)
+            with pooling:
+                return self._forward(**given)
         sequences = _sequences(batch, config)
-        with self._recorder.given_mask():
+        with self._recorder.given_mask(), pooling:
             return self._forward(**given, **({} if sequences is None else {"sequences": sequences}))
 
     def _rows(
@@ -212,8 +219,8 @@ class TappedModel:
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
-        if self._pooling is not None:
-            return None, pooled(result.last_hidden_state, batch.attention_mask, self._pooling)
+        if self._pooler is not None:
+            return None, self._pooler.embeddings
         if "prediction_logits" in result:
             return result.prediction_logits, result.seq_relationship_logits
         if "start_logits" in result:

@@ -27,13 +27,15 @@ from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapte
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
+from llmdistill.models.sentences import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
 
-Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
+Head = Literal["lm_head", "pretraining", "sequence", "span", "embedding", "none", "saved"]
 """The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
 BERT's next-sentence head; sequence, a classifier of whole sequences; span, the start and the end of an answer in a
-sequence; none, an encoder without a head; saved, the heads of the class that saved the model."""
+sequence; embedding, an encoder with the Dense of sentence-transformers, if it has one; none, an encoder without a head;
+saved, the heads of the class that saved the model."""
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
@@ -56,7 +58,7 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
         return AutoModelForQuestionAnswering
     if is_causal(config):
         return AutoModelForCausalLM
-    return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
+    return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining}.get(head, AutoModel)
 
 
 def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
@@ -104,6 +106,8 @@ def load_model(
             cast_parameters(base, torch.float32)
             model = apply_adapter(base, adapter)
             cast_parameters(model, stored)
+        if head == "embedding":
+            load_dense(model, path)
         return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
@@ -179,6 +183,7 @@ _WITH_HEAD: dict[Head, str] = {
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
     "sequence": " with a classifier",
     "span": " with a head for spans (start and end of an answer)",
+    "embedding": "",
     "none": "",
     "saved": "",
 }

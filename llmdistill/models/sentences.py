@@ -1,18 +1,23 @@
-"""Sentence embeddings: the settings in a folder of sentence-transformers, and the pooling of an encoder's outputs."""
+"""Sentence embeddings: the files of sentence-transformers, and the pooling of an encoder's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.files import read_json
+from llmdistill.files import read_json, write_json
 from llmdistill.models.companions import MODULES_FILE, downloaded
 from llmdistill.objective import Pooling, PoolingMode
 
@@ -28,6 +33,13 @@ _LEGACY: dict[str, PoolingMode] = {
 _TEXT_FILE, _FURTHER_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 _SMALLEST = 1e-9
 """The least divisor of a mean, as in sentence-transformers."""
+DENSE = "sentence_dense"
+"""The attribute of a model under which its Dense is: a linear and an activation after the pooling, whose weights have a
+folder of their own beside those of the model."""
+_ACTIVATIONS = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (nn.Identity, nn.Tanh)}
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
+"""The modules that a model may have, in this order; only Dense and Normalize may be missing."""
+_OF_DENSE = ("config.json", "model.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +69,10 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
         UserError: the model does more than pooling and normalization, or a file is malformed.
     """
     folder = downloaded(source, weights=False)  # a plan reads them
-    if not (folder / MODULES_FILE).is_file():
+    modules = _modules(folder)
+    if not modules:
         return None
-    modules = read_json(folder / MODULES_FILE)
-    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
-        raise UserError(f"{folder / MODULES_FILE}: not a list of modules; copy the file from the model anew")
-    kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise UserError(
-            f"{folder / MODULES_FILE}: the modules are {', '.join(kinds) or 'none'}, but embeddings are distilled from "
-            "Transformer, Pooling and perhaps Normalize; take a model without other modules"
-        )
-    at_pooling = folder / str(modules[1].get("path") or "") / "config.json"
+    at_pooling = modules["Pooling"] / "config.json"
     of_text, further = _optional(folder / _TEXT_FILE), _optional(folder / _FURTHER_FILE)
     name = further.get("default_prompt_name")
     longest, prompts = of_text.get("max_seq_length"), further.get("prompts") or {}
@@ -80,12 +84,100 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
         raise UserError(f"{folder / _FURTHER_FILE}: prompts is no object of texts; copy the file from the model anew")
     prompts = {key: text or "" for key, text in prompts.items()}
     return SentenceSettings(
-        pooling=Pooling(_modes(_optional(at_pooling), at_pooling), normalize="Normalize" in kinds),
+        pooling=Pooling(_modes(_optional(at_pooling), at_pooling), normalize="Normalize" in modules),
         max_length=longest,
         prompt="" if name is None else prompts.get(str(name), ""),
         prompts=prompts,
         lower_case=bool(of_text.get("do_lower_case")),
     )
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """Return the folder of each module of a model, by its kind; none without modules.json."""
+    file = folder / MODULES_FILE
+    if not file.is_file():
+        return {}
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise UserError(f"{file}: not a list of modules; copy the file from the model anew")
+    kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds != [kind for kind in _KINDS if kind in kinds]:
+        raise UserError(
+            f"{file}: the modules are {', '.join(kinds) or 'none'}, but embeddings are made here by Transformer, "
+            "Pooling and perhaps one Dense and Normalize; take a model without other modules"
+        )
+    return {kind: folder / str(each.get("path") or "") for kind, each in zip(kinds, modules, strict=True)}
+
+
+def has_dense(source: Path | str) -> bool:
+    """Whether the folder or hub name of a model has a Dense."""
+    return "Dense" in _modules(downloaded(source, weights=False))
+
+
+def dense_of(linear: nn.Linear, activation: nn.Module) -> nn.Sequential:
+    """Return a Dense, whose parameters have the names that they have in sentence-transformers."""
+    return nn.Sequential(OrderedDict(linear=linear, activation=activation))
+
+
+def load_dense(model: PreTrainedModel, source: Path | str) -> None:
+    """Give a model the Dense in its folder or under its hub name, if there is one, as its submodule DENSE.
+
+    Raises:
+        UserError: the Dense is not a linear with an activation of _ACTIVATIONS, or a file is malformed.
+    """
+    folder = _modules(downloaded(source)).get("Dense")
+    if folder is None:
+        return
+    config = _optional(folder / _OF_DENSE[0])
+    activation, name = config.get("activation_function"), config.get("module_input_name", "sentence_embedding")
+    is_plain = config.get("module_output_name", name) == name == "sentence_embedding" and not config.get("use_residual")
+    if activation not in _ACTIVATIONS or not is_plain:
+        raise UserError(
+            f"{folder / _OF_DENSE[0]}: a Dense is read as a linear of the pooled embedding with one of the activations "
+            f"{', '.join(_ACTIVATIONS)}; take another model"
+        )
+    try:
+        weights = load_file(folder / _OF_DENSE[1])
+        out_features, in_features = weights["linear.weight"].shape
+        linear = nn.Linear(in_features, out_features, bias="linear.bias" in weights)
+        dense = dense_of(linear, _ACTIVATIONS[activation]())
+        dense.load_state_dict(weights)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{folder / _OF_DENSE[1]}: not the weights of a Dense ({error}); copy the folder from the model anew"
+        ) from error
+    model.add_module(DENSE, dense.to(model.device, model.dtype))
+
+
+def save_dense(folder: Path, dense: nn.Module, weights: Mapping[str, Tensor], pooling: Pooling) -> None:
+    """Write the modules of a model with a Dense into its folder, as sentence-transformers 6.2 does.
+
+    `dense` is what `dense_of` returned, whose parameters may be sharded, and `weights` are these parameters. The
+    types of the modules have the names that older versions know too.
+    """
+    linear, activation = cast(nn.Linear, dense.linear), dense.activation
+    kinds = [kind for kind in _KINDS if kind != "Normalize" or pooling.normalize]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+    ]
+    write_json(folder / MODULES_FILE, modules)
+    for path in paths[1:3]:
+        (folder / path).mkdir(exist_ok=True)
+    width = linear.in_features // len(pooling.modes)
+    modes = {key: mode in pooling.modes for key, mode in _LEGACY.items()}
+    write_json(folder / paths[1] / "config.json", {"word_embedding_dimension": width, **modes})
+    config = {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "bias": linear.bias is not None,
+        "activation_function": f"{type(activation).__module__}.{type(activation).__qualname__}",
+        "module_input_name": "sentence_embedding",
+        "module_output_name": "sentence_embedding",
+    }
+    write_json(folder / paths[2] / _OF_DENSE[0], config)
+    save_file({name: each.contiguous() for name, each in weights.items()}, folder / paths[2] / _OF_DENSE[1])
 
 
 def _optional(file: Path) -> Mapping[str, Any]:
@@ -109,19 +201,72 @@ def _modes(settings: Mapping[str, Any], file: Path) -> tuple[PoolingMode, ...]:
     return modes
 
 
-def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
+class SentencePooler:
+    """Makes the embeddings of sentences inside a model's forward pass, where the parameters of its Dense are gathered.
+
+    Outside of it, ZeRO-3 would start its record of the order of modules anew, and FSDP have no whole parameters.
+    """
+
+    embeddings: Tensor
+    """The embeddings of the last batch, (B, W)."""
+    projected: Tensor | None
+    """These embeddings mapped by the projector, (B, W'); None without a projector."""
+
+    def __init__(self, model: PreTrainedModel, pooling: Pooling, projector: nn.Module | None = None) -> None:
+        """Hook into a model, whose Dense is used if it has one.
+
+        `projector` maps the embeddings to the teacher's width while they are learned, and is no part of the model.
+        """
+        self._pooling, self._projector = pooling, projector
+        self._attention_mask: Tensor | None = None
+        # Before the hooks of DeepSpeed, which end the forward pass.
+        self._handle = model.register_forward_hook(self._pool, prepend=True)
+
+    @contextmanager
+    def pooling(self, attention_mask: Tensor) -> Iterator[None]:
+        """Make the embeddings of the forward pass in this block."""
+        self._attention_mask = attention_mask
+        try:
+            yield
+        finally:
+            self._attention_mask = None
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _pool(self, model: nn.Module, _: Any, result: Any) -> None:
+        if self._attention_mask is None:
+            return
+        dense = getattr(model, DENSE, None)
+        self.embeddings = pooled(result.last_hidden_state, self._attention_mask, self._pooling, dense)
+        self.projected = None
+        if self._projector is not None:
+            self.projected = _finished(self.embeddings, self._projector, self._pooling)
+
+
+def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, dense: nn.Module | None = None) -> Tensor:
     """Return the embeddings of sentences, (B, W), or (B, modes x W) if there are several modes; at least fp32.
 
     Args:
         hidden_BTW: the outputs of the model's last layer.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, which may be on either side.
         pooling: the modes of sentence-transformers' Pooling, and whether the result is normalized.
+        dense: maps the pooled embedding before that, to (B, W').
     """
     # Padding may hold NaN, which a product with 0 would keep.
     is_real_BT1 = attention_mask.bool()[:, :, None]
     hidden_BTW = hidden_BTW.to(torch.promote_types(hidden_BTW.dtype, torch.float32)).masked_fill(~is_real_BT1, 0.0)
     embedding = torch.cat([_pool(hidden_BTW, is_real_BT1, mode) for mode in pooling.modes], dim=-1)
-    return functional.normalize(embedding, dim=-1) if pooling.normalize else embedding
+    return _finished(embedding, dense, pooling)
+
+
+def _finished(embedding_BW: Tensor, matrix: nn.Module | None, pooling: Pooling) -> Tensor:
+    """The embeddings mapped by a matrix, which may be of bf16, and normalized."""
+    if matrix is not None:
+        dtype = next(matrix.parameters()).dtype
+        embedding_BW = matrix(embedding_BW.to(dtype)).to(embedding_BW.dtype)
+    return functional.normalize(embedding_BW, dim=-1) if pooling.normalize else embedding_BW
 
 
 def _pool(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> Tensor:

@@ -29,6 +29,7 @@ from llmdistill.models.load import (
     install_saved,
     load_model,
 )
+from llmdistill.models.sentences import load_dense
 
 
 def load_sharded(
@@ -94,6 +95,8 @@ def load_sharded(
         _shard(parameter, ds_config, group)
     take_generation_settings(model, folder)
     model.name_or_path = str(path)
+    if head == "embedding":
+        load_dense(model, folder)
     return model.eval()
 
 

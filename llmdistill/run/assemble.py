@@ -269,6 +269,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Cal
         source=untrained,
         lora=plan.config.student.lora,
         prompt=plan.config.data.prompt,
+        pooling=plan.method.pooling,
     )
 
 

@@ -123,7 +123,7 @@ def make_plan(
     # The last layer is a placeholder for the layer that the search will find.
     unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
     method = build_method(names, unsearched.method_settings, teacher_config, student_config, objective)
-    if task.head not in (None, "none") and not {"labels", "sequences"} & set(method.positions.values()):
+    if task.head not in (None, "none", "embedding") and not {"labels", "sequences"} & set(method.positions.values()):
         # Without sft no term would train the head of the task.
         method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
 

@@ -35,7 +35,8 @@ def tapped(
     if compiled:
         compile_layers(recorder)
     forward = model if forward is None else forward
-    return TappedModel(forward, recorder, vocabulary=vocabulary, pooling=method.pooling)
+    projector = projectors["sentence"] if projectors is not None and "sentence" in projectors else None
+    return TappedModel(forward, recorder, vocabulary=vocabulary, pooling=method.pooling, projector=projector)
 
 
 def request_of(method: Method) -> Request:

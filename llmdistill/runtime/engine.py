@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
-from llmdistill.batch import Aspect
+from llmdistill.batch import Mapped
 from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.companions import save_model
+from llmdistill.models.sentences import DENSE, dense_of, save_dense
+from llmdistill.objective import Pooling
 from llmdistill.runtime.devices import best_dtype, default_device
 from llmdistill.runtime.distributed import World, is_there
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
@@ -104,16 +106,19 @@ PROJECTORS = "distillation_projectors"
 """The attribute name of the projectors in a student during training; saved weights do not contain them."""
 
 
-def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, int]], seed: int) -> nn.ModuleDict:
+def add_projectors(model: PreTrainedModel, widths: Mapping[Mapped, tuple[int, int]], seed: int) -> nn.ModuleDict:
     """Add projectors to a student: trainable matrices that map its widths to the teacher's.
 
-    As a submodule of the student they are trained, sharded and saved in checkpoints like its own parameters.
+    As a submodule of the student they are trained, sharded and saved in checkpoints like its own parameters. The
+    matrix of "dense" is none of those that are returned: it becomes the student's Dense, unless the student has one.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        matrices = {aspect: nn.Linear(n, m, bias=False, dtype=model.dtype) for aspect, (n, m) in widths.items()}
-    projectors = nn.ModuleDict({str(aspect): matrix for aspect, matrix in matrices.items()})
-    if matrices:
+        matrices = {str(each): nn.Linear(n, m, bias=False, dtype=model.dtype) for each, (n, m) in widths.items()}
+    if "dense" in matrices and not hasattr(model, DENSE):
+        model.add_module(DENSE, dense_of(matrices["dense"], nn.Identity()))
+    projectors = nn.ModuleDict({name: matrix for name, matrix in matrices.items() if name != "dense"})
+    if projectors:
         model.add_module(PROJECTORS, projectors)
     return projectors
 
@@ -198,18 +203,24 @@ def save_student(
     source: Path | str,
     lora: LoraConfig | None = None,
     prompt: str | None = None,
+    pooling: Pooling | None = None,
 ) -> None:
     """Save the student as a Hugging Face model, with merged adapters and without projectors; every rank must call it.
 
     `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
-    the `prompt` by which the student learned to be asked.
+    the `prompt` by which the student learned to be asked. `pooling` is that of a student that has a Dense.
     """
     has_adapters = lora is not None and lora.rank is not None
     trained = ((name, each) for name, each in engine.module.named_parameters() if each.requires_grad)
     state = _gather(engine, world, trained) if has_adapters else full_state_dict(engine, world)
+    dense = getattr(engine.module, DENSE, None)
     if state is not None:
+        prefix = f"{DENSE}."
+        of_dense = {name.removeprefix(prefix): state.pop(name) for name in [*state] if name.startswith(prefix)}
         with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten
             model = template(next(iter(state.values())).dtype)
+        if hasattr(model, DENSE):  # its weights are not among those of the model
+            delattr(model, DENSE)
         if lora is not None and has_adapters:
             add_lora(model, lora, seed=0)  # the seed is irrelevant: the trained adapters replace these
             load_adapters(model, state)
@@ -218,6 +229,8 @@ def save_student(
             model.load_state_dict(state)
         with new_proven_folder(output) as partial:
             save_model(model, partial, source)
+            if dense is not None and pooling is not None:
+                save_dense(partial, dense, of_dense, pooling)
             if prompt is not None:
                 record_prompt(partial, prompt)
     is_there(output / "config.json", world)

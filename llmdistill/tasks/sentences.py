@@ -30,7 +30,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
-from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
+from llmdistill.models.sentences import SentenceSettings, has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel, ScoreTable
@@ -45,7 +45,7 @@ VALID = "valid"
 class Sentences(StoredTask):
     """The task of giving sentences the teacher's embeddings."""
 
-    head = "none"
+    head = "embedding"
     validation_metric = "Spearman"
     key = "sentences"
     layout = PAIRS
@@ -70,6 +70,11 @@ class Sentences(StoredTask):
         """How embeddings are made: as the run's settings say, else as the files beside the teacher do."""
         model, own = self.config.teacher.model or self.config.student.model, self.config.data.sentences
         found = read_sentence_settings(locate(str(model))) or SentenceSettings(pooling=Pooling(), max_length=None)
+        if self.config.teacher.model is not None and has_dense(locate(str(model))):
+            raise UserError(
+                f"teacher.model {model} ends in a Dense, and a student learns the embeddings of Transformer, Pooling "
+                "and perhaps Normalize: take a teacher without it"
+            )
         pooling = found.pooling
         if own.pooling is not None:
             pooling = replace(pooling, modes=(own.pooling,))
@@ -84,6 +89,13 @@ class Sentences(StoredTask):
             raise UserError(
                 f"{key} {reference} is a decoder ({config.model_type}), and embeddings of sentences are learned by "
                 "encoders: take an encoder"
+            )
+        path, settings = locate(reference), self.config.method_settings.get("embedding")
+        is_dropped = self.trains and settings is not None and settings.projection == "drop"
+        if key == "student.model" and is_dropped and path.is_dir() and has_dense(path):
+            raise UserError(
+                f"student.model {reference} ends in a Dense: set embedding.projection to keep, which trains it on, or "
+                "take a student without it"
             )
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:

@@ -1,4 +1,7 @@
-"""A small encoder for sentences: its student learns the teacher's embeddings, on one rank and two, live or cached."""
+"""A small encoder for sentences: its student learns the teacher's embeddings, on one rank and two, live or cached.
+
+Students of another width learn by a matrix, which is left out or kept as a Dense of sentence-transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from scipy import stats
+from torch import Tensor
 from transformers import AutoModel, BertModel
 from word_models import save_bert, save_tokenizer
 
-from support import logged, write_rows
+from support import interrupted_copy, largest_difference, logged, weights, write_rows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(60))]
 
@@ -47,9 +54,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-SETTINGS = shlex.split("""--method embedding --data.kind sentences --student.method svd --train.steps 8
---student.factorize.target_params 70% --train.global_batch_size 8 --train.learning_rate 5e-3 --train.log_every 1
---train.dtype fp32""")
+SETTINGS = shlex.split("""--method embedding --data.kind sentences --train.steps 8 --train.global_batch_size 8
+--train.learning_rate 5e-3 --train.log_every 1 --train.dtype fp32""")
+FACTORS = shlex.split("--student.method svd --student.factorize.target_params 70%")
+NARROW = shlex.split("--student.shape 2x16x4 --student.init slice --train.save_every 4")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,7 @@ def train(launch, folder):
         sets = f"{{sts: {folder / 'sts.tsv'}}}"
         given = ("--teacher.model", str(folder / "teacher"), "--data.train", str(folder / data), "--data.tests", sets)
         given += ("--data.valid", str(folder / "sts.tsv"), "--data.cache_dir", str(folder / "cache"))
-        words = (*given, *SETTINGS, *arguments)
+        words = (*given, *SETTINGS, *(() if "--student.shape" in arguments else FACTORS), *arguments)
         if cache:
             launch("cache", *words, "--output", str(output), ranks=ranks, program="llmdistill.cli")
         else:
@@ -125,3 +133,59 @@ def test_margins_of_triples_are_learned_on_two_ranks_as_on_one(train):
     of_one, of_two = (logged(run, "margin") for run in (one, two))
     assert of_two == pytest.approx(of_one, rel=1e-4)
     assert min(of_one) > 0
+
+
+@pytest.fixture(scope="module")
+def narrow(train):
+    """The runs of one rank, whose students are half as wide as the teacher, by what becomes of the matrix."""
+    return {what: train(what, *NARROW, "--embedding.projection", what) for what in ("drop", "keep")}
+
+
+def spearman(student: Path, pairs: Path, dense: Tensor | None) -> float:
+    """The score of a folder without padding, batches or our code."""
+    model = AutoModel.from_pretrained(student).eval()
+    cosines, scores = [], []
+    for line in pairs.read_text().splitlines():
+        score, *texts = line.split("\t")
+        means = []
+        for text in texts:
+            ids = [1, *(WORDS.index(word) for word in text.split()), 2]
+            with torch.no_grad():
+                mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+            means.append((mean if dense is None else dense @ mean).numpy())
+        cosines.append(means[0] @ means[1] / np.linalg.norm(means[0]) / np.linalg.norm(means[1]))
+        scores.append(float(score))
+    return 100 * float(stats.spearmanr(cosines, scores).statistic)
+
+
+@pytest.mark.parametrize("what", ["drop", "keep"])
+def test_a_narrow_student_is_scored_by_what_is_saved(narrow, folder, what):
+    losses = logged(narrow[what], "loss")
+    assert losses[-1] < 0.9 * losses[0]
+    student = narrow[what] / "student"
+    assert not any("projector" in name or "dense" in name.split(".")[0] for name in weights(narrow[what]))
+    modules = [module["type"].rpartition(".")[2] for module in json.loads((student / "modules.json").read_text())]
+    assert modules == ["Transformer", "Pooling", *(["Dense"] if what == "keep" else []), "Normalize"]
+    assert json.loads((student / "1_Pooling/config.json").read_text())["word_embedding_dimension"] == 16
+    dense = load_file(student / "2_Dense/model.safetensors")["linear.weight"] if what == "keep" else None
+    assert dense is None or dense.shape == (32, 16)
+    found = json.loads((narrow[what] / "metrics.json").read_text())["student"]["spearman"]["sts"]
+    assert found == pytest.approx(spearman(student, folder / "sts.tsv", dense), abs=1e-9)
+
+
+@pytest.mark.parametrize("what", ["drop", "keep"])
+def test_a_narrow_student_is_the_same_on_two_ranks_of_zero3_and_resumed(narrow, train, folder, what):
+    given = (*NARROW, "--embedding.projection", what)
+    two = train(f"two_{what}", *given, "--ds_config", "zero3", ranks=2)
+    # The gradient of the keys' bias is rounding alone, and Adam makes whole steps of it.
+    assert largest_difference(narrow[what], two, without=r".*\.key\..*bias") < 1e-6
+    assert logged(two, "valid_loss") == pytest.approx(logged(narrow[what], "valid_loss"), rel=1e-5)
+    interrupted_copy(narrow[what], folder / f"killed_{what}")
+    killed = train(f"killed_{what}", *given)
+    assert largest_difference(narrow[what], killed) == 0
+    if what == "keep":
+        whole, *others = (
+            load_file(run / "student/2_Dense/model.safetensors")["linear.weight"] for run in (narrow[what], killed, two)
+        )
+        assert torch.equal(whole, others[0])
+        assert float((whole - others[1]).abs().max()) < 1e-6

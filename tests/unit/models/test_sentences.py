@@ -47,7 +47,7 @@ def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kinds", "files", "said"), [
-    (["Transformer", "Pooling", "Dense"], {}, "the modules are Transformer, Pooling, Dense"),
+    (["Transformer", "Pooling", "Dense", "Dense"], {}, "the modules are Transformer, Pooling, Dense, Dense"),
     (KINDS, {"pooling": {"pooling_mode": "median"}}, "pooling_mode is median"),
     (KINDS, {"pooling": {"pooling_mode": "mean", "include_prompt": False}}, "include_prompt is false"),
     (KINDS, {"pooling": []}, "a list, not an object"),
