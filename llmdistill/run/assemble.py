@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader
@@ -24,11 +24,13 @@ from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.families import max_positions
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
+from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
 from llmdistill.run.resolved import OtherTeacher
+from llmdistill.run.rotation import nearest_rotation
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import request_of, tapped
@@ -123,8 +125,11 @@ def check_machine(plan: Plan, world: World) -> None:
         warn_main(f"{losses.what}: {losses.said}; {losses.remedy}", world)
 
 
-def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
-    """Return the DeepSpeed engine of the student, and the projectors, which map its widths to the teacher's."""
+def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> tuple[Any, nn.ModuleDict]:
+    """Return the DeepSpeed engine of the student, and the projectors, which map its widths to the teacher's.
+
+    `embeddings` is the first value of the projector for embeddings of sentences, None without one.
+    """
     config = plan.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # initializes a missing head equally on every rank
@@ -133,7 +138,7 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
         set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
-    projectors = add_projectors(student, plan.method.projections, config.seed)
+    projectors = add_projectors(student, plan.method.projections, config.seed, embeddings=embeddings)
     return build_engine(student, plan.ds_config, config.train), projectors
 
 
@@ -198,8 +203,6 @@ def make_trainer(
 ) -> Trainer:
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
     config, method = plan.config, plan.method
-    engine, projectors = make_engine(plan, student_folder)
-    # The hooks come last, because they must wrap those of DeepSpeed.
     wired = partial(tapped, method, vocabulary=plan.models.vocabulary, compiled=config.train.compile)
     trained_by: Teacher | None = None
     if plan.is_cached:
@@ -207,6 +210,12 @@ def make_trainer(
     elif method.needs_teacher:
         live = teacher()
         trained_by = run_teacher(wired("teacher", live.model, forward=live.forward), plan, data, world)
+    embeddings = None
+    if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
+        untrained = partial(load_student, plan, student_folder, torch.float32)
+        embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples(), world)
+    # The hooks come last, because they must wrap those of DeepSpeed.
+    engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
         engine=engine,
         student=wired("student", engine.module, forward=engine, projectors=projectors),

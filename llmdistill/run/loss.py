@@ -17,7 +17,7 @@ from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method
-from llmdistill.models.sentences import read_sentence_settings
+from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.wiring import tapped
@@ -104,6 +104,11 @@ class DistillationLoss:
         check_names("also", also, with_teacher(METHODS))
         own = method_settings(names, settings or {}, keywords, METHODS)
         self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
+        if "dense" in self.method.projections:
+            raise UserError(
+                "embedding.projection is keep, but the files of sentence-transformers are written by the main job "
+                "(llmdistill train, llmdistill.distill) alone: set it to drop"
+            )
         sizes = teacher.config.vocab_size, student.config.vocab_size
         if self.method.teacher_positions and vocabulary is None and sizes[0] != sizes[1]:
             raise UserError(
@@ -253,6 +258,8 @@ def _pooling_of(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
         return Pooling((mode,))
     folder = Path(teacher.name_or_path or "")
     found = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
+    if found is not None and has_dense(folder):
+        raise UserError(f"{folder}: ends in a Dense, which is no part of the teacher in memory; give pooling yourself")
     return Pooling() if found is None else found.pooling
 
 

@@ -106,15 +106,27 @@ PROJECTORS = "distillation_projectors"
 """The attribute name of the projectors in a student during training; saved weights do not contain them."""
 
 
-def add_projectors(model: PreTrainedModel, widths: Mapping[Mapped, tuple[int, int]], seed: int) -> nn.ModuleDict:
+def add_projectors(
+    model: PreTrainedModel, widths: Mapping[Mapped, tuple[int, int]], seed: int, *, embeddings: Tensor | None = None
+) -> nn.ModuleDict:
     """Add projectors to a student: trainable matrices that map its widths to the teacher's.
 
     As a submodule of the student they are trained, sharded and saved in checkpoints like its own parameters. The
     matrix of "dense" is none of those that are returned: it becomes the student's Dense, unless the student has one.
+
+    `embeddings` is the first value of the matrix for the embeddings of sentences, by default a random orthogonal one.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         matrices = {str(each): nn.Linear(n, m, bias=False, dtype=model.dtype) for each, (n, m) in widths.items()}
+        for name in {"sentence", "dense"} & matrices.keys():
+            weight = matrices[name].weight
+            # Orthonormal columns keep cosines as they are, and the saved student may have no matrix.
+            start = (
+                nn.init.orthogonal_(torch.empty_like(weight, dtype=torch.float32)) if embeddings is None else embeddings
+            )
+            with torch.no_grad():
+                weight.copy_(start)
     if "dense" in matrices and not hasattr(model, DENSE):
         model.add_module(DENSE, dense_of(matrices["dense"], nn.Identity()))
     projectors = nn.ModuleDict({name: matrix for name, matrix in matrices.items() if name != "dense"})

@@ -91,8 +91,8 @@ class Sentences(StoredTask):
                 "encoders: take an encoder"
             )
         path, settings = locate(reference), self.config.method_settings.get("embedding")
-        is_dropped = self.trains and settings is not None and settings.projection == "drop"
-        if key == "student.model" and is_dropped and path.is_dir() and has_dense(path):
+        is_kept = "embedding" not in self.config.methods() or getattr(settings, "projection", "drop") == "keep"
+        if key == "student.model" and not is_kept and path.is_dir() and has_dense(path):
             raise UserError(
                 f"student.model {reference} ends in a Dense: set embedding.projection to keep, which trains it on, or "
                 "take a student without it"

@@ -174,6 +174,18 @@ def test_a_narrow_student_is_scored_by_what_is_saved(narrow, folder, what):
 
 
 @pytest.mark.parametrize("what", ["drop", "keep"])
+def test_sentence_transformers_gives_the_same_score(narrow, folder, what):
+    library = pytest.importorskip("sentence_transformers")
+    encoder = library.SentenceTransformer(str(narrow[what] / "student"))
+    pairs = [line.split("\t") for line in (folder / "sts.tsv").read_text().splitlines()]
+    ones, others = (encoder.encode([pair[place] for pair in pairs], convert_to_tensor=True) for place in (1, 2))
+    assert ones.shape == (20, 32 if what == "keep" else 16)
+    cosines = torch.cosine_similarity(ones, others).numpy()
+    found = json.loads((narrow[what] / "metrics.json").read_text())["student"]["spearman"]["sts"]
+    assert found == pytest.approx(100 * float(stats.spearmanr(cosines, [float(pair[0]) for pair in pairs]).statistic))
+
+
+@pytest.mark.parametrize("what", ["drop", "keep"])
 def test_a_narrow_student_is_the_same_on_two_ranks_of_zero3_and_resumed(narrow, train, folder, what):
     given = (*NARROW, "--embedding.projection", what)
     two = train(f"two_{what}", *given, "--ds_config", "zero3", ranks=2)

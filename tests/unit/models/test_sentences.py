@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from sentence_encoders import encoder
+from torch import Tensor, nn
 
 from llmdistill.errors import UserError
-from llmdistill.models.sentences import pooled, read_sentence_settings
+from llmdistill.models.load import load_model
+from llmdistill.models.sentences import dense_of, load_dense, pooled, read_sentence_settings, save_dense
 from llmdistill.objective import Pooling
 
 KINDS = ["Transformer", "Pooling", "Normalize"]
@@ -90,3 +92,42 @@ def test_pooling(mode: Any, side: str) -> None:
     normal = pooled(hidden, mask, Pooling((mode,), normalize=True))
     lengths_B1 = torch.tensor([[math.hypot(*row)] for row in expected], dtype=torch.float64)
     torch.testing.assert_close(normal, torch.tensor(expected, dtype=torch.float64) / lengths_B1)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_dense_is_read_as_it_was_saved(tmp_path: Path, normalize: bool) -> None:
+    model = encoder(tmp_path)
+    dense = dense_of(nn.Linear(32, 5), nn.Tanh())
+    save_dense(tmp_path, dense, dense.state_dict(), Pooling(("cls", "mean"), normalize=normalize))
+    found = read_sentence_settings(tmp_path)
+    assert found is not None
+    assert set(found.pooling.modes) == {"cls", "mean"}
+    assert found.pooling.normalize == normalize
+    assert json.loads((tmp_path / "1_Pooling/config.json").read_text())["word_embedding_dimension"] == 16
+    loaded = load_model(tmp_path, dtype=torch.bfloat16, head="embedding").sentence_dense
+    assert isinstance(loaded.activation, nn.Tanh)
+    assert not hasattr(load_model(tmp_path, dtype=torch.float32, head="none"), "sentence_dense")
+    load_dense(model, tmp_path)
+    hidden, mask = torch.randn(3, 4, 16), torch.ones(3, 4, dtype=torch.int64)
+    both = torch.cat([hidden[:, 0], hidden.mean(1)], dim=1)
+    expected = torch.tanh(both @ dense.linear.weight.T + dense.linear.bias)
+    expected = expected / expected.norm(dim=1, keepdim=True) if normalize else expected
+    torch.testing.assert_close(pooled(hidden, mask, found.pooling, model.sentence_dense), expected)
+    assert pooled(hidden, mask, found.pooling, loaded).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"activation_function": "torch.nn.modules.activation.ReLU"}, "with one of the activations"),
+    ({"activation_function": "os.system"}, "with one of the activations"),
+    ({"use_residual": True}, "a linear of the pooled embedding"),
+    ({"module_input_name": "token_embeddings"}, "a linear of the pooled embedding"),
+    (None, "not the weights of a Dense"),
+])  # fmt: skip
+def test_another_dense_is_refused(tmp_path: Path, changes: dict[str, Any] | None, said: str) -> None:
+    model = encoder(tmp_path)
+    dense = dense_of(nn.Linear(16, 5), nn.Identity())
+    save_dense(tmp_path, dense, dense.state_dict() if changes is not None else {"weight": torch.zeros(2)}, Pooling())
+    file = tmp_path / "2_Dense/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **(changes or {})}))
+    with pytest.raises(UserError, match=said):
+        load_dense(model, tmp_path)

@@ -12,6 +12,7 @@ from sentence_encoders import encoder
 from tiny import tiny_config, tiny_model
 from torch.nn import functional
 from transformers import (
+    BertConfig,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
@@ -295,3 +296,30 @@ def test_embeddings_of_sentences_are_those_of_a_loop(tmp_path):
         loss.remove()
     with pytest.raises(UserError, match="pooling: 'middle' does not fit"):
         DistillationLoss(teacher, student, method="embedding", pooling="middle")
+
+
+def test_embeddings_of_another_width_are_mapped_by_a_matrix_but_their_margins_are_not(tmp_path):
+    teacher = encoder(tmp_path / "teacher")
+    sizes = {**teacher.config.to_dict(), "hidden_size": 8}
+    student = BertModel(BertConfig(**sizes)).eval()
+    batch = {"input_ids": make_batch(rows=6)["input_ids"] % 10, "attention_mask": make_batch(rows=6)["attention_mask"]}
+    given = {"method": "embedding", "pooling": "cls", "mse": 0.5, "margin": 2.0}
+    with pytest.raises(UserError, match="the main job"):
+        DistillationLoss(teacher, student, projection="keep", **given)
+    loss = DistillationLoss(teacher, student, **given)
+    matrix = student.distillation_projectors["sentence"].weight
+    assert torch.allclose(matrix.T @ matrix, torch.eye(8), atol=1e-6)
+    result = loss({**batch, "labels": torch.tensor([0, 1, 2, 0, 1, 2])})
+    theirs, ours = (model(**batch).last_hidden_state[:, 0] for model in (teacher, student))
+    mapped = ours @ matrix.T
+    expected = (1 - functional.cosine_similarity(mapped, theirs)).mean() + 0.5 * (mapped - theirs).square().mean()
+    margins = [(each[0::3] * (each[1::3] - each[2::3])).sum(1) for each in (ours, theirs)]
+    expected = expected + 2 * (margins[0] - margins[1]).square().mean()
+    torch.testing.assert_close(result.loss, expected)
+    for weight in (matrix, student.encoder.layer[1].output.dense.weight):
+        found, wanted = (torch.autograd.grad(each, weight, retain_graph=True)[0] for each in (result.loss, expected))
+        torch.testing.assert_close(found, wanted)
+    loss.remove()
+    student.save_pretrained(tmp_path / "student")
+    _, info = BertModel.from_pretrained(tmp_path / "student", output_loading_info=True)
+    assert not info["unexpected_keys"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.sampler import Share
 from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.methods import METHODS, build_method
+from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.objective import Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
@@ -100,6 +102,32 @@ def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path):
     settings = METHODS["embedding"].settings(cosine=0.0, mse=0.0, margin=2.0)
     method = METHODS["embedding"].build(settings, model.config, narrow, objective)
     assert dict(method.weights) == {"margin": 2.0}
+    assert method.projections == {}
+
+
+@pytest.mark.parametrize(("projection", "expected"), [("drop", {"sentence": (16, 32)}), ("keep", {"dense": (16, 32)})])
+def test_embeddings_of_another_width_need_a_matrix_as_wide_as_all_modes_together(tmp_path, projection, expected):
+    model = encoder(tmp_path / "teacher")
+    objective = replace(
+        Sentences(run_of(tmp_path)).objective(model.config, uses_output=False), pooling=Pooling(("cls", "mean"))
+    )
+    narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
+    settings = METHODS["embedding"].settings(projection=projection)
+    assert METHODS["embedding"].build(settings, model.config, narrow, objective).projections == expected
+    assert METHODS["embedding"].build(settings, model.config, model.config, objective).projections == {}
+
+
+def test_a_dense_is_refused_unless_a_student_goes_on_with_it(tmp_path):
+    config = encoder(tmp_path / "teacher").config
+    encoder(tmp_path / "student")
+    dense = dense_of(torch.nn.Linear(16, 16), torch.nn.Identity())
+    save_dense(tmp_path / "student", dense, dense.state_dict(), Pooling(("cls",)))
+    run, where = run_of(tmp_path), str(tmp_path / "student")
+    refuses("embedding.projection to keep", Sentences(run).check_model, "student.model", where, config)
+    keeps = replace(run, method_settings={"embedding": METHODS["embedding"].settings(projection="keep")})
+    Sentences(keeps).check_model("student.model", where, config)
+    teaches = replace(run, teacher=replace(run.teacher, model=where))
+    refuses("ends in a Dense", Sentences(teaches).objective, config, uses_output=False)
 
 
 def test_the_files_that_are_read(tmp_path):
@@ -144,6 +172,4 @@ def test_models_methods_and_settings_that_are_refused(tmp_path):
     refuses("data.tests.valid", Sentences, run_of(tmp_path, tests={"valid": "sts.tsv"}))
     refuses("have only embeddings: take method embedding", build_method, ["kd"], {}, config, config, objective)
     refuses("set data.kind to sentences", build_method, ["embedding"], {}, config, config)
-    narrow, said = BertConfig(**{**config.to_dict(), "hidden_size": 8}), "16 wide in the teacher and 8 in the student"
-    refuses(said, build_method, ["embedding"], {}, config, narrow, objective)
     assert METHODS["embedding"].build(METHODS["embedding"].defaults(), config, config, objective).pooling
