@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 SETTINGS = shlex.split("""--method embedding --data.kind sentences --train.steps 8 --train.global_batch_size 8
 --train.learning_rate 5e-3 --train.log_every 1 --train.dtype fp32""")
 FACTORS = shlex.split("--student.method svd --student.factorize.target_params 70%")
-NARROW = shlex.split("--student.shape 2x16x4 --student.init slice --train.save_every 4")
+NARROW = shlex.split("--student.shape 2x16x4 --student.init random --train.save_every 4")
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +160,16 @@ def spearman(student: Path, pairs: Path, dense: Tensor | None) -> float:
 
 @pytest.mark.parametrize("what", ["drop", "keep"])
 def test_a_narrow_student_is_scored_by_what_is_saved(narrow, folder, what):
-    losses = logged(narrow[what], "loss")
-    assert losses[-1] < 0.9 * losses[0]
     student = narrow[what] / "student"
     assert not any("projector" in name or "dense" in name.split(".")[0] for name in weights(narrow[what]))
     modules = [module["type"].rpartition(".")[2] for module in json.loads((student / "modules.json").read_text())]
     assert modules == ["Transformer", "Pooling", *(["Dense"] if what == "keep" else []), "Normalize"]
     assert json.loads((student / "1_Pooling/config.json").read_text())["word_embedding_dimension"] == 16
     dense = load_file(student / "2_Dense/model.safetensors")["linear.weight"] if what == "keep" else None
-    assert dense is None or dense.shape == (32, 16)
+    if dense is not None:
+        assert dense.shape == (32, 16)
+        moved = float((dense.T @ dense - torch.eye(16)).abs().max())
+        assert 1e-3 < moved < 0.5, "it was orthonormal, and has learned"
     found = json.loads((narrow[what] / "metrics.json").read_text())["student"]["spearman"]["sts"]
     assert found == pytest.approx(spearman(student, folder / "sts.tsv", dense), abs=1e-9)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import runpy
+import sys
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -31,6 +33,13 @@ def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_the_package_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["llmdistill", "compres"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("llmdistill", run_name="__main__")
+    assert "did you mean compress?" in capsys.readouterr().err
 
 
 def test_launcher_flags_go_to_the_launcher():
