@@ -2,7 +2,8 @@
 
     python scripts/bench/bench_step.py             # the sizes that the targets are set for, a quarter of an hour
     python scripts/bench/bench_step.py --quick     # small models, under a minute
-    python scripts/bench/bench_step.py --peers     # TRL's GKD trainer beside ours, where trl is installed
+    pip install --no-deps --target peers trl==1.16.0                # TRL's trainers beside ours: in a folder of its own,
+    PYTHONPATH=peers python scripts/bench/bench_step.py --peers     # as what else it needs is installed here already
 
 Models have GPT-2's and BERT-base's shapes and random weights, fp32 on a CPU and on CUDA. Every row builds the same
 models and the same batch; dropout is off. kd is the forward KL and the labels' cross-entropy together, makd its
@@ -12,12 +13,12 @@ the layers cost.
 
 from __future__ import annotations
 
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from benching import Line, Measured, Settings, Table, bench_parser, measure, parse, run
-from step_rows import build
+import step_rows
+import torch
+from benching import Line, Measured, Settings, Table, Work, bench_parser, measure, parse, run
 
 Rows = dict[str, dict[str, Any]]
 
@@ -26,30 +27,53 @@ BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12, "student_l
 SMALL_GPT2 = {"width": 192, "heads": 4, "vocabulary": 16384, "layers": 4, "batch": 2, "tokens": 128}
 SMALL_BERT = {"width": 192, "heads": 4, "vocabulary": 8192, "layers": 4, "student_layers": 2}
 
+PEERS = (("all tokens supervised", 1.0, False), ("40 % supervised", 0.4, False), ("on-policy", 0.4, True))
+"""What, the share of the tokens that are the answer, and whether the student writes it."""
+TRL = {"distillation": ("TRL's DistillationTrainer", 0.8, 0.5), "gkd": ("TRL's GKDTrainer", 0.8, 0.5)}
+"""Each trainer, and the most of its time and memory that ours may take."""
+INSTALL = "pip install --no-deps --target peers trl==1.16.0, and PYTHONPATH=peers"
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row of step_rows or, of TRL beside ours, of peer_rows."""
+    if row["task"] != "kl":
+        return step_rows.build(row, device)
+    import peer_rows
+
+    return peer_rows.build(row, device)
+
 
 def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> Rows:
     return {way: {"task": task, "way": way, **sizes} for way in ways}
 
 
-def kd_step(settings: Settings, table: Table, trl: bool = False) -> None:
-    """All tokens supervised, 40 % of them, and TRL's trainer."""
+def kd_step(settings: Settings, table: Table) -> None:
+    """All tokens supervised, and 40 % of them."""
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
     rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
-    peers = rows_of("kd", ("trl",), sizes) if trl else {}
-    try:
-        found = measure(__file__, rows | peers, settings)
-    except RuntimeError as failure:  # other releases of TRL have other trainers
-        if not peers:
-            raise
-        table.say(f"TRL's row failed and is left out: {failure}")
-        found = measure(__file__, rows, settings)
+    found = measure(__file__, rows, settings)
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
     against_floor(table, name, found["ours"], found["floor"], 1.03, 0.92)
     against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], 0.85, 0.75)
-    if "trl" in found:
-        table.time(f"{name}: time / TRL's GKD trainer", found["ours"], found["trl"], 0.95)
-        table.memory(f"{name}: memory / TRL's GKD trainer", found["ours"], found["trl"], 0.65)
+
+
+def peers_step(settings: Settings, table: Table) -> None:
+    """KL beside TRL's trainers, on given answers and on those of the student."""
+    if find_spec("trl") is None:
+        table.say(f"trl is not installed, so that its trainers are left out: {INSTALL}")
+        return
+    sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
+    for what, labeled, on_policy in PEERS:
+        row = {**sizes, "labeled": labeled, "on_policy": on_policy}
+        found = measure(__file__, rows_of("kl", ("ours", *TRL), row), settings)
+        for way, (trainer, *targets) in TRL.items():
+            ours, other = found["ours"], found[way]
+            name = f"KL, {what}"
+            table.time(f"{name}: time / {trainer}", ours, other, None if on_policy else targets[0])
+            table.memory(f"{name}: memory / {trainer}", ours, other, targets[1])
+            if not on_policy:
+                loss_difference(table, f"{name}: loss against {trainer}", ours, other)
 
 
 def makd_step(settings: Settings, table: Table) -> None:
@@ -111,13 +135,12 @@ def main() -> None:
     parser = bench_parser(__doc__)
     steps = {"kd": kd_step, "makd": makd_step, "encoder": encoder_step, "packed": packed_step}
     parser.add_argument("--only", choices=steps, action="append", help="one of the steps alone; may be repeated")
-    parser.add_argument("--peers", action="store_true", help="TRL's GKD trainer too, where trl is installed")
+    parser.add_argument("--peers", action="store_true", help=f"TRL's trainers beside ours, alone ({INSTALL})")
     settings, arguments = parse(parser, build)
     table = Table(settings)
-    trl = find_spec("trl") is not None
-    if arguments.peers and not trl:
-        table.say("trl is not installed, so that TRL's GKD trainer is left out")
-    steps["kd"] = partial(kd_step, trl=arguments.peers and trl)
+    if arguments.peers:
+        peers_step(settings, table)
+        return table.finish()
     for name in arguments.only or steps:
         steps[name](settings, table)
     table.finish()

@@ -1,15 +1,14 @@
 """The rows of bench_step: one training step, by the package or by hand.
 
-Models have random fp32 weights, and dropout is off everywhere (as TRL's trainers have it). The optimizer is torch's
-fused AdamW, its state fp32.
+Models have random fp32 weights, and dropout is off everywhere. The optimizer is torch's fused AdamW, its state fp32.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.modules import LowRankLinear
 from llmdistill.factorize.sizes import plan
 from llmdistill.methods import build_method
+from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.tinybert import TinybertConfig
@@ -95,10 +95,10 @@ def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"task": kd, makd or encoder, "way": floor, ours, naive, dense or trl, and sizes}."""
+    """One row: {"task": kd, makd or encoder, "way": floor, ours, naive or dense, and sizes}."""
     setting = make_setting(row, device)
     dense = partial(ours, forward_of=densely)
-    ways = {"floor": floor, "ours": ours, "naive": naive_makd, "dense": dense, "trl": trl_gkd}
+    ways = {"floor": floor, "ours": ours, "naive": naive_makd, "dense": dense}
     return Work(ways[row["way"]](setting, row))
 
 
@@ -168,10 +168,12 @@ def ours(
     make_engine: Callable[[nn.Module], Any] = plain_engine,
     world: Any = None,
     forward_of: Callable[[Any], Any] = lambda model: model,
+    batches: Callable[[int], list[Batch]] | None = None,
 ) -> Callable[[], float]:
     """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world.
 
-    With `lengths` in the row, each row of the batch is packed with sequences of these lengths.
+    With `lengths` in the row, each row of the batch is packed with sequences of these lengths. `batches` makes those of
+    each step anew.
     """
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
@@ -182,10 +184,10 @@ def ours(
     student = tapped(method, "student", engine.module, forward=forward_of(engine))
     teacher = tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher))
     world = world or World(rank=0, size=1, device=setting.ids.device)
-    trainer = trainer_of(engine, student, teacher, method, world)
+    trainer, turn = trainer_of(engine, student, teacher, method, world), count()
 
     def step() -> float:
-        losses, _ = trainer.train_step([batch])
+        losses, _ = trainer.train_step([batch] if batches is None else batches(next(turn)))
         totals = losses.sum(0)
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 
@@ -225,13 +227,15 @@ def densely(model: Any) -> Callable[..., Any]:
 
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
-    """kd with its defaults, makd as in the paper; the encoder: attention KL, hidden MSE of every layer, the labels."""
+    """kd with its defaults, kl without its labels, makd as in the paper; the encoder: attention KL, hidden MSE of every
+    layer, the labels."""
     settings: dict[str, Any] = {
+        "kd": KdConfig(ratio=1.0 if task == "kl" else 0.5),
         "makd": MakdConfig(scale="plain"),
         "minilm": MinilmConfig(attention=1.0, value_relation=0.0, teacher_layers="uniform"),
         "tinybert": TinybertConfig(attention=0.0, hidden=1.0, embedding=0.0),
     }
-    names = ["minilm", "tinybert", "sft"] if task == "encoder" else [task]
+    names = {"encoder": ["minilm", "tinybert", "sft"], "kl": ["kd"]}.get(task, [task])
     return build_method(names, settings, teacher, student, objective)
 
 
@@ -285,37 +289,5 @@ def naive_makd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
         of_student.clear()
         of_teacher.clear()
         return float(total.detach())
-
-    return step
-
-
-def trl_gkd(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
-    """TRL's GKD trainer off-policy (lmbda 0), KL(T‖S): its training_step with our optimizer, where trl is installed."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    engine = plain_engine(setting.student)
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
-    plain: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "report_to": [], "max_grad_norm": 0.0}
-    kl: dict[str, Any] = {"lmbda": 0.0, "beta": 0.0, "temperature": 1.0}
-    arguments = GKDConfig(output_dir=tempfile.mkdtemp(), use_cpu=setting.ids.device.type != "cuda", **kl, **plain)
-    trainer = GKDTrainer(
-        model=setting.student,
-        teacher_model=setting.teacher,
-        args=arguments,
-        train_dataset=Dataset.from_list([{"messages": []}]),  # it wants one, but its step is given a batch
-        data_collator=lambda rows: rows,
-        processing_class=tokenizer,
-    )
-    trainer.current_gradient_accumulation_steps = 1  # its own loop would have set that
-    inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids), "labels": setting.labels}
-
-    def step() -> float:
-        loss = trainer.training_step(setting.student, dict(inputs))
-        engine.step()
-        return float(loss)
 
     return step
