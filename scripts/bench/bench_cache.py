@@ -91,9 +91,9 @@ def bench(settings: Settings, table: Table, folder: Path) -> None:
         rows, sizes = {"live": {"work": "train", **row}}, {}
         for content in contents:
             cached = {**row, "content": content, "cache": str(folder / f"{method}-{content}")}
-            sizes[content] = facts_of(__file__, {"work": "make", **cached}, settings)
+            sizes[content] = facts_of(build, {"work": "make", **cached}, settings)
             rows[content] = {"work": "train", **cached}
-        found = measure(__file__, rows, settings, memory=False)
+        found = measure(build, rows, settings, memory=False)
         live = found["live"].median / steps * found["live"].facts["steps"]
         for content, facts in sizes.items():
             ratio, made = time_ratio(found[content], found["live"]), facts["seconds"]
@@ -106,7 +106,7 @@ def bench(settings: Settings, table: Table, folder: Path) -> None:
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__), build)
+    settings, _ = parse(bench_parser(__doc__))
     table = Table(settings)
     with tempfile.TemporaryDirectory() as folder:
         bench(settings, table, Path(folder))

@@ -139,7 +139,7 @@ def bench_pass(settings: Settings, table: Table) -> None:
     for kind, (config, groups) in models.items():
         row = {"kind": kind, "config": config, "batch": 2, "tokens": 64, "batches": 4}
         both = {way: {**row, "work": way} for way in ("pass", "plain")}
-        found = benching.measure(__file__, both, settings)
+        found = benching.measure(build, both, settings)
         one, other = found["pass"], found["plain"]
         tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--text", help="with --model: a plain text")
     parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
     parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
-    settings, arguments = parse(parser, build)
+    settings, arguments = parse(parser)
     if (arguments.model is None) != (arguments.text is None):
         parser.error("give --model and --text together")
     torch.set_num_threads(settings.threads)

@@ -46,7 +46,7 @@ TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1"
 
 
 def main() -> None:
-    settings, arguments = parse(bench_parser(__doc__), build)
+    settings, arguments = parse(bench_parser(__doc__))
     settings = replace(settings, threads=1)  # one thread a rank, as several ranks share a node
     table, count = Table(settings), 5_000 if arguments.quick else 100_000
     with tempfile.TemporaryDirectory() as folder:
@@ -54,14 +54,14 @@ def main() -> None:
         file = Path(folder) / "rows.jsonl"
         write(file, count)
         row = {"file": str(file)}
-        rows = {title: facts_of(__file__, {**row, "way": way}, settings) for way, title in TITLES.items()}
+        rows = {title: facts_of(build, {**row, "way": way}, settings) for way, title in TITLES.items()}
         for ranks in (1, 2):
             port = free_port()
             streams = {
                 f"stream, rank {rank} of {ranks}": {**row, "way": "stream", "rank": rank, "size": ranks, "port": port}
                 for rank in range(ranks)
             }
-            found = measure(__file__, streams, settings, times=False, memory=False)
+            found = measure(build, streams, settings, times=False, memory=False)
             rows |= {name: each.facts for name, each in found.items()}
     for name, each in rows.items():
         per = "" if name.startswith("stream") else f", {each['private'] / count:,.1f} private bytes an example"

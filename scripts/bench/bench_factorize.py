@@ -76,7 +76,7 @@ def bench_svd(settings: Settings, table: Table) -> None:
     n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
     for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
         row = {"n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
-        found = measure(__file__, {way: {**row, "way": way} for way in ("ours", "full")}, settings, memory=False)
+        found = measure(build, {way: {**row, "way": way} for way in ("ours", "full")}, settings, memory=False)
         ours, full = found["ours"], found["full"]
         excess = ours.facts["error"] / full.facts["error"] - 1
         detail = f"{in_seconds(ours, full)}, error over the optimum's - 1: {excess:.1e}"
@@ -130,7 +130,7 @@ def bench_text(settings: Settings, table: Table) -> None:
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
-    settings, arguments = parse(parser, build)
+    settings, arguments = parse(parser)
     quiet_libraries()
     torch.set_num_threads(settings.threads)
     table = Table(settings)

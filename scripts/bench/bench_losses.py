@@ -6,18 +6,27 @@
 One call is forward and backward of one loss: attention KL of one layer (12 heads of 64, batch 1), the head and the KL
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
 heads, V-V of 768), the squared error of queries (12 heads of 64, views of (B, T, H, D)). Naive is the same loss from
-whole matrices, by autograd (plain_losses.py). The bare products are the four that no head does without: both models'
+whole matrices, by autograd (tests/plain_losses.py). The bare products are the four that no head does without: both models'
 logits, and the gradients of rows and weight. All is fp32; the squared error on a GPU is bf16.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-import plain_losses
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+import loss_cases
 import torch
 from benching import Settings, Table, Work, bench_parser, measure, parse, run
+from plain_losses import attention_kl_plain, relation_kl_plain, token_losses_plain
+from torch import Tensor
+from torch.nn import functional
 
+from llmdistill.batch import LossSum
+from llmdistill.losses.attention import side_by_side
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.terms import TokenTerm
 
@@ -30,14 +39,31 @@ HEAD_TARGETS = {1024: (0.85, 0.26, 1.15), 4096: (0.78, 0.06, 1.09)}
 RELATION_MEMORY = 0.12
 
 
+def matrix_mse_plain(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> LossSum:
+    """Features in fp32 copies, without what is padding."""
+    real_BT1 = attention_mask[..., None] != 0
+    sides = (torch.where(real_BT1, side_by_side(side), 0.0).float() for side in (student, teacher))
+    return LossSum(functional.mse_loss(*sides, reduction="none").mean(-1).sum(), real_BT1.sum())
+
+
+NAIVE = {
+    "attention_kl": attention_kl_plain,
+    "relation_kl": relation_kl_plain,
+    "head_losses": token_losses_plain,
+    "matrix_mse": matrix_mse_plain,
+}
+
+
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"loss": a case of plain_losses, "way": fused, naive or products, "sizes": of the case}."""
-    draw = plain_losses.Draw(device, torch.bfloat16 if row.get("bf16") else torch.float32)
+    """One row: {"loss": a case of loss_cases, "way": fused, naive or products, "sizes": of the case}."""
+    draw = loss_cases.Draw(device, torch.bfloat16 if row.get("bf16") else torch.float32)
     if row["way"] == "products":
-        student, teacher = plain_losses.head_inputs(draw, **row["sizes"])
+        student, teacher = loss_cases.head_inputs(draw, **row["sizes"])
         return Work(lambda: _products(student, teacher))
-    more = {"terms": [TokenTerm("kl", FORWARD_KL)]} if row["loss"] == "head_losses" else {"batch": 1}
-    leaves, call = getattr(plain_losses, row["loss"])(draw, row["way"] == "naive", **row["sizes"], **more)
+    more: dict[str, Any] = {"terms": [TokenTerm("kl", FORWARD_KL)]} if row["loss"] == "head_losses" else {"batch": 1}
+    if row["way"] == "naive":
+        more["loss"] = NAIVE[row["loss"]]
+    leaves, call = getattr(loss_cases, row["loss"])(draw, **row["sizes"], **more)
 
     def both_ways() -> None:
         call().backward()
@@ -48,7 +74,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 @torch.no_grad()
-def _products(student: plain_losses.HeadInputs, teacher: plain_losses.HeadInputs) -> None:
+def _products(student: loss_cases.HeadInputs, teacher: loss_cases.HeadInputs) -> None:
     """The four bare matrix products, with nothing in between."""
     derivative_NV = student.rows @ student.weight.T
     teacher.rows @ teacher.weight.T
@@ -61,7 +87,7 @@ def compared(
 ) -> None:
     """Fused over naive: a line of time and one of memory; a third target is beside the products."""
     ways = ("fused", "naive", "products")[: 3 if row["loss"] == "head_losses" else 2]
-    found = measure(__file__, {way: {**row, "way": way} for way in ways}, settings)
+    found = measure(build, {way: {**row, "way": way} for way in ways}, settings)
     fused, naive = found["fused"], found["naive"]
     table.time(f"{name}: time / naive", fused, naive, targets[0])
     table.memory(f"{name}: memory / naive", fused, naive, targets[1])
@@ -70,7 +96,7 @@ def compared(
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__), build)
+    settings, _ = parse(bench_parser(__doc__))
     table, sizes = Table(settings), QUICK if settings.quick else FULL
     for tokens in sizes["attention"]:
         for kind in ("full",) if settings.quick else ("full", "causal"):

@@ -14,15 +14,26 @@ multiply-adds, which are counted: above 1 something grows faster than the produc
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import step_rows
 import torch
-from benching import Line, Measured, Settings, Table, Work, bench_parser, in_seconds, measure, parse, run, time_ratio
+from benching import (
+    Line,
+    Measured,
+    Row,
+    Settings,
+    Table,
+    Work,
+    bench_parser,
+    in_seconds,
+    measure,
+    parse,
+    run,
+    time_ratio,
+)
 
 from llmdistill.config import TrainConfig
 from llmdistill.runtime.distributed import init_distributed
@@ -55,37 +66,31 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def ranked(row: dict[str, Any], device: torch.device) -> Work:
-    """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
-    others: list[subprocess.Popen[str]] = []
-    if "RANK" not in os.environ:
-        joined = 1 if row["apart"] else row["ranks"]
-        for rank in reversed(range(row["ranks"])):
-            port = free_port() if row["apart"] or rank == row["ranks"] - 1 else os.environ["MASTER_PORT"]
-            place = {"RANK": 0 if row["apart"] else rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), joined)
-            os.environ |= {name: str(value) for name, value in {**place, **size, "MASTER_PORT": port}.items()}
-            if rank > 0:  # it ends when this process does, as its standard input then ends
-                command = [sys.executable, *sys.argv]
-                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-                others.append(subprocess.Popen(command, text=True, **pipes))
+    """A step on all ranks; the process of rank 0 starts the others, which step when it orders it."""
+    rank, port = row.get("rank", 0), row.get("port") or free_port()
+    alone = Settings(quick=False, device=device.type, threads=torch.get_num_threads(), repeats=0)
+    others = [
+        Row(build, {**row, "rank": other, "port": free_port() if row["apart"] else port}, alone)
+        for other in range(1, row["ranks"] if rank == 0 else 1)
+    ]
+    place = {"RANK": 0 if row["apart"] else rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), 1 if row["apart"] else row["ranks"])
+    os.environ |= {name: str(value) for name, value in place.items()}
     step = engine_step(row, device)
+    if others:
+        step()  # with the one by which the others warm up
+    for other in others:
+        other.answer()
 
     def on_all_ranks() -> float:
         for other in others:
-            print("step", file=other.stdin, flush=True)
+            other.order("time")
         loss = step()
         for other in others:
-            assert other.stdout is not None
-            if "done\n" not in other.stdout:  # which reads up to that line
-                raise RuntimeError(f"another rank ended with {other.wait()}")
+            other.answer()
         return loss
 
-    if os.environ["LOCAL_RANK"] == "0":
-        return Work(on_all_ranks)
-    for _ in sys.stdin:
-        step()
-        print("done", flush=True)
-    sys.exit(0)
+    return Work(on_all_ranks)
 
 
 def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
@@ -104,7 +109,7 @@ def ranks(settings: Settings, table: Table) -> None:
     for ds_config in STAGES[:1] if settings.quick else STAGES:
         row = {**row, "ds_config": ds_config, "apart": False}
         rows = {"one": {**row, "ranks": 1}, "two": {**row, "ranks": 2}, "apart": {**row, "ranks": 2, "apart": True}}
-        found = measure(__file__, rows, settings, memory=False)
+        found = measure(build, rows, settings, memory=False)
         one, two, apart = (found[name] for name in ("one", "two", "apart"))
         name = f"{ds_config}, {row['batch']}×{row['tokens']} a rank"
         efficiency = time_ratio(one, two), EFFICIENCY, in_seconds(one, two)
@@ -123,7 +128,7 @@ def growth(settings: Settings, table: Table) -> None:
         f"vocabulary {base['vocabulary'] * 4}": {**base, "vocabulary": base["vocabulary"] * 4},
         f"layers {layers}": {**base, "layers": layers, "student_layers": layers},
     }
-    found = measure(__file__, rows, settings, memory=False)
+    found = measure(build, rows, settings, memory=False)
     start = found.pop("base")
     for name, larger in found.items():
         table.add(grew(name, start, larger))
@@ -138,7 +143,7 @@ def grew(name: str, start: Measured, larger: Measured) -> Line:
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__), build)
+    settings, _ = parse(bench_parser(__doc__))
     table = Table(settings)
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         table.say("two ranks need two GPUs, so that they are left out")

@@ -4,7 +4,7 @@
     python scripts/bench/bench_serve.py --quick   # a random Llama and a student of it, about a minute
 
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are what `llmdistill export --to onnx --int8`
-makes, in ONNX Runtime. vllm runs in an interpreter with vLLM and llmdistill, --vllm-python, or is left out.
+makes, in ONNX Runtime. vllm is left out where it is not installed; `--only vllm` is for an interpreter that has it.
 
 prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
 prompt, whose keys and values are there already. Multiply-adds are counted by torch on the meta device: the graph of
@@ -20,8 +20,8 @@ weights on disk, in ONNX of the graph.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -157,10 +157,9 @@ def compare(
     opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
     sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
     products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
-    python = arguments.vllm_python if runtime == "vllm" else sys.executable
     for work, tokens in (("prefill", row["tokens"]), ("generate", row["new"])):
         rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
-        found = measure(__file__, rows, settings, memory=False, python=python)
+        found = measure(build, rows, settings, memory=False)
         for name, measured in found.items():
             speed, adds, size = tokens / measured.median, products[name][work] / tokens, opened[name][1]
             detail = f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {size / 1e6:.1f} MB"
@@ -188,8 +187,7 @@ def main() -> None:
     parser.add_argument("--student", metavar="NAME=DIR", action="append", default=[], help="may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
     parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
-    parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
-    settings, arguments = parse(parser, build)
+    settings, arguments = parse(parser)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
         parser.error("give --teacher, --student and --graphs, or --quick")
     table, row = Table(settings), {"tokens": 256, "new": 64}
@@ -201,7 +199,7 @@ def main() -> None:
             models = {TEACHER: str(locate(arguments.teacher)), **students}
         row["vocabulary"] = min(load_config(model).vocab_size for model in models.values())
         arguments.graphs.mkdir(exist_ok=True)
-        for runtime in arguments.only or [each for each in RUNTIMES if each != "vllm" or arguments.vllm_python]:
+        for runtime in arguments.only or [each for each in RUNTIMES if each != "vllm" or find_spec("vllm")]:
             compare(settings, table, runtime, models, row, arguments)
     table.finish()
 

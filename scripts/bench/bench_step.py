@@ -52,7 +52,7 @@ def kd_step(settings: Settings, table: Table) -> None:
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     rows = rows_of("kd", ("floor", "ours"), sizes)
     rows["ours 40 %"] = {**rows["ours"], "labeled": 0.4}
-    found = measure(__file__, rows, settings)
+    found = measure(build, rows, settings)
     name = f"KD step {sizes['batch']}×{sizes['tokens']}"
     against_floor(table, name, found["ours"], found["floor"], 1.03, 0.92)
     against_floor(table, f"{name}, 40 % supervised", found["ours 40 %"], found["floor"], 0.85, 0.75)
@@ -66,7 +66,7 @@ def peers_step(settings: Settings, table: Table) -> None:
     sizes = {**SMALL_GPT2, "student_layers": 2} if settings.quick else {**GPT2, "student_layers": 6}
     for what, labeled, on_policy in PEERS:
         row = {**sizes, "labeled": labeled, "on_policy": on_policy}
-        found = measure(__file__, rows_of("kl", ("ours", *TRL), row), settings)
+        found = measure(build, rows_of("kl", ("ours", *TRL), row), settings)
         for way, (trainer, *targets) in TRL.items():
             ours, other = found["ours"], found[way]
             name = f"KL, {what}"
@@ -80,7 +80,7 @@ def makd_step(settings: Settings, table: Table) -> None:
     """A factorized student of all the teacher's layers."""
     full, small = {**GPT2, "student_layers": 12, "rank": 256}, {**SMALL_GPT2, "student_layers": 4, "rank": 64}
     sizes: dict[str, Any] = small if settings.quick else full
-    found = measure(__file__, rows_of("makd", ("floor", "ours", "naive"), sizes), settings)
+    found = measure(build, rows_of("makd", ("floor", "ours", "naive"), sizes), settings)
     ours, naive = found["ours"], found["naive"]
     name = f"MaKD step {sizes['batch']}×{sizes['tokens']}"
     against_floor(table, name, ours, found["floor"], 1.15)
@@ -89,7 +89,7 @@ def makd_step(settings: Settings, table: Table) -> None:
     table.memory(f"{name}: memory / naive", ours, naive, 0.5)
     if not settings.quick:
         long = {**sizes, "batch": 1, "tokens": 1024}
-        found = measure(__file__, rows_of("makd", ("ours", "naive"), long), settings, times=False)
+        found = measure(build, rows_of("makd", ("ours", "naive"), long), settings, times=False)
         table.memory("MaKD step 1×1024: memory / naive", found["ours"], found["naive"], 0.25)
 
 
@@ -97,7 +97,7 @@ def encoder_step(settings: Settings, table: Table) -> None:
     """Attention KL and hidden MSE on every layer of the student."""
     for batch, tokens in [(4, 64)] if settings.quick else [(8, 128), (2, 512)]:
         sizes = {**(SMALL_BERT if settings.quick else BERT), "batch": batch, "tokens": tokens}
-        found = measure(__file__, rows_of("encoder", ("floor", "ours"), sizes), settings)
+        found = measure(build, rows_of("encoder", ("floor", "ours"), sizes), settings)
         ours, floor = found["ours"], found["floor"]
         name = f"encoder step {batch}×{tokens}"
         against_floor(table, name, ours, floor, 1.06)
@@ -111,7 +111,7 @@ def packed_step(settings: Settings, table: Table) -> None:
     for tokens, lengths in [(128, [40, 60, 28])] if small else [(256, [60, 70, 80, 46]), (1024, [255, 150, 301, 318])]:
         batch = sizes["batch"] * sizes["tokens"] // tokens
         row = {**sizes, "batch": batch, "tokens": tokens, "lengths": lengths}
-        found = measure(__file__, rows_of("kd", ("ours", "dense"), row), settings)
+        found = measure(build, rows_of("kd", ("ours", "dense"), row), settings)
         ours, dense = found["ours"], found["dense"]
         name = f"KD step on packed rows {batch}×{tokens}, {len(lengths)} sequences each"
         table.time(f"{name}: time / dense mask", ours, dense, 1.0)
@@ -136,7 +136,7 @@ def main() -> None:
     steps = {"kd": kd_step, "makd": makd_step, "encoder": encoder_step, "packed": packed_step}
     parser.add_argument("--only", choices=steps, action="append", help="one of the steps alone; may be repeated")
     parser.add_argument("--peers", action="store_true", help=f"TRL's trainers beside ours, alone ({INSTALL})")
-    settings, arguments = parse(parser, build)
+    settings, arguments = parse(parser)
     table = Table(settings)
     if arguments.peers:
         peers_step(settings, table)

@@ -94,7 +94,7 @@ def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *,
         made = recipe["student"]["factorize"]
     name, against = ("plain student", {"factorize": work.pop("against")}) if "against" in work else ("teacher", {})
     work["profile"] = profiled
-    found = measure(__file__, {"student": {**work, "factorize": made}, name: work | against}, settings, memory=False)
+    found = measure(build, {"student": {**work, "factorize": made}, name: work | against}, settings, memory=False)
     one, other = found["student"], found[name]
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
     tokens = work["batch"] * (work["new"] if work.get("new", 1) > 1 else work["tokens"])
@@ -110,7 +110,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    settings, arguments = parse(parser, build)
+    settings, arguments = parse(parser)
     table = Table(settings)
     for job in arguments.only or JOBS:
         work = {**JOBS[job], **(QUICK if settings.quick else {})}

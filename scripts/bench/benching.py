@@ -1,9 +1,9 @@
 """What the benches share: rows in fresh processes that take turns, ratios, memory above the models, and the table.
 
-A row is one piece of work, described by a dictionary. For each row the bench starts itself again (`--row`) with a fixed
-number of threads; that process builds what it needs, works twice to warm up, and waits for orders. The rows of a
-comparison are asked in turn, ABAB..., the order turned round every time, so that the noise of a shared machine hits all
-of them alike. A ratio of times is the median of the ratios of the rounds.
+A row is one piece of work, described by a dictionary. Each row has a process with a fixed number of threads, which
+builds what it needs, works twice to warm up, and waits for orders. The rows of a comparison are asked in turn, ABAB...,
+the order turned round every time, so that the noise of a shared machine hits all of them alike. A ratio of times is the
+median of the ratios of the rounds.
 
 Memory above the models is the peak during one more call, less what the process holds right before it: weights,
 optimizer state and inputs, gradients set to None, whatever is free handed back to the system. Gradients are so part of
@@ -23,23 +23,21 @@ import math
 import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from llmdistill.errors import UserError
 from llmdistill.runtime.devices import give_back_memory
-
-_MARK = "@row "
-"""Stands before what a process says to the one that started it; whatever else comes is some library's."""
 
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 """glibc's settings where memory is measured. From the start: large blocks that were free in the heap before would go on
@@ -90,122 +88,101 @@ class Settings:
 
 
 class Row:
-    def __init__(self, script: str, row: Mapping[str, Any], settings: Settings, python: str, mapped: bool) -> None:
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
-        arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
-        arguments += ["--clock", settings.clock]
+    """A row's process, which waits for orders until this one closes it or ends."""
+
+    def __init__(self, build: Build, row: Mapping[str, Any], settings: Settings, *, mapped: bool = False) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, build, row, settings))
         pinned = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        more = _MAPPED if mapped else {}
-        self._process = subprocess.Popen(
-            [python, str(Path(script).resolve()), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            # Threads wait as they do in the main job (llmdistill/train.py).
-            env={"GOMP_SPINCOUNT": "1000", **os.environ, **pinned, **more, "HF_HUB_OFFLINE": "1"},
-        )
+        # Threads wait as they do in the main job (llmdistill/train.py).
+        waiting = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"), "HF_HUB_OFFLINE": "1"}
+        with patch.dict(os.environ, pinned | waiting | (_MAPPED if mapped else {})):
+            self._process.start()
+        theirs.close()
 
-    def ask(self, order: str) -> float:
-        """Order a call, and return its "time" or "memory"; the process ends when this one does."""
-        with suppress(BrokenPipeError):  # answer() says why
-            print(order, file=self._process.stdin, flush=True)
-        return float(self.answer()[order])
+    def order(self, what: str) -> None:
+        """Order a call, whose "time" or "memory" is the next answer."""
+        self._pipe.send(what)
 
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = heard(line)
-            if answer is not None:
-                return answer
-        self._process.wait()
-        self._errors.seek(0)
-        last = "".join(self._errors.readlines()[-12:])
-        raise RuntimeError(f"a row's process ended with {self._process.returncode}:\n{last}")
+    def answer(self) -> Any:
+        """The facts at first, then a figure for each order; RuntimeError with what is known if the process failed."""
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"a row's process ended with {self._process.exitcode}") from None
+        if isinstance(answer, str):
+            raise RuntimeError(f"a row failed:\n{answer}")
+        return answer
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        self._process.join()
 
 
 def measure(
-    script: str,
-    rows: Mapping[str, Mapping[str, Any]],
-    settings: Settings,
-    *,
-    times: bool = True,
-    memory: bool = True,
-    python: str = sys.executable,
+    build: Build, rows: Mapping[str, Mapping[str, Any]], settings: Settings, *, times: bool = True, memory: bool = True
 ) -> dict[str, Measured]:
     """Take times in turn, then memory, each from processes started for it; facts come from either.
 
-    `rows` are descriptions by name, and `python` the interpreter. Raises RuntimeError if a row's process died; the
-    message holds the last it wrote.
+    `rows` are descriptions by name. Raises RuntimeError if a row's process failed.
     """
     found = {name: Measured() for name in rows}
     apart = times and memory and not settings.quick and settings.device == "cpu"
     for timing, weighing in [(True, False), (False, True)] if apart else [(times, memory)]:
         with ExitStack() as stack:
             running = {
-                name: stack.enter_context(closing(Row(script, row, settings, python, mapped=weighing)))
+                name: stack.enter_context(closing(Row(build, row, settings, mapped=weighing)))
                 for name, row in rows.items()
             }
             for name, process in running.items():
                 found[name].facts |= process.answer()
             for repeat in range(-1, settings.repeats if timing else -1):
                 for name in rows if repeat % 2 == 0 else reversed(rows):
-                    seconds = running[name].ask("time")
+                    running[name].order("time")
+                    seconds = running[name].answer()
                     if repeat >= 0:  # the one before warms up
                         found[name].seconds.append(seconds)
             for name in rows if weighing else ():
-                found[name].bytes = running[name].ask("memory")
+                running[name].order("memory")
+                found[name].bytes = running[name].answer()
     return found
 
 
-def facts_of(script: str, row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def facts_of(build: Build, row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The facts of one row of a bench, whose process is neither timed nor weighed."""
-    return measure(script, {"row": row}, settings, times=False, memory=False)["row"].facts
+    return measure(build, {"row": row}, settings, times=False, memory=False)["row"].facts
 
 
-def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: str = "wall") -> None:
-    """Build a row, warm up, and do what standard input says, until it ends."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    on = torch.device(device)
-    work = build(row, on)
-    first = None if work.call is None else work.call()
-    say({**work.facts, "first": first} if isinstance(first, float) else work.facts)
-    del first
-    now = time.process_time if clock == "processor" else time.perf_counter
-    for order in sys.stdin:
-        assert work.call is not None, "a row of facts alone has nothing to measure"
-        if order.strip() == "memory":
-            say({"memory": peak(work.call, on)})
-            continue
-        wait(on)
-        begun = now()
-        work.call()
-        wait(on)
-        say({"time": now() - begun})
-
-
-def say(answer: Mapping[str, Any]) -> None:
-    print(said(answer), flush=True)
-
-
-def said(answer: Mapping[str, Any]) -> str:
-    return _MARK + json.dumps(answer)
-
-
-def heard(line: str) -> dict[str, Any] | None:
-    """What a line of a started process tells; None if some library wrote it, or the process was ended in it."""
-    _, _, told = line.partition(_MARK)  # behind a progress bar, for instance
+def serve(pipe: Any, build: Build, row: dict[str, Any], settings: Settings) -> None:
+    """Be a row's process: build, warm up, tell the facts, and do what is ordered; what libraries print is dropped."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
-        answer: dict[str, Any] = json.loads(told)
-    except json.JSONDecodeError:
-        return None
-    return answer
+        torch.set_num_threads(settings.threads)
+        torch.manual_seed(0)
+        device = torch.device(settings.device)
+        work = build(row, device)
+        first = None if work.call is None else work.call()
+        pipe.send({**work.facts, "first": first} if isinstance(first, float) else work.facts)
+        del first
+        now = time.process_time if settings.clock == "processor" else time.perf_counter
+        while True:
+            order = pipe.recv()
+            assert work.call is not None, "a row of facts alone has nothing to measure"
+            if order == "memory":
+                pipe.send(peak(work.call, device))
+                continue
+            wait(device)
+            begun = now()
+            work.call()
+            wait(device)
+            pipe.send(now() - begun)
+    except EOFError:  # whoever gives the orders has ended
+        pass
+    except Exception:
+        pipe.send(traceback.format_exc())
 
 
 def wait(device: torch.device) -> None:
@@ -312,18 +289,13 @@ def bench_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=positive, help="timed rounds: 7, or 3 with --quick")
     clocks = "processor: the time of the processors on the row, with --threads 1 on a machine that others use too"
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall", help=clocks)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, build: Build) -> tuple[Settings, argparse.Namespace]:
-    """Read the command line; a process that was started for a row does its work here and exits."""
+def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace]:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    if arguments.row is not None:
-        serve(build, json.loads(arguments.row), arguments.device, arguments.threads, arguments.clock)
-        sys.exit(0)
     repeats = arguments.repeats or (3 if arguments.quick else 7)
     return Settings(arguments.quick, arguments.device, arguments.threads, repeats, arguments.clock), arguments
 

@@ -13,6 +13,7 @@ code is 1 if a part failed or ran out of time.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
 
 import torch
-from benching import Line, heard, say
+from benching import Line
 
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record
@@ -60,7 +62,7 @@ class Part:
 
 
 PARTS = {
-    "kernels": Part("the fused losses against plain ones in fp64", "gpu_check_kernels", 180),
+    "kernels": Part("the fused losses against those of a CPU in fp64", "gpu_check_kernels", 180),
     "zero": Part("ZeRO 1 to 3 against fp32 without DeepSpeed", "gpu_check_training", 80, all_gpus=True),
     "waits": Part("whether a step makes the host wait for the device", "gpu_check_training", 40, all_gpus=True),
     "memory": Part("peak memory against the forecast of `llmdistill plan`", "gpu_check_training", 60, all_gpus=True),
@@ -116,13 +118,13 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
         finally:
             process.terminate()  # which timeout hands on
     late = time.monotonic() - began >= limit
-    said = log.read_text(errors="replace").splitlines()
-    lines = [Line(**told) for told in map(heard, said) if told is not None]
+    text = log.read_text(errors="replace")
+    lines = heard(text)
     broken = [line.measure for line in lines if not holds(line)]
     if late:
         return Result("failed", f"it was ended after {limit:.0f} s", lines)
     if code != 0:
-        last = next((line for line in reversed(said) if line.strip()), "it wrote nothing")
+        last = (text.strip() or "it wrote nothing").splitlines()[-1]
         return Result("failed", f"exit code {code}: {last.strip()}", lines)
     if broken:
         return Result("failed", f"{len(broken)} over the limit: {', '.join(broken)}", lines)
@@ -141,7 +143,7 @@ def look(name: str, device: str) -> None:
     function = getattr(import_module(part.module), name)
     if not part.all_gpus:
         for line in function(torch.device(device)):
-            say(asdict(line))
+            print(said(line), flush=True)
         return
     from llmdistill.runtime.distributed import process_group
 
@@ -149,7 +151,24 @@ def look(name: str, device: str) -> None:
         quiet_libraries()
         for line in function(world):
             if world.is_main:
-                say(asdict(line))
+                print(said(line), flush=True)
+
+
+MARK = "@line "
+"""Stands before what a part tells; whatever else comes is some library's."""
+
+
+def said(line: Line) -> str:
+    return MARK + json.dumps(asdict(line))
+
+
+def heard(text: str) -> list[Line]:
+    """The lines that a part told; the last may have been cut off when the part was ended."""
+    lines = []
+    for told in text.split(MARK)[1:]:
+        with suppress(json.JSONDecodeError):
+            lines.append(Line(**json.loads(told.partition("\n")[0])))
+    return lines
 
 
 # The page

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from importlib import import_module
 from math import nan
-from pathlib import Path
 
 import bench_calibration
 import bench_scale
@@ -29,7 +28,6 @@ from llmdistill.factorize.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 BENCHES = (
     *("bench_step", "bench_losses", "bench_factorize", "bench_students"),
     *("bench_calibration", "bench_cache", "bench_scale", "bench_serve", "bench_data"),
@@ -102,7 +100,7 @@ def test_json_line_has_no_nan(capsys):
 BENCH = """
     import os, time
     import torch
-    from benching import Work, bench_parser, parse
+    from benching import Work
 
     def build(row, device):
         facts = {"threads": torch.get_num_threads(), "omp": os.environ["OMP_NUM_THREADS"], "process": os.getpid()}
@@ -115,28 +113,24 @@ BENCH = """
             del part
             return float(len(calls))
         return Work(None if row["kind"] == "facts" else call, facts)
-
-    if __name__ == "__main__":
-        parse(bench_parser(None), build)
 """
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
-    """A bench whose rows sleep, and fill memory."""
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    path = tmp_path / "bench.py"
-    path.write_text(textwrap.dedent(BENCH))
-    return path
+def build(tmp_path, monkeypatch):
+    """Makes rows that sleep, and fill memory."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sleepy_bench.py").write_text(textwrap.dedent(BENCH))
+    return import_module("sleepy_bench").build
 
 
-def test_rows_are_processes_of_their_own_that_take_turns(script):
+def test_rows_are_processes_of_their_own_that_take_turns(build):
     described = {
         "small": {"kind": "work", "seconds": 0.01, "megabytes": 20},
         "large": {"kind": "work", "seconds": 0.03, "megabytes": 80},
     }
-    found = measure(str(script), described, SETTINGS)
-    facts = [*(one.facts for one in found.values()), facts_of(str(script), {"kind": "facts"}, SETTINGS)]
+    found = measure(build, described, SETTINGS)
+    facts = [*(one.facts for one in found.values()), facts_of(build, {"kind": "facts"}, SETTINGS)]
     assert len({each["process"] for each in facts}) == 3
     assert all((each["threads"], each["omp"]) == (1, "1") for each in facts)
     assert found["small"].facts["first"] == 1.0
@@ -147,6 +141,11 @@ def test_rows_are_processes_of_their_own_that_take_turns(script):
         # What was alive at once, neither the two calls' together nor what the allocator keeps.
         assert found["small"].bytes / 1e6 == pytest.approx(20, abs=2)
         assert found["large"].bytes / 1e6 == pytest.approx(80, abs=2)
+
+
+def test_a_failed_row_says_why(build):
+    with pytest.raises(RuntimeError, match="KeyError: 'kind'"):
+        measure(build, {"broken": {}}, SETTINGS)
 
 
 def test_naive_makd_is_the_same_loss_as_ours():

@@ -11,8 +11,8 @@ import gpu_check_kernels
 import gpu_check_waits
 import pytest
 import torch
-from benching import said
-from gpu_check import Part, holds
+from benching import Line
+from gpu_check import Part, holds, said
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_a_wait_belongs_to_the_innermost_library():
 
 
 def tells(value: float) -> str:
-    return f"print({said({'measure': 'm', 'value': value, 'target': 1.0, 'detail': 'd'})!r}, flush=True)\n"
+    return f"print({said(Line('m', value, 1.0, 'd'))!r}, flush=True)\n"
 
 
 PROGRAMS = {
