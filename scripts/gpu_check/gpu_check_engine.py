@@ -6,42 +6,43 @@ gpu_check trains them for a few steps; the test of the forecast measures them on
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import benching
 import torch
 from step_rows import Engine, ds_config, low_rank, trainer_of
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
 from llmdistill.config.machine import MachineConfig
 from llmdistill.methods import Method, build_method
+from llmdistill.models.families import is_causal
+from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import ForecastModels, trace_step
-from llmdistill.run.wiring import request_of, tapped
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training
-from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.cached import CachedTeacher, Teacher
-from llmdistill.teacher.shards import Job, finish, write_by_teacher
+from llmdistill.teacher.cached import Teacher
+
+TaughtBy = Callable[[TappedModel, Method], Teacher]
+"""Puts something in the place of the live teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A teacher, a student of the same shape, and how the student is trained."""
 
-    family: str = "llama"
+    config: PreTrainedConfig = field(default_factory=lambda: llama())
     method: str = "makd"
     factorized: bool = True
     stage: int | None = 2
@@ -51,41 +52,22 @@ class Setting:
     checkpointing: bool = False
     dtype: str = "fp32"
     accumulation_steps: int = 1
-    vocabulary: int = 512
-    """Few words: the LM head takes more rows at once on a GPU than on a CPU."""
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    """Query heads; a Llama has half as many key heads."""
-    weight_std: float = 0.02
-    """Standard deviation of a Llama's random weights."""
-    cached: Content | None = None
-    """What a cache holds that is read in place of the teacher's pass; None: the teacher runs."""
     bucket: int = 100_000
     """Elements of a bucket of the communication; few, so that the buckets are not all of the memory."""
 
 
-def config_of(setting: Setting) -> PreTrainedConfig:
-    # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
-    sizes: dict[str, Any] = {
-        "vocab_size": setting.vocabulary,
-        "hidden_size": setting.width,
-        "num_hidden_layers": setting.depth,
-        "num_attention_heads": setting.heads,
-    }
-    if setting.family == "llama":
-        sizes |= {"num_key_value_heads": setting.heads // 2, "initializer_range": setting.weight_std}
-        return LlamaConfig(**sizes, intermediate_size=3 * setting.width)
-    if setting.family == "gpt2":
-        return GPT2Config(**sizes, attn_pdrop=0.0)
-    return BertConfig(**sizes, intermediate_size=4 * setting.width, attention_probs_dropout_prob=0.0)
+def llama(
+    *, vocabulary: int = 512, width: int = 128, depth: int = 4, heads: int = 4, weight_std: float = 0.02
+) -> LlamaConfig:
+    """Of few words, as the LM head takes more rows at once on a GPU than on a CPU, and half as many key heads."""
+    sizes = {"num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    sizes |= {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 3 * width}
+    return LlamaConfig(**sizes, initializer_range=weight_std)
 
 
-def models_of(
-    setting: Setting, config: PreTrainedConfig, *, device: torch.device | str
-) -> tuple[PreTrainedModel, PreTrainedModel]:
+def models_of(setting: Setting, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The teacher and the student of a setting, with different weights; without any on the meta device."""
-    on_meta = torch.device(device).type == "meta"
+    config, on_meta = setting.config, device.type == "meta"
     made = [build_meta(config, "lm_head") if on_meta else build_random(config, "lm_head", seed=seed) for seed in (0, 1)]
     if setting.factorized:
         low_rank(made[1], FactorizeConfig(target_params="70%"))
@@ -96,9 +78,9 @@ def models_of(
 def batch_of(setting: Setting) -> Batch:
     """A batch without padding, the same on every rank."""
     shape = (setting.micro_batch_size, setting.length)
-    ids = torch.randint(5, setting.vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, setting.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
-    if setting.family == "bert":
+    if not is_causal(setting.config):
         labels[:, setting.length // 4 :] = -100
     samples = tuple((row,) for row in range(setting.micro_batch_size))
     return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, sample_ids=samples)
@@ -119,34 +101,10 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
     return ds_config(f"zero{setting.stage}", train, world_size, **zero), train
 
 
-def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder: Path, world: World) -> Teacher:
-    """The live teacher of a setting, or its cache, which is made in a folder of this rank."""
-    live = tapped(method, "teacher", model)
-    if setting.cached is None:
-        return live
-    settings, request = CacheConfig(content=setting.cached), request_of(method)
-    job = Job(
-        folder=folder,
-        settings=settings,
-        request=request,
-        shift=method.shift,
-        vocabulary=None,
-        items=range(setting.micro_batch_size),
-        collate=lambda _: batch_of(setting),
-        shards=[[list(range(setting.micro_batch_size))]],
-        record={"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}},
-        world=World(rank=0, size=1, device=world.device),
-    )
-    write_by_teacher(job, [0], live, sharded=False)
-    live.remove()
-    finish(job)
-    return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
-
-
-def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
-    """The trainer of a setting, as a run has it; its steps are given their batches. A cache is made in the folder."""
-    config = config_of(setting)
-    teacher, student = models_of(setting, config, device=world.device)
+def make_trainer(setting: Setting, world: World, taught_by: TaughtBy = lambda live, _: live) -> Any:
+    """The trainer of a setting, as a run has it; its steps are given their batches."""
+    config = setting.config
+    teacher, student = models_of(setting, world.device)
     method = build_method([setting.method], {}, config, config)
     projectors = add_projectors(student, method.projections, seed=0)
     engine: Any
@@ -158,20 +116,19 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Any:
     else:
         deepspeed, train = ds_config_of(setting, world.size)
         engine = build_engine(student, deepspeed, train)
-    taught = teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None
+    taught = taught_by(tapped(method, "teacher", teacher), method)
     tapped_student = tapped(method, "student", engine.module, forward=engine, projectors=projectors)
     return trainer_of(engine, tapped_student, taught, method, world, train)
 
 
-def measure(setting: Setting, world: World) -> dict[str, float]:
+def measure(setting: Setting, world: World, taught_by: TaughtBy = lambda live, _: live) -> dict[str, float]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
     before = allocated(world.device)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(setting, world, Path(folder))
-        batches = [batch_of(setting)] * setting.accumulation_steps
-        trainer.train_step(batches)  # the first step makes the optimizer's state
-        resident = allocated(world.device) - before
-        return {"resident": resident, "peak": peak(lambda: trainer.train_step(batches), world.device)}
+    trainer = make_trainer(setting, world, taught_by)
+    batches = [batch_of(setting)] * setting.accumulation_steps
+    trainer.train_step(batches)  # the first step makes the optimizer's state
+    resident = allocated(world.device) - before
+    return {"resident": resident, "peak": peak(lambda: trainer.train_step(batches), world.device)}
 
 
 def allocated(device: torch.device) -> int:
@@ -199,20 +156,16 @@ def peak(work: Callable[[], object], device: torch.device) -> float:
     return min(peaks)
 
 
-def forecast(setting: Setting, ranks: int) -> dict[str, float]:
-    """The same memory by part, from shapes alone, as `llmdistill plan` forecasts it."""
-    config = config_of(setting)
-    teacher, student = models_of(setting, config, device="meta")
+def forecast(setting: Setting, ranks: int, content: Content | None = None) -> dict[str, float]:
+    """The same memory by part, from shapes alone, as `llmdistill plan` forecasts it; with `content` from a cache."""
+    config = setting.config
+    teacher, student = models_of(setting, torch.device("meta"))
     method = build_method([setting.method], {}, config, config)
     with torch.device("meta"):
         projectors = add_projectors(student, method.projections, seed=0)
-    models = ForecastModels(
-        student=student, projectors=projectors, teacher=teacher if method.needs_teacher else None, method=method
-    )
+    models = ForecastModels(student=student, projectors=projectors, teacher=teacher, method=method)
     batch = batch_of(setting).with_label_rows(shift=method.shift).to("meta")
-    cached = None
-    if setting.cached is not None:
-        cached = trace_cache(teacher, method, batch, CacheConfig(content=setting.cached))
+    cached = None if content is None else trace_cache(teacher, method, batch, CacheConfig(content=content))
     trace = trace_step(models, batch, checkpointing=setting.checkpointing, cached=cached)
     layout = Layout(
         zero=Zero.of(ds_config_of(setting, ranks)[0], accumulation_steps=setting.accumulation_steps),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from benching import Line
-from gpu_check_engine import Setting, batch_of, forecast, make_trainer, measure
+from gpu_check_engine import Setting, batch_of, forecast, llama, make_trainer, measure
 from gpu_check_waits import is_norm, origin, watch
 from torch import Tensor
 
@@ -24,11 +24,11 @@ AGREES = {"fp32": 1e-4, "bf16": 3e-2}
 FORECAST = 0.15
 """How far the forecast of the peak may be from what is measured."""
 
-FULL = Setting(
-    vocabulary=8192, width=512, heads=8, micro_batch_size=4, length=256, weight_std=0.06, bucket=5_000_000
-)  # heads of 64
-SMALL = Setting(depth=2, micro_batch_size=2, length=32, weight_std=0.1)
-LARGE = replace(FULL, vocabulary=32_000, width=1024, heads=16, depth=8, micro_batch_size=8, length=512, dtype="bf16")
+HEADS_OF_64 = llama(vocabulary=8192, width=512, heads=8, weight_std=0.06)
+FULL = Setting(config=HEADS_OF_64, micro_batch_size=4, length=256, bucket=5_000_000)
+SMALL = Setting(config=llama(depth=2, weight_std=0.1), micro_batch_size=2, length=32)
+WIDE = llama(vocabulary=32_000, width=1024, heads=16, depth=8, weight_std=0.06)
+LARGE = replace(FULL, config=WIDE, micro_batch_size=8, length=512, dtype="bf16")
 
 
 def zero(world: World) -> Iterator[Line]:

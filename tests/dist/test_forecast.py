@@ -7,33 +7,60 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, GPT2Config
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path[:0] = [str(SCRIPTS / "bench"), str(SCRIPTS / "gpu_check")]  # of a rank
 
-from gpu_check_engine import Setting, forecast, measure  # noqa: E402
+from gpu_check_engine import Setting, batch_of, forecast, measure  # noqa: E402
 
-from llmdistill.runtime.distributed import init_distributed, shut_down  # noqa: E402
+from llmdistill.config.cache import CacheConfig, Content  # noqa: E402
+from llmdistill.run.wiring import request_of  # noqa: E402
+from llmdistill.runtime.distributed import World, init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
+from llmdistill.teacher.cache_folder import CacheFolder  # noqa: E402
+from llmdistill.teacher.cached import CachedTeacher  # noqa: E402
+from llmdistill.teacher.shards import Job, finish, write_by_teacher  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [
-    Setting(),
-    Setting(stage=1, accumulation_steps=2),
-    Setting(stage=3, dtype="bf16", accumulation_steps=2),
-    Setting(micro_batch_size=1, length=16, dtype="bf16"),  # most is needed in the optimizer's step
-    Setting(stage=3, length=256, checkpointing=True),
-    Setting(family="gpt2", factorized=False, method="kd", length=256, cached="hidden_states"),
-    Setting(stage=3, method="kd", cached="top_k"),
-    Setting(family="bert"),
-    Setting(family="bert", factorized=False, method="minilm", micro_batch_size=8, checkpointing=True),
+SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+# Attention dropout would make a CPU, unlike a GPU, take the attention apart.
+GPT2 = GPT2Config(**SIZES, attn_pdrop=0.0)
+BERT = BertConfig(**SIZES, intermediate_size=512, attention_probs_dropout_prob=0.0)
+SETTINGS: list[tuple[Setting, Content | None]] = [
+    (Setting(), None),
+    (Setting(stage=1, accumulation_steps=2), None),
+    (Setting(stage=3, dtype="bf16", accumulation_steps=2), None),
+    (Setting(micro_batch_size=1, length=16, dtype="bf16"), None),  # most is needed in the optimizer's step
+    (Setting(stage=3, length=256, checkpointing=True), None),
+    (Setting(config=GPT2, factorized=False, method="kd", length=256), "hidden_states"),
+    (Setting(stage=3, method="kd"), "top_k"),
+    (Setting(config=BERT), None),
+    (Setting(config=BERT, factorized=False, method="minilm", micro_batch_size=8, checkpointing=True), None),
 ]
+"""And what a cache holds that is read in place of the teacher's pass."""
+
+
+def cached(setting: Setting, content: Content, folder: Path, live: Any, method: Any) -> CachedTeacher:
+    """The teacher's cache of the one batch, which is made in a folder of this rank."""
+    settings, request, rows = CacheConfig(content=content), request_of(method), range(setting.micro_batch_size)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    record = {"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}}
+    given: Any = {"folder": folder, "settings": settings, "request": request, "record": record, "world": world}
+    given |= {"items": rows, "shards": [[list(rows)]], "collate": lambda _: batch_of(setting)}
+    job = Job(**given, shift=method.shift, vocabulary=None)
+    write_by_teacher(job, [0], live, sharded=False)
+    live.remove()
+    finish(job)
+    return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
 
 
 def main() -> None:
@@ -41,10 +68,12 @@ def main() -> None:
     quiet_libraries()
     torch.set_num_threads(1)  # the buffers of the blocks grow with the threads
     rows = []
-    for setting in SETTINGS:
-        measured = measure(setting, world)
-        if world.is_main:
-            rows.append({"setting": repr(setting), "stage": setting.stage, **measured, "parts": forecast(setting, 2)})
+    for setting, content in SETTINGS:
+        with TemporaryDirectory() as folder:
+            taught_by = {} if content is None else {"taught_by": partial(cached, setting, content, Path(folder))}
+            measured = measure(setting, world, **taught_by)
+        parts = forecast(setting, 2, content)
+        rows.append({"setting": str((setting, content)), "stage": setting.stage, **measured, "parts": parts})
     if world.is_main:
         Path(sys.argv[-1]).write_text(json.dumps(rows), encoding="utf-8")
     shut_down()
