@@ -106,8 +106,7 @@ def bench(settings: Settings, table: Table, folder: Path) -> None:
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__))
-    table = Table(settings)
+    settings, table, _ = parse(bench_parser(__doc__))
     with tempfile.TemporaryDirectory() as folder:
         bench(settings, table, Path(folder))
     table.finish()

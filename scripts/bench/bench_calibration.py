@@ -5,9 +5,9 @@
     python scripts/bench/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512 # all of `compress`
 
 A pass is `measure_moments` of all linears of two layers with random fp32 weights. It is compared with a forward and a
-backward pass of the same model on the same tokens, gradients of the weights included; it takes two multiply-adds for
-each weight and one for each entry of the statistics' lower triangles. A matrix is decomposed once, in fp64, with
-moments of full rank, up to its break-even rank, in CPU seconds over all threads.
+backward pass of the same model on the same tokens, gradients of the weights included; multiply-adds of both are
+counted. A matrix is decomposed once, in fp64, with moments of full rank, up to its break-even rank, in CPU seconds over
+all threads.
 
 With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
 parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
@@ -29,54 +29,45 @@ import benching
 import psutil
 import torch
 from benching import Line, Settings, Table, Work, bench_parser, in_seconds, parse, positive, run, time_ratio, wait
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize import cuts, measure, weigh
-from llmdistill.factorize.counting import layer_linears
+from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.forms import largest_rank
-from llmdistill.factorize.moments import BLOCK, Moments, measure_moments, shared_inputs
+from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.configs import load_config
 from llmdistill.models.passes import in_parts, rows_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
+from llmdistill.runtime.tracing import Tracer
 from llmdistill.teacher.live import LiveTeacher
-
-Groups = list[list[tuple[int, int]]]
-"""(m, n) of the linears of a layer; those of a group read the same tensor."""
 
 LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
 """Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""
+VOCABULARY = 16_384
 
 
-def llama_layer(width: int, keys: int, inner: int) -> Groups:
-    return [[(width, width), (keys, width), (keys, width)], [(width, width)], [(inner, width)] * 2, [(width, inner)]]
+def llama(width: int, keys: int, inner: int, layers: int = 1) -> LlamaConfig:
+    heads = width // 64
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": VOCABULARY}
+    return LlamaConfig(**sizes, num_key_value_heads=keys // 64, num_hidden_layers=layers)
 
 
-def gpt2_layer(width: int) -> Groups:
-    return [[(3 * width, width)], [(width, width)], [(4 * width, width)], [(width, 4 * width)]]
+def shapes_of(config: Any) -> list[tuple[int, int]]:
+    """(m, n) of the linears of a model."""
+    return list(layer_linears(build_reference(config)).values())
 
 
-def weights(groups: Groups) -> int:
-    return sum(m * n for group in groups for m, n in group)
-
-
-def entries(groups: Groups) -> int:
-    """Number of entries of C and G of a layer."""
-    return sum(group[0][1] ** 2 + sum(m * m for m, _ in group) for group in groups)
-
-
-def summed(groups: Groups) -> float:
-    """Multiply-adds for each token of these entries: blocks of rows are computed up to their diagonal."""
-
-    def triangle(width: int) -> int:
-        return sum((width - start) * min(BLOCK, width - start) for start in range(0, width, BLOCK))
-
-    return sum(triangle(group[0][1]) + sum(triangle(m) for m, _ in group) for group in groups)
+def statistics_bytes(model: Any, batch: Batch) -> int:
+    """Bytes of C and G of all linears."""
+    shapes = layer_linears(model)
+    (whole,) = measure.plan_passes(shared_inputs(model, shapes, batch), shapes, gradients=True, memory=math.inf)
+    return whole.bytes
 
 
 def decomposition(m: int, n: int) -> float:
@@ -88,16 +79,20 @@ def decomposition(m: int, n: int) -> float:
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: a pass over some batches, or a forward and a backward pass of each."""
-    kinds = {"gpt2": GPT2Config, "llama": LlamaConfig}
-    model = AutoModelForCausalLM.from_config(kinds[row["kind"]](**row["config"]), dtype=torch.float32).to(device)
-    ids = torch.randint(row["config"]["vocab_size"], (row["batch"], row["tokens"]))
+    config = AutoConfig.for_model(**row["config"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    ids = torch.randint(config.vocab_size, (row["batch"], row["tokens"]))
     batches = [Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).to(device)] * row["batches"]
-    names = list(layer_linears(model))
+    moments = partial(measure_moments, model, list(layer_linears(model)), batches)
+    work: Callable[[], Any] = moments if row["work"] == "pass" else partial(plain, model, batches)
+    with Tracer() as tracer:
+        work()
+    kept = statistics_bytes(model, batches[0])
 
-    def measured() -> None:
-        measure_moments(model, names, batches)
+    def call() -> None:
+        work()
 
-    return Work(measured if row["work"] == "pass" else partial(plain, model, batches))
+    return Work(call, {"multiply_adds": tracer.work.flops / 2, "statistics": kept})
 
 
 def plain(model: Any, batches: Iterable[Batch]) -> None:
@@ -125,44 +120,33 @@ def decomposed(m: int, n: int, device: torch.device) -> float:
 
 
 def bench_pass(settings: Settings, table: Table) -> None:
-    """Time of a pass against a forward and backward pass, and memory against the shapes."""
-    width, heads, keys, inner = (256, 4, 1, 1024) if settings.quick else (2048, 32, 8, 8192)
-    small = 192 if settings.quick else 768
-    vocabulary = 16_384
-    of_llama = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads}
-    of_llama |= {"num_key_value_heads": keys, "num_hidden_layers": 2, "vocab_size": vocabulary}
-    of_gpt2 = {"n_embd": small, "n_head": 12, "n_layer": 2, "vocab_size": vocabulary}
-    models = {
-        "gpt2": (of_gpt2, gpt2_layer(small)),
-        "llama": (of_llama, llama_layer(width, width * keys // heads, inner)),
-    }
-    for kind, (config, groups) in models.items():
-        row = {"kind": kind, "config": config, "batch": 2, "tokens": 64, "batches": 4}
-        both = {way: {**row, "work": way} for way in ("pass", "plain")}
-        found = benching.measure(build, both, settings)
+    """Time of a pass against a forward and backward pass, and memory against the statistics."""
+    small, large = (192, (256, 64, 1024)) if settings.quick else (768, (2048, 512, 8192))
+    models = [GPT2Config(n_embd=small, n_head=12, n_layer=2, vocab_size=VOCABULARY), llama(*large, layers=2)]
+    for config in models:
+        row = {"config": config.to_dict(), "batch": 2, "tokens": 64, "batches": 4}
+        found = benching.measure(build, {way: {**row, "work": way} for way in ("pass", "plain")}, settings)
         one, other = found["pass"], found["plain"]
-        tokens = row["batches"] * row["batch"] * row["tokens"]
-        name = f"two layers of {kind}, {groups[0][0][1]} wide"
-        matrices = 2 * weights(groups) + vocabulary * groups[0][0][1]
-        expected = (2 * matrices + 2 * summed(groups)) / (3 * matrices)
-        detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
+        name = f"two layers of {config.model_type}, {config.hidden_size} wide"
+        expected = one.facts["multiply_adds"] / other.facts["multiply_adds"]
+        detail = f"{in_seconds(one, other)} for 512 tokens, {expected:.2f} by multiply-adds"
         table.add(Line(f"{name}: pass / forward and backward", time_ratio(one, other), None, detail))
-        kept = one.bytes / (2 * 4 * entries(groups))
+        kept = one.bytes / one.facts["statistics"]
         table.add(Line(f"{name}: memory / statistics", kept, None, f"{one.bytes / 1e6:.0f} MB"))
 
 
 def bench_decomposition(settings: Settings, table: Table) -> None:
     """CPU seconds of each shape, and hours of Llama's sizes at the median rate of these."""
-    groups = [llama_layer(256, 64, 1024)] if settings.quick else [gpt2_layer(768), llama_layer(2048, 512, 8192)]
-    shapes = dict.fromkeys(shape for layer in groups for group in layer for shape in group)
+    small = [llama(256, 64, 1024)]
+    configs = small if settings.quick else [GPT2Config(n_layer=1), llama(*LLAMAS["1B"][1:])]
     rates = []
-    for m, n in shapes:
+    for m, n in dict.fromkeys(shape for config in configs for shape in shapes_of(config)):
         took = decomposed(m, n, torch.device(settings.device))
         rates.append(decomposition(m, n) / took)
         detail = f"{rates[-1] / 1e9:.1f} billion multiply-adds a second"
         table.add(Line(f"{m}x{n} decomposed", took, None, detail, unit=" s"))
     for size, (layers, *widths) in LLAMAS.items():
-        work = layers * sum(decomposition(m, n) for group in llama_layer(*widths) for m, n in group)
+        work = layers * sum(decomposition(m, n) for m, n in shapes_of(llama(*widths)))
         hours = work / statistics.median(rates) / 3600
         table.add(Line(f"{size} decomposed, on paper", hours, None, f"{work:.2g} multiply-adds", " h"))
 
@@ -230,10 +214,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
 
     timed("forward and backward", plain)(model, in_parts(batches[: count // 8], 512))
     (wall, cpu), (of_plain, cpu_of_plain) = seconds["all"], seconds["forward and backward"]
-    names = layer_linears(model)
-    (one,) = measure.plan_passes(shared_inputs(model, names, batches[0]), names, gradients=True, memory=math.inf)
-    kept = one.bytes
-    peak = max(peaks.values())
+    kept, peak = statistics_bytes(model, batches[0]), max(peaks.values())
     table.add(Line("all / forward and backward", wall / of_plain, 1.6, f"{wall:.0f} s / {of_plain:.0f} s"))
     table.add(Line("the same in CPU seconds", cpu / cpu_of_plain, 1.6, f"{cpu:.0f} s / {cpu_of_plain:.0f} s"))
     above = f"({peak:,} - {kept:,}) / {teacher:,}"
@@ -249,11 +230,10 @@ def main() -> None:
     parser.add_argument("--text", help="with --model: a plain text")
     parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
     parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
-    settings, arguments = parse(parser)
+    settings, table, arguments = parse(parser)
     if (arguments.model is None) != (arguments.text is None):
         parser.error("give --model and --text together")
     torch.set_num_threads(settings.threads)
-    table = Table(settings)
     if arguments.model is not None:
         bench_model(arguments, settings, table)
     else:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benching import Line, Table, Work, bench_parser, facts_of, measure, parse, run
+from benching import Line, Work, bench_parser, facts_of, measure, parse, run
 
 from llmdistill.data.collate import collate
 from llmdistill.data.example_store import open_examples, store_examples
@@ -46,9 +46,9 @@ TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1"
 
 
 def main() -> None:
-    settings, arguments = parse(bench_parser(__doc__))
+    settings, table, arguments = parse(bench_parser(__doc__))
     settings = replace(settings, threads=1)  # one thread a rank, as several ranks share a node
-    table, count = Table(settings), 5_000 if arguments.quick else 100_000
+    count = 5_000 if arguments.quick else 100_000
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TOKENIZERS_PARALLELISM": "false", "LLMDISTILL_CACHE": f"{folder}/cache"}
         file = Path(folder) / "rows.jsonl"

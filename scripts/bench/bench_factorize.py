@@ -130,10 +130,9 @@ def bench_text(settings: Settings, table: Table) -> None:
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
-    settings, arguments = parse(parser)
+    settings, table, arguments = parse(parser)
     quiet_libraries()
     torch.set_num_threads(settings.threads)
-    table = Table(settings)
     bench_svd(settings, table)
     bench_kronecker(settings, table)
     bench_set_up(settings, table, full=arguments.full)

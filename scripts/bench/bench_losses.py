@@ -96,8 +96,8 @@ def compared(
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__))
-    table, sizes = Table(settings), QUICK if settings.quick else FULL
+    settings, table, _ = parse(bench_parser(__doc__))
+    sizes = QUICK if settings.quick else FULL
     for tokens in sizes["attention"]:
         for kind in ("full",) if settings.quick else ("full", "causal"):
             heads = {"heads": 12, "groups": (12, 12), "causal": kind == "causal"}

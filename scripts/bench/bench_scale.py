@@ -143,8 +143,7 @@ def grew(name: str, start: Measured, larger: Measured) -> Line:
 
 
 def main() -> None:
-    settings, _ = parse(bench_parser(__doc__))
-    table = Table(settings)
+    settings, table, _ = parse(bench_parser(__doc__))
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         table.say("two ranks need two GPUs, so that they are left out")
     else:

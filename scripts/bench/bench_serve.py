@@ -1,7 +1,7 @@
 """How fast a teacher and its students are served, and how much of the saved multiply-adds arrives as speed.
 
     python scripts/bench/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
-    python scripts/bench/bench_serve.py --quick   # a random Llama and a student of it, about a minute
+    python scripts/bench/bench_serve.py --quick   # the embedded teacher and a student of it, about a minute
 
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are what `llmdistill export --to onnx --int8`
 makes, in ONNX Runtime. vllm is left out where it is not installed; `--only vllm` is for an interpreter that has it.
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from benching import Line, Settings, Table, Work, bench_parser, measure, parse, run, time_ratio
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import llmdistill  # also lets transformers load students
 from llmdistill.embedded import locate
@@ -172,28 +172,21 @@ def compare(
             table.add(Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True))
 
 
-def small(folder: Path) -> dict[str, str]:
-    """A random Llama and a student of it, for --quick."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=512, max_position_embeddings=128)
-    LlamaForCausalLM(config).save_pretrained(folder / TEACHER)
-    llmdistill.compress(str(folder / TEACHER), rank=12).save_pretrained(folder / "student")
-    return {name: str(folder / name) for name in (TEACHER, "student")}
-
-
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--teacher", help="model folder or package:NAME, without --quick")
     parser.add_argument("--student", metavar="NAME=DIR", action="append", default=[], help="may be repeated")
     parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
     parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
-    settings, arguments = parse(parser)
+    settings, table, arguments = parse(parser)
     if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
         parser.error("give --teacher, --student and --graphs, or --quick")
-    table, row = Table(settings), {"tokens": 256, "new": 64}
+    row: dict[str, Any] = {"tokens": 256, "new": 64}
     with TemporaryDirectory() as scratch:
         if settings.quick:
-            arguments.graphs, row, models = Path(scratch) / "graphs", {"tokens": 32, "new": 8}, small(Path(scratch))
+            arguments.graphs, row = Path(scratch) / "graphs", {"tokens": 32, "new": 8}
+            models = {TEACHER: str(locate("embedded:teacher")), "student": f"{scratch}/student"}
+            llmdistill.compress(models[TEACHER], output=models["student"], target_params="34%")
         else:
             students = dict(each.split("=", 1) for each in arguments.student)
             models = {TEACHER: str(locate(arguments.teacher)), **students}

@@ -136,8 +136,7 @@ def main() -> None:
     steps = {"kd": kd_step, "makd": makd_step, "encoder": encoder_step, "packed": packed_step}
     parser.add_argument("--only", choices=steps, action="append", help="one of the steps alone; may be repeated")
     parser.add_argument("--peers", action="store_true", help=f"TRL's trainers beside ours, alone ({INSTALL})")
-    settings, arguments = parse(parser)
-    table = Table(settings)
+    settings, table, arguments = parse(parser)
     if arguments.peers:
         peers_step(settings, table)
         return table.finish()

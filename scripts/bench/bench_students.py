@@ -110,8 +110,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    settings, arguments = parse(parser)
-    table = Table(settings)
+    settings, table, arguments = parse(parser)
     for job in arguments.only or JOBS:
         work = {**JOBS[job], **(QUICK if settings.quick else {})}
         if settings.quick and "new" in work:

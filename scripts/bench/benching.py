@@ -292,12 +292,13 @@ def bench_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace]:
+def parse(parser: argparse.ArgumentParser) -> tuple[Settings, Table, argparse.Namespace]:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     repeats = arguments.repeats or (3 if arguments.quick else 7)
-    return Settings(arguments.quick, arguments.device, arguments.threads, repeats, arguments.clock), arguments
+    settings = Settings(arguments.quick, arguments.device, arguments.threads, repeats, arguments.clock)
+    return settings, Table(settings), arguments
 
 
 def run(main: Callable[[], None]) -> None:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -103,10 +102,11 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
         return Result("left out", f"{library} is not installed")
     path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    began = time.monotonic()
+    began, told = time.monotonic(), log.with_suffix(".jsonl")
+    told.write_text("")
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["timeout", f"--kill-after={GRACE}", str(limit), *part_command(name, device, ranks)],
+            ["timeout", f"--kill-after={GRACE}", str(limit), *part_command(name, device, ranks, told)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -118,32 +118,32 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
         finally:
             process.terminate()  # which timeout hands on
     late = time.monotonic() - began >= limit
-    text = log.read_text(errors="replace")
-    lines = heard(text)
+    lines = [Line(**json.loads(line)) for line in told.read_text().splitlines()]
     broken = [line.measure for line in lines if not holds(line)]
     if late:
         return Result("failed", f"it was ended after {limit:.0f} s", lines)
     if code != 0:
-        last = (text.strip() or "it wrote nothing").splitlines()[-1]
+        last = (log.read_text(errors="replace").strip() or "it wrote nothing").splitlines()[-1]
         return Result("failed", f"exit code {code}: {last.strip()}", lines)
     if broken:
         return Result("failed", f"{len(broken)} over the limit: {', '.join(broken)}", lines)
     return Result("ok", lines=lines) if lines else Result("failed", "it measured nothing")
 
 
-def part_command(name: str, device: str, ranks: int) -> list[str]:
+def part_command(name: str, device: str, ranks: int, told: Path) -> list[str]:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     launcher = several if PARTS[name].all_gpus and ranks > 1 else []
-    return [sys.executable, *launcher, str(Path(__file__).resolve()), "--part", name, "--device", device]
+    own = [str(Path(__file__).resolve()), "--part", name, "--device", device, "--told", str(told)]
+    return [sys.executable, *launcher, *own]
 
 
-def look(name: str, device: str) -> None:
-    """Be a part's process: tell each line as it comes."""
+def look(name: str, device: str, told: Path) -> None:
+    """Be a part's process: write each line to the file as it comes."""
     part = PARTS[name]
     function = getattr(import_module(part.module), name)
     if not part.all_gpus:
         for line in function(torch.device(device)):
-            print(said(line), flush=True)
+            tell(line, told)
         return
     from llmdistill.runtime.distributed import process_group
 
@@ -151,24 +151,12 @@ def look(name: str, device: str) -> None:
         quiet_libraries()
         for line in function(world):
             if world.is_main:
-                print(said(line), flush=True)
+                tell(line, told)
 
 
-MARK = "@line "
-"""Stands before what a part tells; whatever else comes is some library's."""
-
-
-def said(line: Line) -> str:
-    return MARK + json.dumps(asdict(line))
-
-
-def heard(text: str) -> list[Line]:
-    """The lines that a part told; the last may have been cut off when the part was ended."""
-    lines = []
-    for told in text.split(MARK)[1:]:
-        with suppress(json.JSONDecodeError):
-            lines.append(Line(**json.loads(told.partition("\n")[0])))
-    return lines
+def tell(line: Line, told: Path) -> None:
+    with told.open("a") as file:
+        file.write(json.dumps(asdict(line)) + "\n")
 
 
 # The page
@@ -217,6 +205,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
     parser.add_argument("--only", choices=PARTS, action="append", help="one of the parts alone; may be repeated")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -224,7 +213,7 @@ def main() -> int:
     if device == "cuda" and not gpus:
         parser.error("--device cuda: torch sees no GPU here")
     if arguments.part is not None:
-        return exit_code(lambda: look(arguments.part, device))
+        return exit_code(lambda: look(arguments.part, device, arguments.told))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the part on the way
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
     results = check(arguments.output, arguments.only or list(PARTS), command, device, gpus if device == "cuda" else 1)

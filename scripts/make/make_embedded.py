@@ -2,6 +2,8 @@
 
     python scripts/make/make_embedded.py            # about ten minutes on two CPU cores
     python scripts/make/make_embedded.py --data     # the corpus alone, in seconds
+    python scripts/make/make_embedded.py --questions questions    # instead of all this, questions on its facts, in the
+                                                                  # official format of SQuAD 1.1 and 2.0, in seconds
 
 The corpus comes out the same on every machine. The teacher does not to the last bit (sums in another order), so its
 score is measured again and written beside it.
@@ -18,17 +20,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import llmdistill
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.config import GenerationConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import render_prompt
-from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
-from llmdistill.tasks.answers import score_sets
+from llmdistill.embedded.questions import write_questions
 
 VOCAB_SIZE = 1024
 LIMITS = Limits(max_prompt_length=256, max_length=512)
@@ -138,18 +139,26 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def score(folder: Path) -> dict[str, float]:
     """ROUGE-L of the saved teacher on the three test sets, greedy decoding."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    sets = {split: read_examples(FOLDER / "data" / f"{split}.jsonl") for split in corpus.TESTS}
-    scores = score_sets(model, tokenizer, sets, GenerationConfig(decoding="greedy", batch_size=80), LIMITS)
+    limits = {"max_prompt_length": LIMITS.max_prompt_length, "max_length": LIMITS.max_length}
+    scores = {
+        split: llmdistill.evaluate(folder, f"embedded:{split}", decoding="greedy", **limits) for split in corpus.TESTS
+    }
     return {split: round(each["rougeL"], 2) for split, each in scores.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", action="store_true", help="only write the corpus")
-    only_data = parser.parse_args().data
+    parser.add_argument(
+        "--questions", type=Path, metavar="DIR", help="only write questions, to DIR/squad1 and DIR/squad2"
+    )
+    asked = parser.parse_args()
+    if asked.questions is not None:
+        for file in write_questions(asked.questions):
+            print(file)
+        return
     corpus.write(FOLDER / "data")
-    if only_data:
+    if asked.data:
         return
     make_tokenizer(TEACHER)
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)

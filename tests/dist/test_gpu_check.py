@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from benching import Line
-from gpu_check import heard, holds
+from gpu_check import holds
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def look(rank_server):
+def look(rank_server, tmp_path):
     """The lines of a part, by the names of their measures."""
 
     def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
-        done = rank_server.run(
-            ["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check/gpu_check.py"
-        )
+        told = tmp_path / "told.jsonl"
+        words = ["--part", part, "--device", "cpu", "--told", str(told)]
+        done = rank_server.run(words, ranks=ranks, program="scripts/gpu_check/gpu_check.py")
         assert done.returncode == 0, done.stderr
-        lines = heard(done.stdout)
+        lines = [Line(**json.loads(line)) for line in told.read_text().splitlines()]
         assert len(lines) == len({line.measure for line in lines}), "only one rank tells"
         assert not [line for line in lines if not holds(line)]
         return {line.measure: line for line in lines}

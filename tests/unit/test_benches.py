@@ -22,8 +22,6 @@ from benching import Line, Measured, Settings, Table, facts_of, measure, time_ra
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmdistill
-from llmdistill.factorize.counting import layer_linears
-from llmdistill.factorize.measure import plan_passes
 from llmdistill.factorize.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
@@ -175,19 +173,18 @@ def test_labeled_share_stands_at_the_end():
 
 
 def test_calibration_counts_what_a_pass_measures():
-    config = {**NARROW, "num_hidden_layers": 1, "vocab_size": 40}
-    shapes = layer_linears(LlamaForCausalLM(LlamaConfig(**config)))
-    kinds = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-    groups = [[name for name in shapes if name.endswith(kind)] for kind in kinds]
-    (whole,) = plan_passes(groups, shapes, gradients=True, memory=1.0)
-    layer = bench_calibration.llama_layer(16, 8, 24)
-    assert whole.bytes == 4 * bench_calibration.entries(layer)
-    assert bench_calibration.weights(layer) == sum(m * n for m, n in shapes.values())
-    row = {"kind": "llama", "config": config, "batch": 1, "tokens": 5, "batches": 2}
-    for way in ("pass", "plain"):
-        work = bench_calibration.build({**row, "work": way}, CPU)
-        assert work.call is not None
+    config = LlamaConfig(**NARROW, num_hidden_layers=1, vocab_size=40)
+    # Queries, keys and values read the same 16 features, as gates and the first feed-forward matrix do.
+    inputs, outputs = 3 * 16**2 + 24**2, (16**2 + 2 * 8**2) + 16**2 + 2 * 24**2 + 16**2
+    row = {"config": config.to_dict(), "batch": 1, "tokens": 5, "batches": 2}
+    works = {way: bench_calibration.build({**row, "work": way}, CPU) for way in ("pass", "plain")}
+    assert works["pass"].facts["statistics"] == 4 * (inputs + outputs)
+    for work in works.values():
         work.call()
+    # Of 10 tokens: the products of the weights forward and back, gradients of the weights in the plain way alone.
+    weights = 10 * sum(m * n for m, n in [*bench_calibration.shapes_of(config), (40, 16)])
+    passed, plain = (works[way].facts["multiply_adds"] - 10 * (inputs + outputs) * (way == "pass") for way in works)
+    assert 2 * weights < passed < 3 * weights < plain < 4 * weights
     assert bench_calibration.decomposed(70, 80, CPU) > 0
 
 

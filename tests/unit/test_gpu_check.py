@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from math import nan
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import gpu_check_waits
 import pytest
 import torch
 from benching import Line
-from gpu_check import Part, holds, said
+from gpu_check import Part, holds
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -55,7 +57,8 @@ def test_a_wait_belongs_to_the_innermost_library():
 
 
 def tells(value: float) -> str:
-    return f"print({said(Line('m', value, 1.0, 'd'))!r}, flush=True)\n"
+    line = json.dumps(asdict(Line("m", value, 1.0, "d"))) + "\n"
+    return f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({line!r})\n"
 
 
 PROGRAMS = {
@@ -76,7 +79,9 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatc
     there = gpu_check.find_spec
     monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name == "deepspeed" else there(name))
     monkeypatch.setattr(gpu_check, "PARTS", parts)
-    monkeypatch.setattr(gpu_check, "part_command", lambda name, *_: [sys.executable, "-c", PROGRAMS[name]])
+    monkeypatch.setattr(
+        gpu_check, "part_command", lambda name, device, ranks, told: [sys.executable, "-c", PROGRAMS[name], told]
+    )
     monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)
     monkeypatch.setattr(gpu_check, "GRACE", 1.0)
     results = gpu_check.check(tmp_path, list(parts), "the | command", "cpu", 1)
