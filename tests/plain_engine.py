@@ -8,13 +8,23 @@ import torch
 
 
 class PlainEngine:
-    """As much of a DeepSpeed engine at stage 0 as the package uses; gradients are averaged over accumulation steps."""
+    """As much of a DeepSpeed engine at stage 0 as the package uses; gradients are averaged over accumulation steps.
+
+    `max_grad_norm` clips them; None leaves them as they are.
+    """
 
     monitor = None
     global_steps = global_samples = micro_steps = skipped_steps = 0
 
-    def __init__(self, module: Any, optimizer: torch.optim.Optimizer | None = None, *, accumulation: int = 1) -> None:
-        self.module, self.accumulation, self.count = module, accumulation, 0
+    def __init__(
+        self,
+        module: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        accumulation: int = 1,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.module, self.accumulation, self.count, self.max_grad_norm = module, accumulation, 0, max_grad_norm
         trained = [each for each in module.parameters() if each.requires_grad]
         self.optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-3)
 
@@ -33,6 +43,8 @@ class PlainEngine:
     def step(self) -> None:
         self.count += 1
         if self.count % self.accumulation == 0:
+            if self.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
 

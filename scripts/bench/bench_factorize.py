@@ -1,13 +1,12 @@
-"""Setting up: truncated SVD against torch.linalg.svd, a BERT by Kronecker products, a whole model, a text tokenized.
+"""Setting up: truncated SVD against torch.linalg.svd, and a whole model.
 
     python scripts/bench/bench_factorize.py           # 2048×8192 at rank 600 and its neighbors, minutes
     python scripts/bench/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
     python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
-Matrices are fp32, and only their decompositions take turns in processes of their own. A whole BERT-base is its 72
-linears and its embedding, by KroneckerBERT_21's shapes and by square ones. The model has random bf16 weights and is
-factorized from a folder into a folder; what the rank would enlarge stays dense. Loading is from_pretrained of files
-that the system has just seen.
+Matrices are fp32, and only their decompositions take turns in processes of their own. The model has random bf16 weights
+and is factorized from a folder into a folder; what the rank would enlarge stays dense. Loading is from_pretrained of
+files that the system has just seen.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from typing import Any
 import torch
 from benching import Line, Settings, Table, Work, bench_parser, in_seconds, measure, parse, run, time_ratio
 from torch import Tensor
-from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.data.corpus import tokenize
-from llmdistill.embedded import locate
-from llmdistill.factorize.convert import compress, factorize
+from llmdistill.factorize.convert import compress
 from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.sizes import plan
 from llmdistill.factorize.svd import truncated_svd
 from llmdistill.runtime.terminal import quiet_libraries
 
@@ -84,18 +80,6 @@ def bench_svd(settings: Settings, table: Table) -> None:
         table.add(Line(name, time_ratio(full, ours), None, detail))
 
 
-def bench_kronecker(settings: Settings, table: Table) -> None:
-    """All linears of BERT-base and its embedding, by KroneckerBERT_21's shapes and by square ones."""
-    layers = 1 if settings.quick else 12
-    for name, up, down in [("thin", "16x2", "2x16"), ("square", "64x24", "24x64")][: 1 if settings.quick else 2]:
-        model = BertModel(BertConfig(num_hidden_layers=layers))
-        shapes = {"*.attention.*": "384x48", "*.intermediate.dense": up, "*.output.dense": down}
-        planned = plan(model, FactorizeConfig(shapes=shapes, embedding_columns=16), "kronecker")
-        (took,) = repeat(partial(factorize, model, planned, device=torch.device(settings.device)), number=1, repeat=1)
-        text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
-        table.add(Line(text, took, None, f"{len(planned.sizes) + 1} matrices", unit=" s"))
-
-
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
     config = LlamaConfig(**(LLAMA if full else SMALL if settings.quick else TWO_LAYERS))
     rank = 64 if settings.quick and not full else 606
@@ -116,17 +100,6 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
     table.add(Line(f"{name}: load student / dense", load[0] / load[1], None, f"{load[0]:.3f} s / {load[1]:.3f} s"))
 
 
-def bench_text(settings: Settings, table: Table) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
-    with tempfile.TemporaryDirectory() as folder:
-        text, count = Path(folder) / "text.txt", 5_000 if settings.quick else 200_000
-        text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(count)))
-        first, again = repeat(lambda: tokenize(text, tokenizer, cache_dir=folder), number=1, repeat=2)
-        tokens = len(tokenize(text, tokenizer, cache_dir=folder).tokens)
-    detail = f"{again:.4f} s / {first:.3f} s, {tokens:,} tokens"
-    table.add(Line("text from the cache / tokenized", again / first, None, detail))
-
-
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
@@ -134,9 +107,7 @@ def main() -> None:
     quiet_libraries()
     torch.set_num_threads(settings.threads)
     bench_svd(settings, table)
-    bench_kronecker(settings, table)
     bench_set_up(settings, table, full=arguments.full)
-    bench_text(settings, table)
     table.finish()
 
 

@@ -5,14 +5,19 @@ Models have random fp32 weights, and dropout is off everywhere. The optimizer is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from benching import Work
+from plain_engine import PlainEngine
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -102,31 +107,12 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     return Work(ways[row["way"]](setting, row))
 
 
-class Engine:
-    """DeepSpeed's engine as far as the trainer knows it, without DeepSpeed: the floor has none either."""
+def plain_engine(student: nn.Module) -> PlainEngine:
+    """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same.
 
-    def __init__(
-        self, student: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None
-    ) -> None:
-        """`max_grad_norm` clips the gradients; None leaves them as they are."""
-        self.module, self.optimizer, self._max_grad_norm = student, optimizer, max_grad_norm
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.module(*arguments, **named)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def plain_engine(student: nn.Module) -> Engine:
-    """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same."""
-    return Engine(student, torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True))
+    Without DeepSpeed, as the floor has none either.
+    """
+    return PlainEngine(student, torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True))
 
 
 def ds_config(name: str, train: TrainConfig, world_size: int, **zero: Any) -> dict[str, Any]:

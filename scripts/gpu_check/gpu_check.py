@@ -30,6 +30,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from benching import Line

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import loss_cases as cases
+import bench_losses as cases
 import torch
+from bench_losses import Draw, Made
 from benching import Line
-from loss_cases import Draw, Made
 from torch import Tensor
 
 from llmdistill.losses import divergence

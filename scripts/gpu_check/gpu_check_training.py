@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 from benching import Line
-from gpu_check_engine import Setting, batch_of, forecast, llama, make_trainer, measure
 from gpu_check_waits import is_norm, origin, watch
+from small_training import Setting, batch_of, forecast, llama, make_trainer, measure
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, Batch

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import render_prompt
+from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.embedded import FOLDER, corpus
 from llmdistill.embedded.questions import write_questions
 
@@ -91,30 +93,17 @@ def new_teacher(*, end: int, pad: int) -> LlamaForCausalLM:
     )
 
 
-def batches(items: list[Encoded], size: int, generator: torch.Generator) -> list[list[Encoded]]:
-    """One epoch of shuffled batches whose rows have about the same length, which saves padding."""
-    order = torch.randperm(len(items), generator=generator).tolist()
-    pool = 8 * size
-    made: list[list[Encoded]] = []
-    for start in range(0, len(order), pool):
-        chosen = [items[index] for index in order[start : start + pool]]
-        chosen.sort(key=lambda item: len(item.prompt_ids) + len(item.response_ids))
-        made += [chosen[first : first + size] for first in range(0, len(chosen), size)]
-    return [made[index] for index in torch.randperm(len(made), generator=generator).tolist()]
-
-
 def train(model: LlamaForCausalLM, items: list[Encoded], pad: int) -> None:
-    """AdamW with warm-up and cosine on the response tokens of shuffled batches."""
+    """AdamW with warm-up and cosine on response tokens, in shuffled batches of rows of about the same length."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
-    generator = torch.Generator().manual_seed(SEED)
-    queue: list[list[Encoded]] = []
+    share = Share(seed=SEED, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
+    loader = TrainLoader(items, share, partial(collate, pad_token_id=pad), bucket_steps=8)
     warmup, started, shown = 100, time.time(), 0.0
     model.train()
     for step in range(1, STEPS + 1):
         factor = min(1.0, step / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
         optimizer.param_groups[0]["lr"] = PEAK * factor
-        queue = queue or batches(items, BATCH_SIZE, generator)
-        batch = collate(queue.pop(), pad)
+        (batch,) = loader.micro_batches(step - 1)
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
@@ -164,7 +153,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
     data = encode(teacher_examples(), tokenizer, LIMITS)
-    print(f"{data.report()} {model.num_parameters():,} parameters.", flush=True)
+    print(f"{len(data.items):,} examples, {model.num_parameters():,} parameters", flush=True)
     train(model, data.items, tokenizer.pad_token_id)
     save(model, TEACHER)
     scores = score(TEACHER)

@@ -25,10 +25,10 @@ from statistics import linear_regression
 
 import psutil
 from torture_faults import tried
-from torture_results import Tally, logged_steps
+from torture_results import Tally
 from torture_runs import SCENARIOS, Shop, alive
 
-from support import PATIENCE
+from support import PATIENCE, logged
 
 WARM = 0.25
 """Share of the steps before the slope counts: allocators and caches have their size then."""
@@ -85,7 +85,7 @@ def memory(shop: Shop, steps: int) -> Tally:
     first, last = (sum(map(len, part)) / quarter for part in (lines[:quarter], lines[-quarter:]))
     figure = f"{len(lines):,} lines, {first:.0f} bytes a line in the first quarter, {last:.0f} in the last"
     tally.figures.append(("  metrics.jsonl", figure))
-    if logged_steps(run) != list(range(json.loads(lines[0])["step"], steps + 1)) or last > 1.05 * first:
+    if logged(run, "step") != list(range(json.loads(lines[0])["step"], steps + 1)) or last > 1.05 * first:
         tally.failures.append(f"{tally.name} ({steps:,} steps): metrics.jsonl: {figure}")
     events = sum(file.stat().st_size for file in run.glob("tensorboard/*"))
     tally.figures.append(("  TensorBoard", f"{events / steps:.0f} bytes a step"))

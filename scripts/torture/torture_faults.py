@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torture_child import Fault, phase_of
-from torture_results import Case, Tally, differences, left_behind, logged_steps
+from torture_results import Case, Tally, differences, left_behind
 from torture_runs import SCENARIOS, Done, Scenario, Shop, verdict
+
+from support import logged
 
 Judge = Callable[[Done, Fault, Path], list[str]]
 """Tells what is wrong after a fault: of what it did to the command, the fault, and the folder."""
@@ -129,9 +131,9 @@ def said_and_saved(done: Done, fault: Fault, folder: Path) -> list[str]:
     if (done.code, len(said), "Traceback" in done.errors) != (_CODES[fault.kind], 1, False):
         wrong.append(f"exit code {done.code}, said {said}")
     log = folder / "run" / "metrics.jsonl"
-    logged = logged_steps(folder / "run")[-1] if log.is_file() else 0
-    if "after step" in done.errors and not (folder / "run" / "checkpoints" / f"step-{logged}").is_dir():
-        wrong.append(f"step {logged} is lost")
+    last = logged(folder / "run", "step")[-1] if log.is_file() else 0
+    if "after step" in done.errors and not (folder / "run" / "checkpoints" / f"step-{last}").is_dir():
+        wrong.append(f"step {last} is lost")
     return wrong
 
 

@@ -128,7 +128,3 @@ def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
     except (SafetensorError, AssertionError):
         return False
     return True
-
-
-def logged_steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

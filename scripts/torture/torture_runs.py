@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import psutil
 from torture_child import Fault
-from torture_results import differences, logged_steps
+from torture_results import differences
 
-from support import MAIN_JOB, PATIENCE, ROOT, RankServer
+from support import MAIN_JOB, PATIENCE, ROOT, RankServer, logged
 
 CHILD = str(ROOT / "scripts" / "torture" / "torture_child.py")
 CLI = "llmdistill.cli"
@@ -216,7 +216,8 @@ def alive(group: int) -> list[psutil.Process]:
 def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
     """What is wrong with a folder after all, against the undisturbed run's; empty if nothing is."""
     wrong = differences(shop.reference(scenario, ranks), folder, noise=NOISE if ranks > 1 else 0.0)
-    log = folder / "run" / "metrics.jsonl"
-    if log.is_file() and logged_steps(folder / "run") != logged_steps(shop.reference(scenario, ranks) / "run"):
-        wrong.append(f"metrics.jsonl has the steps {logged_steps(folder / 'run')}")
+    run = folder / "run"
+    if (run / "metrics.jsonl").is_file():
+        steps, expected = logged(run, "step"), logged(shop.reference(scenario, ranks) / "run", "step")
+        wrong += [f"metrics.jsonl has the steps {steps}"] if steps != expected else []
     return wrong

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import BertConfig, GPT2Config
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path[:0] = [str(SCRIPTS / "bench"), str(SCRIPTS / "gpu_check")]  # of a rank
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent / "scripts" / "bench"), str(TESTS)]  # of a rank
 
-from gpu_check_engine import Setting, batch_of, forecast, measure  # noqa: E402
+from small_training import Setting, batch_of, forecast, measure  # noqa: E402
 
 from llmdistill.config.cache import CacheConfig, Content  # noqa: E402
 from llmdistill.run.wiring import request_of  # noqa: E402

@@ -13,7 +13,8 @@ from typing import Any
 
 import benching
 import torch
-from step_rows import Engine, ds_config, low_rank, trainer_of
+from plain_engine import PlainEngine
+from step_rows import ds_config, low_rank, trainer_of
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -112,7 +113,7 @@ def make_trainer(setting: Setting, world: World, taught_by: TaughtBy = lambda li
         train = TrainConfig()
         set_training(student, checkpointing=setting.checkpointing)
         adamw = torch.optim.AdamW(student.parameters(), train.learning_rate, train.betas, train.eps, weight_decay=0.0)
-        engine = Engine(student, adamw, max_grad_norm=train.max_grad_norm)
+        engine = PlainEngine(student, adamw, max_grad_norm=train.max_grad_norm)
     else:
         deepspeed, train = ds_config_of(setting, world.size)
         engine = build_engine(student, deepspeed, train)
