@@ -45,12 +45,12 @@ from llmdistill.runtime.tracing import Tracer
 EFFICIENCY = 0.85
 STAGES = ("zero2", "zero1", "zero3")
 RANKED = {"task": "kd", "way": "ours", "width": 384, "heads": 6, "vocabulary": 8192, "layers": 6, "student_layers": 3}
-RANKED_SIZE = {"batch": 4, "tokens": 256}
-SMALL_RANKED = {**RANKED, "width": 128, "heads": 2, "batch": 4, "tokens": 64}
+RANKED |= {"batch": 4, "tokens": 256}
+SMALL_RANKED = {**RANKED, "width": 128, "heads": 2, "tokens": 64}
 
 GROWN = {"task": "makd", "way": "ours", "width": 256, "heads": 4, "vocabulary": 8192, "layers": 4, "student_layers": 4}
-GROWN_SIZE = {"rank": 64, "batch": 2, "tokens": 256}
-SMALL_GROWN = {**GROWN, **GROWN_SIZE, "width": 128, "vocabulary": 2048, "rank": 32, "tokens": 64}
+GROWN |= {"rank": 64, "batch": 2, "tokens": 256}
+SMALL_GROWN = {**GROWN, "width": 128, "vocabulary": 2048, "rank": 32, "tokens": 64}
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
@@ -104,7 +104,7 @@ def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float
 
 def ranks(settings: Settings, table: Table) -> None:
     """One rank beside two, for each stage of ZeRO."""
-    row = SMALL_RANKED if settings.quick else {**RANKED, **RANKED_SIZE}
+    row = SMALL_RANKED if settings.quick else RANKED
     settings = replace(settings, threads=1)
     for ds_config in STAGES[:1] if settings.quick else STAGES:
         row = {**row, "ds_config": ds_config, "apart": False}
@@ -120,7 +120,7 @@ def ranks(settings: Settings, table: Table) -> None:
 
 def growth(settings: Settings, table: Table) -> None:
     """Steps that have more of one thing, beside the one that they grew from."""
-    base: dict[str, Any] = SMALL_GROWN if settings.quick else {**GROWN, **GROWN_SIZE}
+    base: dict[str, Any] = SMALL_GROWN if settings.quick else GROWN
     layers = 2 * base["layers"]
     rows = {
         "base": base,

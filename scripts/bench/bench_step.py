@@ -20,8 +20,6 @@ import step_rows
 import torch
 from benching import Line, Measured, Settings, Table, Work, bench_parser, measure, parse, run
 
-Rows = dict[str, dict[str, Any]]
-
 GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "batch": 4, "tokens": 256}
 BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12, "student_layers": 6}
 SMALL_GPT2 = {"width": 192, "heads": 4, "vocabulary": 16384, "layers": 4, "batch": 2, "tokens": 128}
@@ -43,7 +41,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     return peer_rows.build(row, device)
 
 
-def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> Rows:
+def rows_of(task: str, ways: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {way: {"task": task, "way": way, **sizes} for way in ways}
 
 

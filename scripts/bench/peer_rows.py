@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     setting = make_setting(row, device)
     if row["way"] == "ours":
         return Work(ours(setting, row, batches=written(setting) if row["on_policy"] else None))
-    return Work({"gkd": gkd, "distillation": distillation}[row["way"]](setting, row["on_policy"]))
+    return Work(trl_step(setting, row["way"], row["on_policy"]))
 
 
 def prompts_and_answers(setting: Setting) -> tuple[list[list[int]], list[list[int]]]:
@@ -60,55 +61,41 @@ def written(setting: Setting) -> Callable[[int], list[Batch]]:
     ).micro_batches
 
 
-def common(setting: Setting) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both trainers take: settings, and objects. A text is the numbers of its tokens."""
+def trl_step(setting: Setting, way: str, on_policy: bool) -> Callable[[], float]:
+    """The training_step of one of TRL's trainers, with our optimizer. A text is the numbers of its tokens."""
+    from trl import DistillationConfig, DistillationTrainer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    prompts, answers = prompts_and_answers(setting)
     words = {"<end>" if number == END else str(number): number for number in range(setting.student.config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict.fromkeys(("eos_token", "pad_token"), "<end>")  # no number, as it is looked for within words too
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     plain: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "report_to": []}
     plain |= {"output_dir": tempfile.mkdtemp(), "use_cpu": setting.ids.device.type != "cuda"}
-    data = Dataset.from_list([{"prompt": "", "messages": []}])  # both want one, but their steps are given batches
-    given = {"model": setting.student, "teacher_model": setting.teacher, "train_dataset": data}
-    return {**plain, "beta": 0.0, "temperature": 1.0}, {**given, "processing_class": fast}
-
-
-def stepped(setting: Setting, trainer: Any, inputs: Callable[[], Any]) -> Callable[[], float]:
-    """A trainer's training_step, with our optimizer."""
-    engine = plain_engine(setting.student)
+    plain |= {"beta": 0.0, "temperature": 1.0}
+    given: dict[str, Any] = {"model": setting.student, "teacher_model": setting.teacher}
+    given["processing_class"] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    given["train_dataset"] = Dataset.from_list([{"prompt": "", "messages": []}])  # their steps are given batches
+    trainer: Any
+    inputs: Any
+    if way == "gkd":  # makes the logits of all tokens
+        arguments = GKDConfig(**plain, lmbda=float(on_policy), max_new_tokens=len(answers[0]))
+        trainer = GKDTrainer(**given, args=arguments, data_collator=lambda rows: rows)
+        ids, prompt_ids = setting.ids, torch.tensor(prompts, device=setting.ids.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": setting.labels}
+        inputs |= {"prompts": prompt_ids, "prompt_attention_mask": torch.ones_like(prompt_ids)}
+    else:  # takes the divergence in chunks, and has no answers but the student's
+        trainer = DistillationTrainer(**given, args=DistillationConfig(**plain, max_completion_length=len(answers[0])))
+        inputs = [{"prompt": " ".join(map(str, each))} for each in prompts]
+        if not on_policy:
+            trainer._generate_single_turn = lambda *_: answers
     trainer.current_gradient_accumulation_steps = 1  # its own loop would have set that
+    engine = plain_engine(setting.student)
 
     def step() -> float:
-        loss = trainer.training_step(setting.student, inputs(), None)  # None: the mean over the batch
+        loss = trainer.training_step(setting.student, copy(inputs), None)  # None: the mean over the batch
         engine.step()
         return float(loss)
 
     return step
-
-
-def gkd(setting: Setting, on_policy: bool) -> Callable[[], float]:
-    """TRL's experimental GKDTrainer, which makes the logits of all tokens."""
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    plain, given = common(setting)
-    prompts, answers = prompts_and_answers(setting)
-    arguments = GKDConfig(**plain, lmbda=float(on_policy), max_new_tokens=len(answers[0]))
-    trainer = GKDTrainer(**given, args=arguments, data_collator=lambda rows: rows)
-    prompt_ids = torch.tensor(prompts, device=setting.ids.device)
-    inputs = {"input_ids": setting.ids, "attention_mask": torch.ones_like(setting.ids), "labels": setting.labels}
-    inputs |= {"prompts": prompt_ids, "prompt_attention_mask": torch.ones_like(prompt_ids)}
-    return stepped(setting, trainer, lambda: dict(inputs))
-
-
-def distillation(setting: Setting, on_policy: bool) -> Callable[[], float]:
-    """TRL's stable DistillationTrainer, which takes the divergence in chunks; it has no answers but the student's."""
-    from trl import DistillationConfig, DistillationTrainer
-
-    plain, given = common(setting)
-    prompts, answers = prompts_and_answers(setting)
-    trainer = DistillationTrainer(**given, args=DistillationConfig(**plain, max_completion_length=len(answers[0])))
-    if not on_policy:
-        trainer._generate_single_turn = lambda *_: answers
-    texts = [{"prompt": " ".join(map(str, each))} for each in prompts]
-    return stepped(setting, trainer, lambda: texts)

@@ -108,10 +108,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def plain_engine(student: nn.Module) -> PlainEngine:
-    """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same.
-
-    Without DeepSpeed, as the floor has none either.
-    """
+    """With the optimizer of all rows; its learning rate is next to nothing, so that every call does the same."""
     return PlainEngine(student, torch.optim.AdamW(student.parameters(), lr=1e-8, fused=True))
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -139,25 +140,16 @@ def part_command(name: str, device: str, ranks: int, told: Path) -> list[str]:
 
 
 def look(name: str, device: str, told: Path) -> None:
-    """Be a part's process: write each line to the file as it comes."""
-    part = PARTS[name]
-    function = getattr(import_module(part.module), name)
-    if not part.all_gpus:
-        for line in function(torch.device(device)):
-            tell(line, told)
-        return
+    """Be a part's process: write each line to the file as it comes; with DeepSpeed rank 0 does."""
     from llmdistill.runtime.distributed import process_group
 
-    with process_group() as world:
+    part = PARTS[name]
+    with process_group() if part.all_gpus else nullcontext() as world:
         quiet_libraries()
-        for line in function(world):
-            if world.is_main:
-                tell(line, told)
-
-
-def tell(line: Line, told: Path) -> None:
-    with told.open("a") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+        for line in getattr(import_module(part.module), name)(world or torch.device(device)):
+            if world is None or world.is_main:
+                with told.open("a") as file:
+                    file.write(json.dumps(asdict(line)) + "\n")
 
 
 # The page

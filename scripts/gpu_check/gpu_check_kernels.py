@@ -35,10 +35,7 @@ and the gradient of KL(S‖T) is made of their differences: 1.1e-2 in blocks on 
 
 TERMS = {
     "labels and KL(T‖S)": (TokenTerm("label", None), TokenTerm("kl", divergence.FORWARD_KL, 2.0, 4.0)),
-    "KL(S‖T) and JSD": (
-        TokenTerm("kl", divergence.REVERSE_KL),
-        TokenTerm("jsd", divergence.jsd_with_derivative(0.3)),
-    ),
+    "KL(S‖T) and JSD": (TokenTerm("kl", divergence.REVERSE_KL), TokenTerm("jsd", divergence.jsd_with_derivative(0.3))),
     "smoothed labels and skew KL": (
         TokenTerm("label", None, smoothing=0.1),
         TokenTerm("kl", divergence.skew_reverse_kl_with_derivative(0.1)),
@@ -50,8 +47,6 @@ FULL = {"tokens": 512, "rows": 256, "vocabulary": 128_256, "width": 256}
 SMALL = {"tokens": 40, "rows": 12, "vocabulary": 1_000, "width": 32}
 """The width is that of the model before its LM head."""
 
-Make = Callable[[Draw], Made]
-
 
 def kernels(device: torch.device) -> Iterator[Line]:
     """Check each loss; the first line says if kernels are left out."""
@@ -62,7 +57,7 @@ def kernels(device: torch.device) -> Iterator[Line]:
         yield Line(f"Triton's kernels: {why}; the losses in blocks stand for them", math.nan)
     tokens = {"tokens": sizes["tokens"]}
     of_head = {key: sizes[key] for key in ("rows", "vocabulary", "width")}
-    checks: dict[str, Make] = {
+    checks: dict[str, Callable[[Draw], Made]] = {
         "attention KL(T‖S), heads of 64, GQA": partial(cases.attention_kl, **tokens, direction="teacher_student"),
         "attention scores, heads of 64, GQA": partial(cases.attention_score_mse, **tokens),
         "relation KL, 48 heads of 16": partial(cases.relation_kl, **tokens),
@@ -81,7 +76,7 @@ def kernels(device: torch.device) -> Iterator[Line]:
             yield Line(f"{name}, {short}", worst, limit, f"{by}: loss {loss:.1e}, gradients {gradients:.1e}")
 
 
-def differences(make: Make, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def differences(make: Callable[[Draw], Made], dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     found: list[tuple[Tensor, list[Tensor]]] = []
     for draw in (Draw(device, dtype, dtype), Draw(torch.device("cpu"), torch.float64, dtype)):
         torch.manual_seed(0)
@@ -113,7 +108,8 @@ def tests(_: torch.device) -> Iterator[Line]:
 
 def steps(device: torch.device) -> Iterator[Line]:
     for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
-        yield from bench("bench_step.py", device, "--peers", "--only", step)
+        yield from bench("bench_step.py", device, "--only", step)
+    yield from bench("bench_step.py", device, "--peers")
 
 
 def losses(device: torch.device) -> Iterator[Line]:
