@@ -67,10 +67,10 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 def ranked(row: dict[str, Any], device: torch.device) -> Work:
     """A step on all ranks; the process of rank 0 starts the others, which step when it orders it."""
-    rank, port = row.get("rank", 0), row.get("port") or free_port()
+    rank, port = row.get("place", 0), row.get("port") or free_port()
     alone = Settings(quick=False, device=device.type, threads=torch.get_num_threads(), repeats=0)
     others = [
-        Row(build, {**row, "rank": other, "port": free_port() if row["apart"] else port}, alone)
+        Row(build, {**row, "place": other, "port": free_port() if row["apart"] else port}, alone)
         for other in range(1, row["ranks"] if rank == 0 else 1)
     ]
     place = {"RANK": 0 if row["apart"] else rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -68,6 +68,13 @@ BREAKS = [
         f"{BENCHES}::test_steps_leave_no_gradient_and_barely_move",
     ),
     Break(
+        "peers-without-a-prompt",
+        f"{BENCH}/peer_rows.py",
+        "max(1, int((setting",
+        "max(0, int((setting",
+        f"{BENCHES}::test_peers_have_the_same_prompts_and_as_many_tokens_to_write",
+    ),
+    Break(
         "growth-times-products",
         f"{BENCH}/bench_scale.py",
         "time / products, None, detail",

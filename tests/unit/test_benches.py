@@ -14,6 +14,7 @@ import bench_calibration
 import bench_scale
 import bench_serve
 import benching
+import peer_rows
 import pytest
 import step_rows
 import torch
@@ -170,6 +171,26 @@ def test_labeled_share_stands_at_the_end():
     setting = step_rows.make_setting(row, CPU)
     assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
+
+
+@pytest.mark.parametrize(("labeled", "length"), [(1.0, 1), (0.5, 6)])
+def test_peers_have_the_same_prompts_and_as_many_tokens_to_write(labeled, length):
+    setting = step_rows.make_setting({"task": "kl", "way": "ours", **TINY, "labeled": labeled}, CPU)
+    prompts, answers = peer_rows.prompts_and_answers(setting)
+    assert [*map(len, prompts), *map(len, answers)] == [length] * 2 + [12 - length] * 2
+    (batch,) = peer_rows.written(setting)(0)
+    assert batch.own_answers
+    assert sorted(batch.input_ids[:, :length].tolist()) == sorted(prompts)
+    assert (batch.labels[:, :length] == -100).all()
+    assert batch.input_ids.shape[1] <= 12
+
+
+@pytest.mark.parametrize("labeled", [1.0, 0.4])
+def test_trls_trainers_have_our_loss_on_given_answers(labeled):
+    pytest.importorskip("trl")
+    row = {"task": "kl", **TINY, "labeled": labeled, "on_policy": False}
+    ours, *theirs = (peer_rows.build({**row, "way": way}, CPU).call() for way in ("ours", "gkd", "distillation"))
+    assert theirs == pytest.approx([ours, ours], abs=3e-6)
 
 
 def test_calibration_counts_what_a_pass_measures():
