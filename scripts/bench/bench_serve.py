@@ -1,7 +1,7 @@
 """How fast a teacher and its students are served, and how much of the saved multiply-adds arrives as speed.
 
     python scripts/bench/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
-    python scripts/bench/bench_serve.py --quick   # the embedded teacher and a student of it, about a minute
+    python scripts/bench/bench_serve.py --quick   # the embedded teacher and a student of it, a minute or two
 
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are what `llmdistill export --to onnx --int8`
 makes, in ONNX Runtime. vllm is left out where it is not installed; `--only vllm` is for an interpreter that has it.

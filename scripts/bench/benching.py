@@ -117,6 +117,8 @@ class Row:
         return answer
 
     def close(self) -> None:
+        self._pipe.close()  # which ends it
+        self._process.join(2)
         self._process.kill()
         self._process.join()
 
