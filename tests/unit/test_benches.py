@@ -205,7 +205,7 @@ def test_calibration_counts_what_a_pass_measures():
     # Of 10 tokens: the products of the weights forward and back, gradients of the weights in the plain way alone.
     weights = 10 * sum(m * n for m, n in [*bench_calibration.shapes_of(config), (40, 16)])
     passed, plain = (works[way].facts["multiply_adds"] - 10 * (inputs + outputs) * (way == "pass") for way in works)
-    assert 2 * weights < passed < 3 * weights < plain < 4 * weights
+    assert 2 * weights < passed < 3 * weights <= plain < 4 * weights
     assert bench_calibration.decomposed(70, 80, CPU) > 0
 
 
