@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # the names below are also used before torch is imported
+    from concurrent.futures import Future
+
     import torch
     from torch import Tensor
 
@@ -122,6 +124,8 @@ class Batch:
     Empty if the student generated the text."""
     teachers: tuple[str, ...] = ()
     """For each row the name of the teacher that its examples ask for, "" for none; empty if the data name none."""
+    asked: tuple[Future[TopK], ...] = ()
+    """What a teacher behind a server was asked about each sequence, in their order; empty if nothing was asked yet."""
 
     def counts(self) -> dict[Positions, Tensor]:
         """The number of positions of each kind in the batch, as scalars."""

@@ -23,6 +23,14 @@ class UserError(ValueError):
 
     everywhere = False
     """Whether every rank is known to raise the same error, so that rank 0 alone prints it."""
+    code = 2
+    """The exit code."""
+
+
+class TeacherLost(UserError):
+    """The server of a teacher does not answer any more. Once it does, the same command goes on."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 class Stopped(KeyboardInterrupt):

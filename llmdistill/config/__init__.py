@@ -60,7 +60,9 @@ class RunConfig:
     seed: int = 0
     """Seed of the data order and of all random numbers in training."""
     method: str = field(
-        default="makd", metadata=COMMON | replaces("also", "data.on_policy", "teacher.cache", by=("sft",))
+        default="makd",
+        metadata=COMMON
+        | replaces("also", "data.on_policy", "teacher.cache", "teacher.url", "teacher.top_k", by=("sft",)),
     )
     """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)

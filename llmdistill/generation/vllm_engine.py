@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,17 +146,30 @@ class VllmScorer:
     def _top_k(self, ids: list[int], result: Any) -> TopK:
         # What vLLM says of a token is the distribution in which it was, so that after the token before it.
         entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
-        if len(entries) != len(ids) or any(each is None or len(each) < self._k for each in entries):
+        found = [{token: each.logprob for token, each in (entry or {}).items()} for entry in entries]
+        top = to_top_k(found, self._k) if len(entries) == len(ids) else None
+        if top is None:
             raise UserError(
                 f"--cache.engine vllm: this vLLM does not give the {self._k} most likely tokens after each of "
                 f"{len(ids)} tokens; take --cache.engine hf"
             )
-        found = [sorted(((each.logprob, token) for token, each in entry.items()), reverse=True) for entry in entries]
-        log_probs = torch.tensor([[value for value, _ in row[: self._k]] for row in found], dtype=torch.float64)
-        tokens = torch.tensor([[token for _, token in row[: self._k]] for row in found])
-        # Rounding may leave nothing, or less, to a tail that has little.
-        tail = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
-        return TopK(tokens, log_probs.float(), {1.0: tail.float()})
+        return top
+
+
+def to_top_k(entries: Sequence[Mapping[int, float]], k: int) -> TopK | None:
+    """Return the k most likely tokens of vLLM's log-probabilities, (N, k), with the tail at 1.
+
+    Each of the N entries has the log-probabilities of at least k tokens, the most likely ones and any others, in any
+    order. None if an entry has fewer.
+    """
+    if any(len(each) < k for each in entries):
+        return None
+    found = [sorted(((value, token) for token, value in each.items()), reverse=True)[:k] for each in entries]
+    log_probs = torch.tensor([[value for value, _ in row] for row in found], dtype=torch.float64)
+    tokens = torch.tensor([[token for _, token in row] for row in found])
+    # Rounding may leave nothing, or less, to a tail that has little.
+    tail = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
+    return TopK(tokens, log_probs.float(), {1.0: tail.float()})
 
 
 def _load(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, **options: Any) -> Any:

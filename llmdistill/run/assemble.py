@@ -44,6 +44,7 @@ from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
+from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
 from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
 from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
@@ -98,6 +99,22 @@ def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: st
     return load_teacher(str(path), dtype=dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head)
 
 
+def teacher_server(plan: Plan) -> TeacherServer:
+    """Return the client of the server that runs the teacher (teacher.url)."""
+    teacher, vocabulary = plan.config.teacher, plan.models.compared_tokens
+    assert teacher.url is not None
+    assert teacher.model is not None
+    assert teacher.top_k is not None
+    return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
+
+
+def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
+    """Return the teacher of a run that a server runs."""
+    k = plan.config.teacher.top_k
+    assert k is not None
+    return RemoteTeacher(teacher_server(plan), request_of(plan.method), k=k, device=world.device)
+
+
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
     """Load the student with the head that the run needs; a missing head is initialized by torch's random generator.
 
@@ -114,8 +131,10 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Raise a UserError if this machine or DeepSpeed does not support a setting, and warn if losses will be slow."""
+    """Raise a UserError if this machine, DeepSpeed or a server does not support a setting; warn of slow losses."""
     check_ds_config(plan.ds_config, plan.config.ds_config)
+    if plan.is_remote:
+        on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
     on_main(lambda: check_access(plan.config.train.report_to or []), world)
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
@@ -168,8 +187,13 @@ def share_of(plan: Plan, world: World) -> Share:
     )
 
 
-def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: World) -> Loader:
-    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy)."""
+def prepare_loader(
+    plan: Plan, loader: Any, engine: Any, data: TaskData, world: World, remote: RemoteTeacher | None
+) -> Loader:
+    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
+
+    A remote teacher is asked about each batch as soon as it is made.
+    """
     config = plan.config
     if config.data.on_policy == 0:
         multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
@@ -177,9 +201,10 @@ def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: 
         def prepare(batch: Batch) -> Batch:
             return batch.lengthened(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
 
+        loader = loader if remote is None else AskingLoader(loader, remote.ask)
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     tokenizer: Any = data.tokenizer
-    return OnPolicyLoader(
+    answered = OnPolicyLoader(
         loader,
         engine.module,
         share=config.data.on_policy,
@@ -191,6 +216,7 @@ def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: 
         world_size=world.size,
         synced=engine.zero_optimization_stage() == 3,
     )
+    return answered if remote is None else AskingLoader(answered, remote.ask)
 
 
 def make_trainer(
@@ -207,6 +233,8 @@ def make_trainer(
     trained_by: Teacher | None = None
     if plan.is_cached:
         trained_by = run_teacher(_cached(str(config.teacher.cache), plan, world), plan, data, world)
+    elif plan.is_remote:
+        trained_by = remote_teacher(plan, world)
     elif method.needs_teacher:
         live = teacher()
         trained_by = run_teacher(wired("teacher", live.model, forward=live.forward), plan, data, world)
@@ -221,7 +249,9 @@ def make_trainer(
         student=wired("student", engine.module, forward=engine, projectors=projectors),
         teacher=trained_by,
         method=method,
-        loader=prepare_loader(plan, loader, engine, data, world),
+        loader=prepare_loader(
+            plan, loader, engine, data, world, trained_by if isinstance(trained_by, RemoteTeacher) else None
+        ),
         settings=config.train,
         seed=config.seed,
         world=world,

@@ -20,10 +20,9 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
-from llmdistill.models.families import max_positions
 from llmdistill.run.artifacts import input_fingerprints
-from llmdistill.run.assemble import make_teacher, make_translation
-from llmdistill.run.checks import check_can_cache, check_top_k
+from llmdistill.run.assemble import make_teacher, make_translation, teacher_server
+from llmdistill.run.checks import check_can_cache, check_top_k, lacking_of_vllm
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
 from llmdistill.run.resolved import RunModels
@@ -32,7 +31,7 @@ from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.rows import rows_of_samples
-from llmdistill.teacher.shards import Job, claim, finish, plan_shards, write_by_teacher, write_by_vllm
+from llmdistill.teacher.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teacher.translated import translated_examples
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "task")
@@ -61,13 +60,16 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
         UserError: the method or the data allow no cache, or the folder holds something else.
     """
     check_can_cache(plan)
-    check_top_k(settings, plan.models.compared_tokens)
     name = settings.teacher
     if name and name not in plan.models.others:
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{did_you_mean(name, plan.models.others)}")
-    if _needs_whole(plan) and settings.kept_top_k is not None:
-        raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
-    settings = replace(settings, engine=engine_of(plan, settings, world))
+    if plan.is_remote:
+        settings = _of_server(plan, settings, world)
+    else:
+        check_top_k(settings, plan.models.compared_tokens)
+        if _needs_whole(plan) and settings.kept_top_k is not None:
+            raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
+        settings = replace(settings, engine=engine_of(plan, settings, world))
     items, collate = _taught_examples(plan, data, name)
     ids, lengths = _measured(items)
     shards = plan_shards(ids, lengths, settings)
@@ -93,12 +95,15 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
 
 
 def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
-    """Write the missing shards by vLLM, which drives all GPUs from one process, or by the run's own teacher."""
+    """Write the missing shards by a server, by vLLM, which drives all GPUs from one process, or by the live teacher."""
+    if plan.is_remote:
+        write_by_scorer(job, missing[job.world.rank :: job.world.size], teacher_server(plan))
+        return
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"
         length = plan.config.data.max_length
         scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
-        write_by_vllm(job, missing, scorer)
+        write_by_scorer(job, missing, scorer)
         return
     live = make_teacher(plan, job.world, name=job.settings.teacher)
     teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
@@ -111,6 +116,19 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
             )
     write_by_teacher(job, missing, teacher, sharded=live.sharded)
     teacher.remove()
+
+
+def _of_server(plan: Plan, settings: CacheConfig, world: World) -> CacheConfig:
+    """Check the server of teacher.url, and return the settings of a cache that its answers fill."""
+    top_k = plan.config.teacher.top_k
+    assert top_k is not None
+    if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
+        raise UserError(
+            f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of teacher.top_k:"
+            " leave --cache.engine, --cache.content and --cache.top_k out"
+        )
+    on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+    return replace(settings, content="top_k", top_k=top_k, engine="vllm")
 
 
 def check_cache(plan: Plan, data: TaskData, world: World) -> None:
@@ -189,28 +207,9 @@ def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
 
 def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
     """Why vLLM's log-probabilities of given tokens are not all that is kept; None if they are."""
-    request, length = request_of(plan.method), plan.config.data.max_length
-    methods = " + ".join(plan.config.methods())
     if settings.kept_top_k is None:
         return "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
-    if not plan.models.causal:
-        return "vLLM gives log-probabilities of decoders alone; take --cache.engine hf"
-    if request.taps or request.sequences or not request.positions:
-        return f"method {methods} needs more of its teacher than log-probabilities of tokens; take --cache.engine hf"
-    if request.temperatures != (1.0,):
-        asked = ", ".join(f"{each:g}" for each in request.temperatures)
-        return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; take --cache.engine hf"
-    if plan.models.compared_tokens != plan.models.teacher.vocab_size:
-        return (
-            f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "
-            f"{plan.models.compared_tokens}; take --cache.engine hf"
-        )
-    if max_positions(plan.models.teacher, length + 1) <= length:
-        return (
-            f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
-            "take --cache.engine hf, or a smaller data.max_length"
-        )
-    return None
+    return lacking_of_vllm(plan, remedy="take --cache.engine hf")
 
 
 def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from llmdistill.config import StudentConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
-from llmdistill.models.families import family_of, has_family
+from llmdistill.models.families import family_of, has_family, max_positions
 from llmdistill.models.load import has_checkpointing
+from llmdistill.run.wiring import request_of
 
 if TYPE_CHECKING:
     from llmdistill.run.plan import Plan
@@ -46,6 +47,8 @@ def check_plan(plan: Plan) -> None:
         )
     if plan.is_cached or any(each.settings.cache for each in plan.models.others.values()):
         check_can_cache(plan)
+    if plan.is_remote:
+        _check_can_ask(plan)
 
 
 def _check_teacher_head(plan: Plan) -> None:
@@ -131,6 +134,45 @@ def check_can_cache(plan: Plan) -> None:
             f"a cache keeps no outputs for spans ({plan.config.data.task.name}): train with the teacher itself "
             "(teacher.cache null)"
         )
+
+
+def _check_can_ask(plan: Plan) -> None:
+    """Raise a UserError if a server cannot give what a run needs of its teacher."""
+    teacher, tokens = plan.config.teacher, plan.models.compared_tokens
+    if plan.models.translates:
+        raise UserError(
+            f"teacher.url {teacher.url}: a server is asked about the student's tokens, but teacher and student have "
+            "different tokenizers: train with the teacher itself (teacher.url and teacher.top_k null)"
+        )
+    obstacle = lacking_of_vllm(plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)")
+    if obstacle is not None:
+        raise UserError(f"teacher.url {teacher.url}: {obstacle}")
+    if teacher.top_k is not None and teacher.top_k >= tokens:
+        raise UserError(f"teacher.top_k is {teacher.top_k}, but teacher and student share {tokens} tokens: give less")
+
+
+def lacking_of_vllm(plan: Plan, *, remedy: str) -> str | None:
+    """Why vLLM's log-probabilities of given tokens are not all that a run needs, with a remedy; None if they are."""
+    request, length = request_of(plan.method), plan.config.data.max_length
+    methods = " + ".join(plan.config.methods())
+    if not plan.models.causal:
+        return f"vLLM gives log-probabilities of decoders alone; {remedy}"
+    if request.taps or request.sequences or not request.positions:
+        return f"method {methods} needs more of its teacher than log-probabilities of tokens; {remedy}"
+    if request.temperatures != (1.0,):
+        asked = ", ".join(f"{each:g}" for each in request.temperatures)
+        return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; {remedy}"
+    if plan.models.compared_tokens != plan.models.teacher.vocab_size:
+        return (
+            f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "
+            f"{plan.models.compared_tokens}; {remedy}"
+        )
+    if max_positions(plan.models.teacher, length + 1) <= length:
+        return (
+            f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
+            f"{remedy}, or a smaller data.max_length"
+        )
+    return None
 
 
 def can_cache(plan: Plan) -> bool:

@@ -21,7 +21,15 @@ from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.progress import progress
-from llmdistill.run.assemble import load_student, make_teacher, prepare_student, run_teacher, share_of
+from llmdistill.run.assemble import (
+    load_student,
+    make_teacher,
+    prepare_student,
+    remote_teacher,
+    run_teacher,
+    share_of,
+    teacher_server,
+)
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
@@ -101,11 +109,17 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     student.to(world.device)  # type: ignore[arg-type]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
-    model = teacher().model if plan.method.needs_teacher else None
+    remote = remote_teacher(plan, world) if plan.is_remote else None
+    if remote is not None:
+        teacher_server(plan).check(plan.config.data.max_length)
+        yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")
+    model = teacher().model if plan.method.needs_teacher and remote is None else None
     if model is not None and not plan.models.translates:
         yield above_chance(plan.models, model, batch)
     whole = partial(run_teacher, plan=plan, data=data, world=world)
-    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole)
+    dry = term_sizes(
+        plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole, remote=remote
+    )
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
@@ -187,10 +201,12 @@ def term_sizes(
     vocabulary: int | None = None,
     gradients: bool = True,
     whole: Callable[[Teacher], Teacher] = lambda teacher: teacher,
+    remote: Teacher | None = None,
 ) -> dict[str, TermSize]:
     """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
 
-    `whole` makes of the model's forward pass the teacher of the run, such as one that reads other tokens.
+    `whole` makes of the model's forward pass the teacher of the run, such as one that reads other tokens; `remote`
+    takes the place of the teacher.
 
     The student runs once for each term, in evaluation mode, so that dropout makes no difference between models.
     """
@@ -198,7 +214,7 @@ def term_sizes(
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
     wired = [learner]
-    teaching: Teacher | None = None
+    teaching = remote
     if method.needs_teacher and teacher is not None:
         first = tapped(method, "teacher", teacher, vocabulary=vocabulary)
         teaching = whole(first)

@@ -24,6 +24,7 @@ def headline(plan: Plan, data_report: str) -> str:
     teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
     teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
     teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
+    teacher_line += f", asked at {plan.config.teacher.url}; it is not scored" if plan.is_remote else ""
     teacher_line += "".join(f"\n            {line}" for line in _other_teachers(plan))
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.models.dtype).removeprefix("torch.")
@@ -68,7 +69,8 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     if train.epochs is not None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    of_teacher = 2 * plan.models.sizes["teacher_params"] if plan.method.needs_teacher and not plan.is_cached else 0
+    runs_teacher = plan.method.needs_teacher and not plan.is_cached and not plan.is_remote
+    of_teacher = 2 * plan.models.sizes["teacher_params"] if runs_teacher else 0
     flops = tokens * (3 * plan.models.sizes["forward_flops"] + of_teacher)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 

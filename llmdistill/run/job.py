@@ -24,6 +24,7 @@ from llmdistill.report.table import finish_report, kept_student, run_record, wit
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.cache import check_cache
+from llmdistill.run.callbacks.answers import Answers
 from llmdistill.run.callbacks.base import Callback
 from llmdistill.run.callbacks.best import read_best
 from llmdistill.run.callbacks.checkpoints import Checkpoints
@@ -49,6 +50,7 @@ from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teacher.live import LiveTeacher
+from llmdistill.teacher.remote import RemoteTeacher
 
 
 def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
@@ -108,7 +110,9 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     summaries = {}
 
     def is_scored(name: str) -> bool:
-        has_model = name != "teacher" or (plan.config.teacher.model is not None and not plan.is_cached)
+        has_model = name != "teacher" or (
+            plan.config.teacher.model is not None and not plan.is_cached and not plan.is_remote
+        )
         return name in plan.config.scoring.models and name in plan.task.scored and has_model
 
     def score(name: str, folder: Path) -> None:
@@ -132,7 +136,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         warn_main(warning, world)
 
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
-    if not plan.method.needs_teacher or plan.is_cached:
+    if not plan.method.needs_teacher or plan.is_cached or plan.is_remote:
         teacher.cache_clear()
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
@@ -205,7 +209,9 @@ def _training(
             origin=trainer.origin,
         )
         # Each callback reads what those before it found; see `TrainState`.
+        remote = trainer.teacher if isinstance(trainer.teacher, RemoteTeacher) else None
         callbacks: list[Callback] = [
+            *([Answers(trainer, remote)] if remote is not None else []),
             Stopping(world),
             finite,
             LossWatch(plan.method.weights, world, log.rows),

@@ -72,6 +72,11 @@ class Plan:
         """Whether the training reads the teacher's outputs from a cache; the teacher is then not loaded for it."""
         return self.config.teacher.cache is not None and self.method.needs_teacher
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the training asks a server for the teacher's outputs; the teacher is then not loaded for it."""
+        return self.config.teacher.url is not None and self.method.needs_teacher
+
 
 def make_plan(
     config: RunConfig,
@@ -207,7 +212,8 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     for each in [*configs, config]:
         before = plans[-1] if plans else None
         if before is not None:
-            each = replace(each, teacher=replace(each.teacher, model=str(before.folder / "student"), cache=None))
+            teacher = replace(each.teacher, model=str(before.folder / "student"), cache=None, url=None, top_k=None)
+            each = replace(each, teacher=teacher)
         plans.append(make_plan(each, before, ranks=ranks))
     return plans
 

@@ -45,7 +45,7 @@ class Trainer:
         """Start with no time, and no batches."""
         self.teaching = Stopwatch(self.world.device)
         # `check_losses` reads the batches of the first step before `run` does, and a loader gives them once.
-        self._micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
+        self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
     def run(self, start: int, callbacks: Sequence[Callback]) -> None:
         """Train from step `start` to the last one; after each step every callback looks at it, in their order.
@@ -56,7 +56,7 @@ class Trainer:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, step)
             self._seed(step)
-            micro_batches = self._micro_batches(step)
+            micro_batches = self.micro_batches(step)
             losses, counts = self.train_step(micro_batches)
             state = TrainState(
                 settings=self.settings,
@@ -118,7 +118,7 @@ class Trainer:
         if not self.method.token_terms:
             return {}
         self._seed(start)
-        (first, *_) = self._micro_batches(start)
+        (first, *_) = self.micro_batches(start)
         self.engine.eval()
         read = self.teacher.translation(first)[0] if isinstance(self.teacher, TranslatedTeacher) else first
         of_teachers = check_losses(teachers, self.moved(read), self.world)

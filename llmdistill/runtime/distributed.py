@@ -198,7 +198,7 @@ def _of_all_ranks(error: Exception, world: World) -> Exception:
     """Return what the other ranks raise because of an exception of this one."""
     if not isinstance(error, UserError):
         return RankError(f"rank {world.rank} failed with {type(error).__name__}: {error}")
-    shared = UserError(str(error))
+    shared = type(error)(str(error))
     shared.everywhere = True
     return shared
 

@@ -57,7 +57,7 @@ def _code_of(job: Callable[[], None]) -> int:
     if remedy is not None:
         traceback.print_exception(failure)
     print(f"error: {remedy or failure}", file=sys.stderr, flush=True)
-    return failure.code if isinstance(failure, Stopped) else 2 if isinstance(failure, UserError) else 1
+    return failure.code if isinstance(failure, Stopped | UserError) else 1
 
 
 _HEARING_SECONDS = 3.0
@@ -81,7 +81,7 @@ def _ended_rank(error: BaseException) -> int:
         everywhere = everywhere or node is None  # no rank waits for another one before they have joined
         code, said = error.code, (None if node is None or everywhere else node.lost()) or f"{error}{where}"
     elif isinstance(error, UserError):
-        code, said = 2, f"{error}{where}"
+        code, said = error.code, f"{error}{where}"
     elif isinstance(error, RankError):
         said = f"rank {rank} stops: {error}"
     elif lost:

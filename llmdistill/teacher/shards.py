@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.artifacts import compare_records, read_record
-from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs
+from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, TopK
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, write_json
-from llmdistill.generation.vllm_engine import VllmScorer
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import whole
 from llmdistill.progress import progress
@@ -165,8 +164,16 @@ def _save(
     write_tensors(job.folder, shard_name(number), tensors, {"scaling": json.dumps(scaling)})
 
 
-def write_by_vllm(job: Job, missing: Sequence[int], scorer: VllmScorer) -> None:
-    """Write the missing shards of the most likely tokens; vLLM drives all GPUs from this one process."""
+class Scorer(Protocol):
+    """Gives the most likely tokens after each of the T tokens of given sequences, (T, k)."""
+
+    def score(self, token_ids: list[list[int]]) -> list[TopK]:
+        """Return them with the tail at temperature 1."""
+        ...
+
+
+def write_by_scorer(job: Job, missing: Sequence[int], scorer: Scorer) -> None:
+    """Write the missing shards of the most likely tokens from this one process."""
     for number in progress(missing, "Teacher's outputs", "shards"):
         # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
         batches = [job.batch([index]) for indices in job.shards[number] for index in indices]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmdistill.batch import Batch
 from llmdistill.config import TrainConfig
+from llmdistill.errors import UserError
 
 
 class StepTerms(NamedTuple):
@@ -38,6 +39,8 @@ class TrainState:
     was_applied: bool
     """False if DeepSpeed skipped the step, because its gradient is not finite."""
 
+    failure: UserError | None = None
+    """What keeps the training from going on after this step, on every rank; None if nothing does."""
     signal: int = 0
     """The signal that ends the training after this step; 0 without one."""
     known_terms: list[StepTerms] = field(default_factory=list)
@@ -60,7 +63,7 @@ class TrainState:
     @property
     def is_saved(self) -> bool:
         """Whether the student or a checkpoint is saved after this step."""
-        return self.signal != 0 or self.is_last or self.is_due(self.settings.save_every)
+        return self.signal != 0 or self.failure is not None or self.is_last or self.is_due(self.settings.save_every)
 
     @property
     def is_read(self) -> bool:

@@ -15,7 +15,7 @@ from llmdistill.runtime.distributed import World
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves every `train.save_every` steps, after the last step, and when a signal ends the training."""
+    """Saves every `train.save_every` steps, after the last step, and when a signal or a failure ends the training."""
 
     engine: Any
     folder: Path
@@ -29,9 +29,15 @@ class Checkpoints:
 
         Raises:
             Stopped: a signal has come, and the step is saved.
+            UserError: the training cannot go on, and the step is saved.
         """
-        if state.signal or state.is_due(state.settings.save_every):
+        if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
             keep = state.settings.keep_checkpoints
             save_checkpoint(self.engine, self.folder, state.step, keep, self.world, loss_modes=self.loss_modes)
         if state.signal:
             raise Stopped(state.signal, f"after step {state.step}")
+        if state.failure is not None:
+            where = f"step {state.step} is saved, and the same command goes on from there"
+            failure = type(state.failure)(f"{state.failure}; {where}")
+            failure.everywhere = True
+            raise failure
