@@ -207,7 +207,8 @@ class RemoteTeacher:
             {1.0: torch.cat([each.tails[1.0] for each in answers]).to(self._device)},
         )
         rows: dict[str, Tensor] = {}
-        for place in lm_head:
+        assert set(lm_head) <= set(self._request.positions), f"{lm_head} was not asked for"
+        for place in self._request.positions:
             # The answers are those at all real tokens, in their order.
             here = torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place))
             rows |= top_rows(top.at(here), place)

@@ -1,0 +1,118 @@
+"""A teacher behind a server that dies, and a trainer and a rank that are killed: nothing is lost, bit for bit.
+
+A stand-in in this process plays the server; its answers do not depend on who asks and when.
+"""
+
+from __future__ import annotations
+
+import pytest
+from stand_in_server import StandInServer, serving
+
+from llmdistill.errors import TeacherLost
+
+from support import MAIN_JOB, interrupted_copy, largest_difference, logged
+
+K = 20
+ASKED = ("--method", "kd", "--scoring.models", "[]", "--data.train", "embedded:valid", "--data.packing", "true")
+ASKED += ("--data.max_length", "300")
+
+
+def saved_steps(folder):
+    return sorted(int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_teacher):
+    with serving(tiny_teacher) as running:
+        yield running
+
+
+@pytest.fixture
+def words(server, settings):
+    """The arguments of a run that asks the server, or another one."""
+    return lambda url=server.url, wait=2: (
+        *(*settings, *ASKED, "--teacher.url", url, "--teacher.top_k", str(K), "--teacher.wait", str(wait)),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(trained, server):
+    """The folder of a run that nothing interrupts."""
+    asked = (*ASKED, "--teacher.url", server.url, "--teacher.top_k", str(K), "--teacher.wait", "2")
+    return lambda *arguments, ranks: trained(*asked, *arguments, ranks=ranks)
+
+
+def test_the_run_is_that_of_a_cache_of_as_many_tokens(whole, trained, launch, settings, tmp_path):
+    own = ("--output", str(tmp_path / "cache"), "--cache.content", "top_k", "--cache.top_k", str(K))
+    launch("cache", *settings, *ASKED, *own, program="llmdistill.cli")
+    from_cache = trained(*ASKED, "--teacher.cache", str(tmp_path / "cache"))
+    assert logged(whole(ranks=1), "loss") == pytest.approx(logged(from_cache, "loss"), rel=1e-5)
+    assert largest_difference(whole(ranks=1), from_cache) < 1e-5
+    assert largest_difference(whole(ranks=2), from_cache) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, ()), (2, ()), (1, ("--data.on_policy", "0.5", "--data.packing", "false"))]
+)
+def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tmp_path, ranks, more):
+    """It dies after the answers of two and a half steps; another one takes its place elsewhere."""
+    folder = ("--output_dir", str(tmp_path / "run"))
+    with serving(tiny_teacher) as dying:
+        dying.lives = 1 + 20  # the check asks one
+        done = launch(*words(dying.url), *more, *folder, ranks=ranks, code=TeacherLost.code)
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    (step,) = saved_steps(tmp_path / "run")
+    assert step in (1, 2)  # the answers of a step and the next one come in any order
+    assert said.startswith(f"error: teacher.url {dying.url}: the server has not answered for 2 s")
+    assert said.endswith(f"start it again; step {step} is saved, and the same command goes on from there")
+    launch(*words(), *more, *folder, ranks=ranks)
+    assert logged(tmp_path / "run", "step") == [1, 2, 3, 4, 5]
+    assert largest_difference(tmp_path / "run", whole(*more, ranks=ranks)) == 0
+
+
+def test_a_server_that_is_back_in_time_is_not_noticed(tiny_teacher, launch, whole, words, tmp_path):
+    with serving(tiny_teacher) as running:
+        running.stumbles = 5
+        launch(*words(running.url, wait=60), "--output_dir", str(tmp_path / "run"), ranks=2)
+    assert running.stumbles == 0
+    assert largest_difference(tmp_path / "run", whole(ranks=2)) == 0
+
+
+def test_a_killed_rank_ends_the_others_and_the_next_start_goes_on(faulty, launch, whole, words, tmp_path):
+    folder = ("--output_dir", str(tmp_path / "run"))
+    more = ("--train.save_every", "1")
+    done = faulty("training", "killed", "1", *words(), *more, *folder, ranks=2)
+    assert done.returncode != 0
+    assert saved_steps(tmp_path / "run") == [1]
+    launch(*words(), *more, *folder, ranks=2)
+    assert largest_difference(tmp_path / "run", whole(ranks=2)) == 0
+
+
+def test_a_killed_trainer_goes_on(rank_server, launch, whole, words, tmp_path):
+    folder = tmp_path / "run"
+    job = rank_server.start((*words(), "--output_dir", str(folder)), program=MAIN_JOB)
+    job.kill_when(lambda: saved_steps(folder))
+    launch(*words(), "--output_dir", str(folder))
+    assert largest_difference(folder, whole(ranks=1)) == 0
+
+
+def test_a_run_goes_on_with_another_server_but_not_with_another_k(tiny_teacher, launch, whole, words, tmp_path):
+    folder = interrupted_copy(whole(ranks=1), tmp_path / "run")
+    other = StandInServer(tiny_teacher)
+    try:
+        given = (*words(other.url), "--output_dir", str(folder))
+        assert "teacher.top_k was 20 and is now 19" in launch(*given, "--teacher.top_k", "19", code=2).stderr
+        launch(*given)
+    finally:
+        other.close()
+    assert largest_difference(folder, whole(ranks=1)) == 0
+    assert other.asked
+
+
+def test_no_server_ends_every_rank_before_the_run(tiny_teacher, launch, words, tmp_path):
+    with serving(tiny_teacher) as gone:
+        pass
+    done = launch(*words(gone.url), "--output_dir", str(tmp_path / "run"), ranks=2, code=2)
+    assert done.stderr.count("error: ") == 1
+    assert f"error: teacher.url {gone.url}: no server answers there" in done.stderr
+    assert not (tmp_path / "run").exists()
