@@ -43,7 +43,9 @@ def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made
 )
 def test_a_cache_of_a_server_has_its_number_of_tokens(planned, tmp_path, settings):
     plan, data = planned("--teacher.url", URL, "--teacher.top_k", "20")
-    with pytest.raises(UserError, match="fills a cache with the 20 most likely tokens of teacher.top_k: leave --cache"):
+    with pytest.raises(
+        UserError, match=r"fills a cache with the 20 most likely tokens of teacher.top_k: leave --cache"
+    ):
         cache.make_cache(plan, data, settings, tmp_path / "cache", WORLD)
 
 
