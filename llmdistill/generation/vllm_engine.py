@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -162,11 +163,16 @@ def to_top_k(entries: Sequence[Mapping[int, float]], k: int) -> TopK | None:
     Each of the N entries has the log-probabilities of at least k tokens, the most likely ones and any others, in any
     order. None if an entry has fewer.
     """
-    if any(len(each) < k for each in entries):
+    lengths = np.array([len(each) for each in entries])
+    if not len(lengths) or lengths.min() < k:
         return None
-    found = [sorted(((value, token) for token, value in each.items()), reverse=True)[:k] for each in entries]
-    log_probs = torch.tensor([[value for value, _ in row] for row in found], dtype=torch.float64)
-    tokens = torch.tensor([[token for _, token in row] for row in found])
+    is_given = np.arange(lengths.max()) < lengths[:, None]
+    values, ids = np.full(is_given.shape, -np.inf), np.full(is_given.shape, -1)
+    values[is_given] = [value for each in entries for value in each.values()]
+    ids[is_given] = [token for each in entries for token in each]
+    order = np.lexsort((ids, values))[:, ::-1][:, :k]
+    log_probs = torch.from_numpy(np.take_along_axis(values, order, axis=1))
+    tokens = torch.from_numpy(np.take_along_axis(ids, order, axis=1))
     # Rounding may leave nothing, or less, to a tail that has little.
     tail = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
     return TopK(tokens, log_probs.float(), {1.0: tail.float()})
