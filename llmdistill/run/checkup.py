@@ -117,9 +117,7 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     if model is not None and not plan.models.translates:
         yield above_chance(plan.models, model, batch)
     whole = partial(run_teacher, plan=plan, data=data, world=world)
-    dry = term_sizes(
-        plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole, remote=remote
-    )
+    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole, remote=remote)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
