@@ -15,6 +15,7 @@ from llmdistill.config.student import (
     FactorizeConfig,
     LoraConfig,
     OneTeacher,
+    QuantizeConfig,
     StudentConfig,
     TeacherConfig,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "GenerationConfig",
     "LoraConfig",
     "OneTeacher",
+    "QuantizeConfig",
     "ResponseConfig",
     "RunConfig",
     "StudentConfig",

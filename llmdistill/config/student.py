@@ -161,6 +161,32 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Weights of few bits in every nn.Linear of the layers, by torchao; both linears of an SVD factor are such. The
+    token embedding, the LM head, norms and biases keep their format."""
+
+    weights: Literal["none", "int8", "int4"] = "none"
+    """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is saved
+    with them."""
+    group_size: int | None = None
+    """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of inputs
+    it does not divide, such as a factor of another rank, has one scale a row."""
+    packed: bool = False
+    """Save two int4 weights in a byte, which `import llmdistill` reads; transformers and torchao alone keep each in a
+    byte. Factorized students, which need llmdistill anyway, are always packed."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if there are no weights for a setting, or a group is too small for a scale."""
+        check_least(self, 2, "group_size", prefix="student.quantize.")
+        if self.weights == "none" and (self.group_size is not None or self.packed):
+            raise ValueError(
+                "student.quantize has settings, but no weights: give student.quantize.weights int8 or int4"
+            )
+        if self.packed and self.weights != "int4":
+            raise ValueError("student.quantize.packed puts two int4 weights into a byte: leave it out for int8")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OneTeacher:
     """One of the models to learn from."""
 
@@ -287,13 +313,27 @@ class StudentConfig:
     """The factorization."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """The adapters."""
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    """Weights of few bits."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the student has adapters but no linears for them."""
+        """Raise a ValueError if the student has no linears for its adapters or its bits, or has both."""
         if self.method == "kronecker" and self.lora.rank is not None and self.model is None and self.shape is None:
             raise ValueError(
                 "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "
                 "none: leave it out to train all weights, or take student.method svd"
+            )
+        if self.quantize.weights == "none":
+            return
+        if self.method == "kronecker" and self.model is None and self.shape is None:
+            raise ValueError(
+                f"student.quantize.weights {self.quantize.weights}: torchao rounds linears, and the Kronecker factors of "
+                "student.method kronecker are none: take student.method svd"
+            )
+        if self.lora.rank is not None:
+            raise ValueError(
+                f"student.quantize.weights {self.quantize.weights} trains the weights as they round, and student.lora.rank "
+                f"{self.lora.rank} trains adapters instead of them: leave one of them out"
             )
 
     @property
@@ -313,4 +353,12 @@ class StudentConfig:
     def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
         """The same settings for a student that is not factorized from the teacher: a given one, or one of a shape."""
         factorize = replace(self.factorize, weighting="none", allocation="uniform")
-        return replace(self, model=model, shape=shape, assistants=[], assistant_training={}, factorize=factorize)
+        return replace(
+            self,
+            model=model,
+            shape=shape,
+            assistants=[],
+            assistant_training={},
+            factorize=factorize,
+            quantize=self.quantize if shape is None else QuantizeConfig(),  # assistants teach in full precision
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -12,6 +10,7 @@ from llmdistill.factorize.experts import stacks_of
 from llmdistill.factorize.install import LINEAR_TYPES, features
 from llmdistill.factorize.kronecker import kronecker_flops, kronecker_params
 from llmdistill.factorize.modules import KroneckerLinear
+from llmdistill.models.general import in_lists
 from llmdistill.models.load import Head, build_meta, install_saved
 
 Shape = tuple[int, int]
@@ -54,7 +53,7 @@ def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:
     pooler, lm_head, classifier) are outside of this list or outside of the base model, so no table of architectures is
     needed. Raises UserError if there is no such linear.
     """
-    found = {name: features(module) for name, module in _in_lists(model) if type(module) in LINEAR_TYPES}
+    found = {name: features(module) for name, module in in_lists(model) if type(module) in LINEAR_TYPES}
     if not found:
         raise UserError(
             f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to "
@@ -67,14 +66,6 @@ def layer_stacks(model: PreTrainedModel) -> dict[str, tuple[int, Shape]]:
     """Name, number and shape of the matrices of each stack of experts that can be factorized (`stacks_of`)."""
     return {
         f"{name}.{stack}": (weight.shape[0], (weight.shape[1], weight.shape[2]))
-        for name, module in _in_lists(model)
+        for name, module in in_lists(model)
         for stack, weight in stacks_of(module).items()
     }
-
-
-def _in_lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in an nn.ModuleList of the base, each with its name in the model."""
-    base = model.base_model
-    lists = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, nn.ModuleList))
-    prefix = "" if base is model else f"{model.base_model_prefix}."
-    return ((prefix + name, module) for name, module in base.named_modules() if name.startswith(lists))

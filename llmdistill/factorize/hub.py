@@ -1,7 +1,8 @@
 """Lets transformers load a student: config.json holds the factorization, and a hook replaces the modules.
 
-transformers calls its hook for changed modules "quantizer", but nothing is quantized here. The named linears are
-factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one.
+transformers calls its hook for changed modules "quantizer". The named linears are factorized before the weights are
+read, while the model is on the meta device; after that, loading is the stock one, and for a student of few bits that of
+torchao.
 
 Without llmdistill, transformers only warns of a quantizer that it does not know and gives the model random weights.
 config.json therefore names a file of weights that no loader finds, in the words of `REFUSAL`: transformers stops with
@@ -26,6 +27,8 @@ from llmdistill.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from llmdistill.models.quantized import PackedTorchAo
+
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
 REFUSAL = (
@@ -46,9 +49,11 @@ class FactorizedConfig(QuantizationConfigMixin):
         method: str = "svd",
         modules: dict[str, Any] | None = None,
         quant_method: str = NAME,
+        quantize: dict[str, Any] | None = None,
         **embedding: int | None,
     ) -> None:
-        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums].
+        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums]; `quantize` has the weights (int8
+        or int4) and the group size of a student of few bits.
 
         The size of the token embedding has the key of its method, embedding_rank or embedding_columns. Raises UserError
         for keys and values that this version does not know.
@@ -68,6 +73,8 @@ class FactorizedConfig(QuantizationConfigMixin):
         except (TypeError, ValueError) as error:
             raise _unknown(f"a size that the method {method} does not have ({error})") from error
         setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
+        if quantize is not None:
+            self.quantize = quantize
 
     def install(self, model: PreTrainedModel) -> None:
         """Replace named modules of a dense model by factorized ones with random weights, also on the meta device."""
@@ -97,6 +104,17 @@ class FactorizedLoader(HfQuantizer):
     """Replaces the modules before the weights are read; the loaded model is then handled like an ordinary model."""
 
     quantization_config: FactorizedConfig
+    torchao: PackedTorchAo | None = None
+    """What saves and loads the weights of a student of few bits."""
+
+    def __init__(self, quantization_config: FactorizedConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        quantize = getattr(quantization_config, "quantize", None)
+        if quantize is not None:
+            from llmdistill.models.quantized import PackedTorchAo, check_torchao
+
+            check_torchao("this student of few bits")
+            self.torchao = PackedTorchAo(**quantize)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raises UserError for factorization during loading, because that needs the dense weights first."""
@@ -114,8 +132,21 @@ class FactorizedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.install(model)
+        if self.torchao is not None:
+            self.torchao.set_metadata(kwargs["checkpoint_files"])
+
+    def get_weight_conversions(self) -> list[Any]:
+        return [] if self.torchao is None else self.torchao.get_weight_conversions()
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> Any:
+        return (None, {}) if self.torchao is None else self.torchao.get_state_dict_and_metadata(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self.torchao is not None:
+            from llmdistill.models.quantized import settle_loaded
+
+            settle_loaded(model)
+            return
         # Nothing is quantized, so the model must not be marked as quantized: transformers refuses .float(), .half() and
         # training for quantized models, and resizes them differently under ZeRO-3. The config has all that
         # save_pretrained needs.

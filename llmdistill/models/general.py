@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmdistill.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -52,3 +54,13 @@ def find_layers(model: PreTrainedModel) -> str:
             f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
         )
     return max(found, key=lambda name: found[name])
+
+
+def in_lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in an nn.ModuleList of the base, which are those of the layers, each with its name in the model."""
+    from torch import nn
+
+    base = model.base_model
+    lists = tuple(f"{name}." for name, module in base.named_modules() if isinstance(module, nn.ModuleList))
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    return ((prefix + name, module) for name, module in base.named_modules() if name.startswith(lists))

@@ -27,6 +27,7 @@ from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapte
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
+from llmdistill.models.quantized import bits_of, check_torchao, settle_loaded
 from llmdistill.models.sentences import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
@@ -151,6 +152,8 @@ def _load_weights(
 ) -> PreTrainedModel:
     check_files(path)
     config = config_with_head(path, head, num_classes)
+    if bits_of(config) is not None:
+        check_torchao(f"{path}: this model of {bits_of(config)} weights")
     try:
         loaded: Any = auto_class(config, head).from_pretrained(
             path,
@@ -174,6 +177,8 @@ def _load_weights(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
             f"architecture{_WITH_HEAD[head]}"
         )
+    if bits_of(config) is not None:
+        settle_loaded(model)
     return cast(PreTrainedModel, model)
 
 

@@ -24,6 +24,7 @@ from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.families import max_positions
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
+from llmdistill.models.quantized import fake_quantize
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.run.calibration import measure_parts, measure_weights
@@ -157,6 +158,8 @@ def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> 
         set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
+    if config.student.quantize.weights != "none":
+        fake_quantize(student, config.student.quantize)
     projectors = add_projectors(student, plan.method.projections, config.seed, embeddings=embeddings)
     return build_engine(student, plan.ds_config, config.train), projectors
 
@@ -307,6 +310,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Cal
         template=partial(load_student, plan, untrained),
         source=untrained,
         lora=plan.config.student.lora,
+        bits=plan.config.student.quantize,
         prompt=plan.config.data.prompt,
         pooling=plan.method.pooling,
     )

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from llmdistill.config import StudentConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
+from llmdistill.factorize.counting import build_reference
 from llmdistill.models.families import family_of, has_family, max_positions
 from llmdistill.models.load import has_checkpointing
+from llmdistill.models.quantized import bits_of, check_torchao, quantized_linears
 from llmdistill.run.wiring import request_of
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def check_plan(plan: Plan) -> None:
     _check_keep_best(plan)
     _check_without_entry(plan)
     _check_several(plan)
+    _check_bits(plan)
     if plan.models.translates and plan.config.data.streaming:
         raise UserError(
             "data.streaming is true, but a teacher with another tokenizer needs all prompts before the training: set "
@@ -103,6 +106,32 @@ def _check_without_entry(plan: Plan) -> None:
             f"train.activation_checkpointing is true, but transformers has none for {student.model_type}: set it to "
             "false, and take a smaller train.micro_batch_size"
         )
+
+
+def _check_bits(plan: Plan) -> None:
+    """Raise a UserError if a student of few bits cannot be trained, or is to be trained on."""
+    settings = plan.config.student
+    weights, key = settings.quantize.weights, f"student.quantize.weights {settings.quantize.weights}"
+    given = bits_of(plan.models.student) if settings.model is not None else None
+    if given is not None and plan.trains:
+        raise UserError(
+            f"student.model {settings.model} has {given} weights, which cannot be trained: give the student that it was "
+            "made from, and student.quantize, or make its weights floats by `llmdistill export --to dense`"
+        )
+    if plan.config.teacher.is_sharded and bits_of(plan.models.teacher) is not None and plan.method.needs_teacher:
+        raise UserError(
+            f"teacher.sharding {plan.config.teacher.sharding}: the {bits_of(plan.models.teacher)} weights of "
+            f"{plan.config.teacher.model} cannot be sharded: take replicated"
+        )
+    if weights == "none":
+        return
+    check_torchao(key)
+    if plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3:
+        raise UserError(
+            f"{key}: the scales of a matrix need all of it, and ZeRO-3 keeps shares: take ZeRO-2, or none as weights"
+        )
+    if settings.model is not None or settings.shape is not None:  # factors are linears in any case
+        quantized_linears(build_reference(plan.models.student))
 
 
 def _check_keep_best(plan: Plan) -> None:

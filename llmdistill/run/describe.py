@@ -30,6 +30,8 @@ def headline(plan: Plan, data_report: str) -> str:
     dtype = str(plan.models.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
     adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
+    bits = plan.config.student.quantize.weights
+    adapted += "" if bits == "none" else f", linears in {bits}"
     own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
     prompt = plan.config.data.prompt
     stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.batch import Mapped
-from llmdistill.config import LoraConfig, TrainConfig
+from llmdistill.config import LoraConfig, QuantizeConfig, TrainConfig
 from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.companions import save_model
+from llmdistill.models.quantized import quantize
 from llmdistill.models.sentences import DENSE, dense_of, save_dense
 from llmdistill.objective import Pooling
 from llmdistill.runtime.devices import best_dtype, default_device
@@ -214,10 +215,13 @@ def save_student(
     template: Callable[[torch.dtype], PreTrainedModel],
     source: Path | str,
     lora: LoraConfig | None = None,
+    bits: QuantizeConfig | None = None,
     prompt: str | None = None,
     pooling: Pooling | None = None,
 ) -> None:
-    """Save the student as a Hugging Face model, with merged adapters and without projectors; every rank must call it.
+    """Save the student as a Hugging Face model, with merged adapters, without projectors and with its few `bits`.
+
+    Every rank must call this function.
 
     `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
     the `prompt` by which the student learned to be asked. `pooling` is that of a student that has a Dense.
@@ -239,6 +243,8 @@ def save_student(
             merge_lora(model)
         else:
             model.load_state_dict(state)
+        if bits is not None and bits.weights != "none":
+            quantize(model, bits)
         with new_proven_folder(output) as partial:
             save_model(model, partial, source)
             if dense is not None and pooling is not None:

@@ -169,6 +169,11 @@ def quiet_transformers() -> None:
     choose_accelerator()
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # our own show the reading of data
     transformers_logging.set_verbosity_error()
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # what torchao says of its kernels for GPUs, on a machine without one
+        logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
 
 

@@ -1,0 +1,187 @@
+"""Linears of few bits, by torchao: how they round while they learn, and how they are saved and loaded.
+
+A weight is IntxUnpackedToInt8Tensor of torchao: a symmetric integer in an int8, with one scale for a group of a row or
+for the whole row. Its fake-quantized counterpart (torchao's QAT) has the same numbers, so that a student that has learned
+with it loses nothing when it is converted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers.integrations.torchao import TorchAoDeserialize
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+from llmdistill.config import QuantizeConfig
+from llmdistill.errors import UserError
+from llmdistill.models.general import in_lists
+
+DEFAULT_GROUPS = {"int8": None, "int4": 32}
+"""Default group sizes; None is the whole row."""
+
+
+def bits_of(config: PreTrainedConfig) -> str | None:
+    """How the weights of a saved model are quantized, such as int4; None if they are not, or not by torchao."""
+    saved: Any = getattr(config, "quantization_config", None) or {}
+    values = saved if isinstance(saved, dict) else saved.to_dict()
+    if values.get("quant_method") == "torchao":
+        of_torchao = values["quant_type"]["default"]
+        return str(of_torchao["_data"].get("weight_dtype", {}).get("_data", of_torchao["_type"]))
+    return cast("str | None", (values.get("quantize") or {}).get("weights"))
+
+
+def check_torchao(key: str) -> None:
+    """Raise a UserError that names a setting or flag if torchao is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"{key} needs torchao: pip install llmdistill[quantize]")
+
+
+def quantized_linears(model: PreTrainedModel) -> list[str]:
+    """The names of the linears that get few bits: each nn.Linear of the layers, factors included.
+
+    Raises UserError if there is none.
+    """
+    found = [name for name, module in in_lists(model) if type(module) is nn.Linear]
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no nn.Linear in its layers, and torchao rounds no other weights: take "
+            "student.quantize.weights none, or factorize it by svd"
+        )
+    return found
+
+
+def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
+    """Let the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
+
+    Names and parameters stay, also on the meta device. `settings` ask for int8 or int4. Raises UserError if there is no
+    linear.
+    """
+    from torchao.quantization.qat import QATConfig
+
+    _transform(model, settings, lambda config: QATConfig(config, step="prepare"))
+
+
+@torch.no_grad()
+def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
+    """Round the weights of the linears of the layers to int8 or int4, in place; save_pretrained then writes them so.
+
+    Raises UserError if there is no linear.
+    """
+    _transform(model, settings, lambda config: config)
+    group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
+    saved = {"weights": settings.weights, "group_size": group_size}
+    config: Any = getattr(model.config, "quantization_config", None)
+    if config is not None:
+        config.quantize = saved
+    elif settings.packed:  # as a factorized student without factors
+        config = AutoQuantizationConfig.from_dict({"quant_method": "llmdistill", "quantize": saved})
+    else:
+        config = TorchAoConfig(_of_torchao(settings.weights, group_size))
+    model.config.quantization_config = config
+    model.hf_quantizer = AutoHfQuantizer.from_config(config)
+
+
+def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:
+    from torchao.quantization import quantize_
+
+    names = quantized_linears(model)
+    group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
+    grouped = {
+        name for name in names if group_size and cast(Any, model.get_submodule(name)).in_features % group_size == 0
+    }
+    for chosen, size in ((grouped, group_size), (set(names) - grouped, None)):
+        quantize_(model, transform(_of_torchao(settings.weights, size)), lambda _, name, chosen=chosen: name in chosen)
+
+
+def _of_torchao(weights: str, group_size: int | None) -> Any:
+    from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
+
+    granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
+    return IntxWeightOnlyConfig(weight_dtype=getattr(torch, weights), granularity=granularity)
+
+
+def _quantized(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules whose weight is a tensor of torchao, and this weight."""
+    from torchao.utils import TorchAOBaseTensor
+
+    return [
+        (module, module.weight)
+        for module in model.modules()
+        if isinstance(getattr(module, "_parameters", {}).get("weight"), TorchAOBaseTensor)
+    ]
+
+
+def settle_loaded(model: PreTrainedModel) -> None:
+    """Give the quantized weights the dtype of the model's others, and let save_pretrained write them again, in place.
+
+    transformers leaves the weights as they were saved, and has no way back for what it made of their parts; the
+    quantizer makes the parts again.
+    """
+    model._weight_conversions = [
+        each
+        for each in model._weight_conversions
+        if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(each, "operations", ()))
+    ]
+    for module, weight in _quantized(model):
+        if weight.dtype != model.dtype:
+            module.weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
+
+
+@torch.no_grad()
+def dequantize(model: PreTrainedModel) -> None:
+    """Replace quantized weights by the numbers that they stand for, in place; factors stay factors."""
+    for module, weight in _quantized(model):
+        module.weight = nn.Parameter(weight.dequantize())
+        vars(module).pop("extra_repr", None)
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        vars(getattr(module, "config", model)).pop("_is_quantized", None)
+
+
+class PackedTorchAo(TorchAoHfQuantizer):
+    """transformers' quantizer for torchao, with two int4 weights in a byte of the files."""
+
+    def __init__(self, weights: str, group_size: int | None) -> None:
+        super().__init__(TorchAoConfig(_of_torchao(weights, group_size)))
+        self.packs = weights == "int4"
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors, metadata = super().get_state_dict_and_metadata(model)
+        if self.packs:
+            tensors = {name: pack(each) if name.endswith("._weight_qdata") else each for name, each in tensors.items()}
+        return tensors, metadata
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"deserialize": _Unpack}
+
+
+class _Unpack(TorchAoDeserialize):
+    """Makes a weight of torchao from its parts, of which the integers may be packed."""
+
+    def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        found = dict(input_dict)
+        (integers,) = found["_weight_qdata"]
+        if integers.dtype == torch.uint8:
+            shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
+            found["_weight_qdata"] = [unpack(integers, shape)]
+        return cast("dict[str, Tensor]", super().convert(found, *args, **kwargs))
+
+
+def pack(integers: Tensor) -> Tensor:
+    """Put integers from -8 to 7, row by row, into the lower and upper half of each byte: (m, n) -> (⌈mn / 2⌉,) uint8."""
+    nibbles = (integers.flatten() + 8).to(torch.uint8)
+    nibbles = nn.functional.pad(nibbles, (0, nibbles.numel() % 2))
+    return nibbles[::2] | nibbles[1::2] << 4
+
+
+def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The integers (m, n) in int8 that `pack` has put into bytes."""
+    nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten()
+    return nibbles[: shape.numel()].view(shape).to(torch.int8) - 8
