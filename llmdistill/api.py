@@ -34,7 +34,7 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.artifacts import METRICS_FILE
 from llmdistill.run.calibration import measure_weights_on, split_calibration
-from llmdistill.run.card import export_with_card, save_compressed
+from llmdistill.run.card import ExportTo, export_with_card, save_compressed
 from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import World, init_distributed, on_main
@@ -150,31 +150,32 @@ def export(
     student: Model,
     output: str | Path,
     *,
-    to: Literal["dense", "onnx"] = "dense",
+    to: ExportTo = "dense",
     int8: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    **bits: Any,
 ) -> dict[str, Any]:
-    """Write a student for programs that have no llmdistill.
+    """Write a student for programs that have no llmdistill, or with weights of few bits.
 
         llmdistill.export(student, "graph", to="onnx", int8=True)
+        llmdistill.export(student, "small", to="int4", group_size=64)
 
     Args:
-        student: a factorized student, for ONNX any model. A student in memory is not changed.
+        student: a factorized student, for ONNX and few bits any model. A student in memory is not changed.
         output: a new folder. It gets its name when its outputs have been compared with the student's.
-        to: dense is a stock Hugging Face model, with the factors multiplied out; onnx keeps the factors.
+        to: dense is a stock Hugging Face model; onnx keeps the factors; int8 and int4 round the layers' linears.
         int8: with onnx, also a file of int8 matrices.
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
+        **bits: group_size and packed, as in `QuantizeConfig`, with int8 and int4.
 
     Returns:
-        output, params (the number of parameters) and largest_difference of an output; for ONNX also sizes and times.
+        output, params (the number of parameters), largest_difference of an output, and more for ONNX and few bits.
 
     Raises:
-        UserError: the student is not factorized, a package is missing, `output` is not empty, or the outputs differ.
+        UserError: the student does not suit, a package is missing, `output` is not empty, or the outputs differ.
     """
     check_models(student=student)
-    if to not in ("dense", "onnx") or (int8 and to == "dense"):
-        raise UserError(f"export to={to!r} int8={int8}: give to='dense' or 'onnx', and int8 with onnx alone")
-    return export_with_card(student, output, to=to, int8=int8, tokenizer=tokenizer)
+    return export_with_card(student, output, to=to, int8=int8, bits=bits, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

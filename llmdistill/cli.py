@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 import llmdistill
-from llmdistill.config import DataConfig, FactorizeConfig
+from llmdistill.config import DataConfig, FactorizeConfig, QuantizeConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
@@ -151,23 +151,27 @@ def _compress_parser() -> ArgumentParser:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Write a student as a stock Hugging Face model or as ONNX, which both need no llmdistill."""
+    """Write a student as a stock Hugging Face model or as ONNX, which both need no llmdistill, or with few bits."""
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
-        description="Write a student for other programs, which need no llmdistill. Its outputs are compared with the "
-        "student's before it is saved under its name.",
+        description="Write a student for other programs, which need no llmdistill, or with weights of few bits. Its "
+        "outputs are compared with the student's before it is saved under its name.",
     )
     text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
-    text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed."
-    parser.add_argument("--to", type=Literal["dense", "onnx"], required=True, help=text)
+    text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed. "
+    text += "int8, int4: the weights of the layers' linears are rounded by torchao, those of factors too."
+    parser.add_argument("--to", type=Literal["dense", "onnx", "int8", "int4"], required=True, help=text)
     parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
+    parser.add_class_arguments(QuantizeConfig, None, skip={"weights", "packed"})
+    parser.add_argument("--packed", action="store_true", help="With --to int4: two weights in a byte, for llmdistill.")
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
     parser.add_argument("--output", type=str, required=True, help="New folder.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
     quiet_transformers()
-    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8), parsed.json)
+    bits = {"group_size": parsed.group_size, "packed": parsed.packed}
+    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, **bits), parsed.json)
     if parsed.to == "dense" and not parsed.json:
         print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
 

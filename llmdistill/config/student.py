@@ -166,11 +166,11 @@ class QuantizeConfig:
     token embedding, the LM head, norms and biases keep their format."""
 
     weights: Literal["none", "int8", "int4"] = "none"
-    """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is saved
-    with them."""
+    """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is
+    saved with them."""
     group_size: int | None = None
-    """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of inputs
-    it does not divide, such as a factor of another rank, has one scale a row."""
+    """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of
+    inputs it does not divide, such as a factor of another rank, has one scale a row."""
     packed: bool = False
     """Save two int4 weights in a byte, which `import llmdistill` reads; transformers and torchao alone keep each in a
     byte. Factorized students, which need llmdistill anyway, are always packed."""
@@ -327,13 +327,13 @@ class StudentConfig:
             return
         if self.method == "kronecker" and self.model is None and self.shape is None:
             raise ValueError(
-                f"student.quantize.weights {self.quantize.weights}: torchao rounds linears, and the Kronecker factors of "
-                "student.method kronecker are none: take student.method svd"
+                f"student.quantize.weights {self.quantize.weights}: torchao rounds linears, and Kronecker factors are "
+                "none: take student.method svd"
             )
         if self.lora.rank is not None:
             raise ValueError(
-                f"student.quantize.weights {self.quantize.weights} trains the weights as they round, and student.lora.rank "
-                f"{self.lora.rank} trains adapters instead of them: leave one of them out"
+                f"student.quantize.weights {self.quantize.weights} trains the weights as they round, and "
+                f"student.lora.rank {self.lora.rank} trains adapters instead of them: leave one of them out"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Merges a student's factors into a stock model that loads without llmdistill."""
+"""Merges a student's factors into a stock model that loads without llmdistill, or gives its linears few bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.artifacts import new_proven_folder
+from llmdistill.config import QuantizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.experts import LowRankStack, merge_stack
@@ -22,6 +23,7 @@ from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
+from llmdistill.models.quantized import bits_of, check_torchao, dequantize, quantize
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of
@@ -61,18 +63,22 @@ def merge(model: PreTrainedModel) -> None:
 def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Describe | None = None) -> dict[str, Any]:
     """Export a student's folder as a stock model, which loads without llmdistill; tokenizer files are copied too.
 
+    Weights of few bits become the floats that they stand for.
+
     The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
     Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
     Returns output, params, and largest_difference of a logit. `describe` adds a card.
     """
     config = load_config(student_dir)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
+    is_student = (getattr(config, "quantization_config", None) or {}).get("quant_method") == NAME
+    if not is_student and bits_of(config) is None:
         raise UserError(
             f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill; "
             "give the folder that a run or `llmdistill compress` wrote"
         )
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
+        dequantize(model)
         tolerance = TOLERANCES[model.dtype]
         merge(model)
         params = count_parameters(model)
@@ -91,6 +97,42 @@ def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Desc
         if describe is not None:
             describe(folder, difference)
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
+
+
+def export_quantized(
+    student_dir: Path | str, out_dir: Path | str, settings: QuantizeConfig, *, describe: Describe | None = None
+) -> dict[str, Any]:
+    """Write a model, dense or factorized, with the weights of its layers' linears rounded to int8 or int4.
+
+    The new folder is loaded again and compared with what was rounded before it gets its name. `describe` adds a card.
+
+    Returns:
+        output, params, bytes of the weights' files, and largest_difference of an output from the model's.
+
+    Raises:
+        UserError: torchao is missing, the model has few bits already or no linear in its layers, or `out_dir` is not
+            empty.
+    """
+    check_torchao(f"--to {settings.weights}")
+    given = bits_of(load_config(student_dir))
+    if given is not None:
+        raise UserError(f"--to {settings.weights}: {student_dir} has {given} weights already; give the model before it")
+    with new_proven_folder(out_dir) as folder:
+        model = load_model(student_dir, dtype="auto", head="saved")
+        exact = _outputs(model)
+        quantize(model, settings)
+        save_model(model, folder, student_dir)
+        rounded, loaded = _outputs(model), _outputs(load_model(folder, dtype="auto", head="saved"))
+        if not (loaded - rounded).abs().max() <= TOLERANCES[model.dtype] * max(1.0, rounded.abs().max().item()):
+            raise UserError(
+                f"--to {settings.weights}: {student_dir} is read otherwise than it was written; nothing was kept"
+            )
+        difference = (rounded - exact).abs().max().item()
+        if describe is not None:
+            describe(folder, difference)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    params = count_parameters(model)
+    return {"output": str(out_dir), "params": params, "bytes": size, "largest_difference": difference}
 
 
 def _product(module: FactorizedLinear | FactorizedEmbedding | LowRankStack) -> Tensor:

@@ -52,8 +52,8 @@ class FactorizedConfig(QuantizationConfigMixin):
         quantize: dict[str, Any] | None = None,
         **embedding: int | None,
     ) -> None:
-        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums]; `quantize` has the weights (int8
-        or int4) and the group size of a student of few bits.
+        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums]; `quantize` has the weights
+        (int8 or int4) and the group size of a student of few bits.
 
         The size of the token embedding has the key of its method, embedding_rank or embedding_columns. Raises UserError
         for keys and values that this version does not know.

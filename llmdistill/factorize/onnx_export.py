@@ -26,6 +26,7 @@ from llmdistill.factorize.export import Describe, merge
 from llmdistill.factorize.install import is_factorized
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import load_model
+from llmdistill.models.quantized import dequantize
 from llmdistill.progress import Activity, progress
 
 TOLERANCE = 1e-5
@@ -49,7 +50,8 @@ def export_onnx(
     An encoder takes input_ids, attention_mask and, where it has any, token_type_ids. A decoder takes position_ids and
     past_key_values.N.key and .value (B, heads, tokens before, head width) too, and gives present.N.key and .value; with
     no tokens before, it reads a prompt. Batch and tokens are free. `int8` also writes model_int8.onnx, whose matrices
-    are quantized as it runs (dynamically). `describe` adds a card, see `export.Describe`.
+    are quantized as it runs (dynamically); weights of few bits become floats before. `describe` adds a card, see
+    `export.Describe`.
 
     Returns:
         output, params, bytes, largest_difference of an output from the model's in fp64, and milliseconds of a pass
@@ -65,6 +67,7 @@ def export_onnx(
         raise UserError(f"--to onnx needs {', '.join(missing)}: pip install llmdistill[onnx]")
     with new_proven_folder(out_dir) as folder, TemporaryDirectory() as scratch:
         model = load_model(model_dir, dtype=torch.float32, head="saved")
+        dequantize(model)
         if hasattr(model, "qa_outputs"):
             raise UserError(f"--to onnx: {model_dir} has a head for spans, which has two outputs; take --to dense")
         if has_experts(model):

@@ -33,11 +33,13 @@ def check_served(factorization: FactorizedConfig) -> None:
         what = f"its token embedding is factorized ({key} {getattr(factorization, key)})"
     elif experts is not None:
         what = f"it has factorized experts ({experts})"
+    elif hasattr(factorization, "quantize"):
+        what = f"its linears have {factorization.quantize['weights']} weights"
     else:
         return
     raise UserError(
-        f"vLLM cannot serve this student of llmdistill: {what}, and only linears can be; "
-        "compress the teacher without that, or write a dense model by llmdistill export --to dense"
+        f"vLLM cannot serve this student of llmdistill: {what}, and only linears of floats are; "
+        "make the student without that, or write a dense model by llmdistill export --to dense"
     )
 
 

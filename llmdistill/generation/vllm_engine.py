@@ -63,6 +63,8 @@ def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key
             f"{model} is factorized, which is not tried with vLLM here; make it dense with "
             f"`llmdistill export --to dense`, or take {key} hf"
         )
+    if method == "torchao":
+        return f"{model} has weights of few bits, which are not tried with vLLM here; take {key} hf"
     return None
 
 

@@ -1,7 +1,7 @@
 """Linears of few bits, by torchao: how they round while they learn, and how they are saved and loaded.
 
-A weight is IntxUnpackedToInt8Tensor of torchao: a symmetric integer in an int8, with one scale for a group of a row or
-for the whole row. Its fake-quantized counterpart (torchao's QAT) has the same numbers, so that a student that has learned
+A weight is torchao's IntxUnpackedToInt8Tensor: a symmetric integer in an int8, with one scale for a group of a row or
+for the whole row. Its fake-quantized counterpart (torchao's QAT) has the same numbers, so a student that has learned
 with it loses nothing when it is converted.
 """
 
@@ -50,8 +50,8 @@ def quantized_linears(model: PreTrainedModel) -> list[str]:
     found = [name for name, module in in_lists(model) if type(module) is nn.Linear]
     if not found:
         raise UserError(
-            f"{type(model).__name__} has no nn.Linear in its layers, and torchao rounds no other weights: take "
-            "student.quantize.weights none, or factorize it by svd"
+            f"{type(model).__name__} has no nn.Linear in its layers, and torchao rounds no other weights: keep it as "
+            "it is, or factorize it by svd, whose factors are linears"
         )
     return found
 
@@ -123,9 +123,10 @@ def settle_loaded(model: PreTrainedModel) -> None:
     transformers leaves the weights as they were saved, and has no way back for what it made of their parts; the
     quantizer makes the parts again.
     """
-    model._weight_conversions = [
+    loaded: Any = model
+    loaded._weight_conversions = [
         each
-        for each in model._weight_conversions
+        for each in loaded._weight_conversions
         if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(each, "operations", ()))
     ]
     for module, weight in _quantized(model):
@@ -135,12 +136,13 @@ def settle_loaded(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def dequantize(model: PreTrainedModel) -> None:
-    """Replace quantized weights by the numbers that they stand for, in place; factors stay factors."""
+    """Replace quantized weights, if there are any, by the numbers they stand for, in place; factors stay factors."""
+    if bits_of(model.config) is None:
+        return
     for module, weight in _quantized(model):
         module.weight = nn.Parameter(weight.dequantize())
         vars(module).pop("extra_repr", None)
-    if getattr(model, "hf_quantizer", None) is not None:
-        model.hf_quantizer.remove_quantization_config(model)
+    cast(Any, model).hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         vars(getattr(module, "config", model)).pop("_is_quantized", None)
 
@@ -165,17 +167,17 @@ class PackedTorchAo(TorchAoHfQuantizer):
 class _Unpack(TorchAoDeserialize):
     """Makes a weight of torchao from its parts, of which the integers may be packed."""
 
-    def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         found = dict(input_dict)
         (integers,) = found["_weight_qdata"]
         if integers.dtype == torch.uint8:
             shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
             found["_weight_qdata"] = [unpack(integers, shape)]
-        return cast("dict[str, Tensor]", super().convert(found, *args, **kwargs))
+        return super().convert(found, *args, **kwargs)
 
 
 def pack(integers: Tensor) -> Tensor:
-    """Put integers from -8 to 7, row by row, into the lower and upper half of each byte: (m, n) -> (⌈mn / 2⌉,) uint8."""
+    """Put integers from -8 to 7, row by row, into the lower and upper half of a byte: (m, n) -> (⌈mn / 2⌉,) uint8."""
     nibbles = (integers.flatten() + 8).to(torch.uint8)
     nibbles = nn.functional.pad(nibbles, (0, nibbles.numel() % 2))
     return nibbles[::2] | nibbles[1::2] << 4

@@ -24,6 +24,7 @@ from llmdistill.factorize.hub import NAME
 from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.gguf import RECORD, origin
+from llmdistill.models.quantized import bits_of
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import TitledTable
@@ -138,7 +139,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         return
     config = load_config(folder)
     pipeline, _ = _task(folder, config)
-    factors = _factors(config)
+    factors, bits = _factors(config), bits_of(config)
     params = count_parameters(build_reference(config))
     scores = [
         EvalResult(
@@ -164,6 +165,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     model = [
         ("Architecture", _architecture(config)),
         *([("Factors", factors)] if factors is not None else []),
+        *([("Weights of the layers' linears", f"{bits}, by torchao")] if bits is not None else []),
         ("Parameters", f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}"),
         ("Made from", _teacher_text(teacher)),
     ]
@@ -187,18 +189,18 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
 
 
-def write_export_card(student: Path, folder: Path, difference: float, *, onnx: bool) -> None:
+def write_export_card(student: Path, folder: Path, difference: float, *, to: str) -> None:
     """Write the card of an export: that of the student's folder, if one can be read there, with another way to load it.
 
     `difference` is the largest one of an output from the student's.
     """
     if not (student / CARD).is_file():
         return
-    how = (
-        "This is the ONNX of the student, with its factors kept."
-        if onnx
-        else "This is the student with its factors multiplied out: a stock model of the teacher's size and speed."
-    )
+    onnx = to == "onnx"
+    how = {
+        "onnx": "This is the ONNX of the student, with its factors kept.",
+        "dense": "This is the student with its factors multiplied out: a stock model of the teacher's size and speed.",
+    }.get(to, f"This is the student with the weights of its layers' linears in {to}.")
     try:
         card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
     except _UNREADABLE:
@@ -222,7 +224,8 @@ def _task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
 def _use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
     _, name = _task(folder, config)
     factorized = _is_factorized(config)
-    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, onnx=onnx, place=PLACE)
+    bits = bits_of(config)
+    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, bits=bits, onnx=onnx, place=PLACE)
 
 
 def _is_factorized(config: PreTrainedConfig) -> bool:
@@ -248,13 +251,15 @@ def _factors(config: PreTrainedConfig) -> str | None:
         return None
     values: dict[str, Any] = config.quantization_config
     sizes = list(values["modules"].values())
+    embedding = next((values[key] for key in ("embedding_rank", "embedding_columns") if values.get(key)), None)
+    if not sizes and embedding is None:  # packed weights of few bits alone
+        return None
     of_ranks = all(isinstance(size, int) for size in sizes) and bool(sizes)
     ranks = "" if not of_ranks else f" of rank {min(sizes)}" + (f" to {max(sizes)}" if len(set(sizes)) > 1 else "")
     kind = {"kronecker": "Kronecker products", "pivoted": "low-rank products with pivots"}.get(
         values["method"], "low-rank products"
     )
     said = f"{len(sizes)} matrices as {kind}{ranks}"
-    embedding = next((values[key] for key in ("embedding_rank", "embedding_columns") if values.get(key)), None)
     return said if embedding is None else f"{said}, the token embedding too ({embedding})"
 
 

@@ -19,7 +19,7 @@ _FORMATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I64": 
 # A head may be called decoder, but so may the module that holds all layers.
 _EMBEDDINGS = re.compile(r"(^|[._])(embed\w*|wte|wpe|lm_head)\.|(^|\.)decoder\.(weight|bias)$")
 # The order of the rows stands beside factors of the pivoted form, and the LoRA factors in an adapter of PEFT.
-_FACTORS = re.compile(r"\.(lora_)?[AB](\.weight|\.bias)?$|\.order$")
+_FACTORS = re.compile(r"\.(lora_)?[AB](\.weight|\.bias|\._weight_\w+)?$|\.order$")
 
 
 @dataclass(frozen=True, kw_only=True)

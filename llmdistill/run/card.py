@@ -8,19 +8,19 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import plain
-from llmdistill.config import FactorizeConfig, RunConfig
-from llmdistill.config.command_line import build, to_dict
+from llmdistill.config import FactorizeConfig, QuantizeConfig, RunConfig
+from llmdistill.config.command_line import build, changed, to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.data.sources import hub_name
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters
-from llmdistill.factorize.export import export_dense
+from llmdistill.factorize.export import export_dense, export_quantized
 from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
@@ -31,6 +31,8 @@ from llmdistill.run.inputs import Model, save_with_tokenizer
 from llmdistill.run.plan import Plan
 from llmdistill.tasks.base import ScoreTable
 
+ExportTo = Literal["dense", "onnx", "int8", "int4"]
+"""What `llmdistill export` makes of a student."""
 _NO_SETTING = ("output_dir", "resume", "ds_config")
 _SCORES = ("rougeL", "perplexity")
 """Entries of a model in metrics.json that hold a score by set; `dev` holds the metrics of each column."""
@@ -139,15 +141,26 @@ def export_with_card(
     student: Model,
     output: str | Path,
     *,
-    to: Literal["dense", "onnx"],
+    to: ExportTo,
     int8: bool,
+    bits: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
     """Do the work of `llmdistill.export`, and give the new folder the card of the student's folder, if it has one."""
+    if to not in get_args(ExportTo) or (int8 and to != "onnx"):
+        raise UserError(
+            f"export to={to!r} int8={int8}: give to='dense', 'onnx', 'int8' or 'int4', and int8 with onnx alone"
+        )
+    few = to in ("int8", "int4")
+    if any(bits.values()) and not few:
+        raise UserError(f"export to={to!r}: {', '.join(bits)} are for 'int8' and 'int4': leave them out")
     write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
+    settings = changed(QuantizeConfig(), {"weights": to if few else "none", **bits}, key="")
+    if settings.weights != "none":
+        write = partial(export_quantized, settings=settings)
     if isinstance(student, PreTrainedModel):
         with TemporaryDirectory() as saved:
             save_with_tokenizer(student, tokenizer, Path(saved))
             return write(saved, output)
     folder = locate(str(student))
-    return write(folder, output, describe=partial(write_export_card, folder, onnx=to == "onnx"))
+    return write(folder, output, describe=partial(write_export_card, folder, to=to))

@@ -115,8 +115,8 @@ def _check_bits(plan: Plan) -> None:
     given = bits_of(plan.models.student) if settings.model is not None else None
     if given is not None and plan.trains:
         raise UserError(
-            f"student.model {settings.model} has {given} weights, which cannot be trained: give the student that it was "
-            "made from, and student.quantize, or make its weights floats by `llmdistill export --to dense`"
+            f"student.model {settings.model} has {given} weights, which cannot be trained: give the student that it "
+            "was made from, and student.quantize, or make its weights floats by `llmdistill export --to dense`"
         )
     if plan.config.teacher.is_sharded and bits_of(plan.models.teacher) is not None and plan.method.needs_teacher:
         raise UserError(

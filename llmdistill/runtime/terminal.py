@@ -37,6 +37,8 @@ def exit_code(job: Callable[[], None]) -> int:
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
+        logging.getLogger(name).setLevel(logging.ERROR)
     with signals.handling(), Activity("Working"):
         return _code_of(job)
 
@@ -169,11 +171,6 @@ def quiet_transformers() -> None:
     choose_accelerator()
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # our own show the reading of data
     transformers_logging.set_verbosity_error()
-    for name in (
-        "torchao",
-        "torch.utils._pytree",
-    ):  # what torchao says of its kernels for GPUs, on a machine without one
-        logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
 
 
