@@ -207,3 +207,47 @@ def test_heads_that_a_teacher_lacks(fails, text, tmp_path):
 )
 def test_settings_of_a_text_that_contradict(fails, text, arguments, said):
     assert said in fails(*text, *arguments)
+
+
+FEW_BITS = ("--student.quantize.weights", "int4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ds_config", "said"),
+    [
+        (FEW_BITS, "zero3", "ZeRO-3 keeps shares: take ZeRO-2"),
+        ((*FEW_BITS, "--student.lora.rank", "4"), DS, "student.lora.rank 4 trains adapters instead"),
+        (("--student.quantize.packed", "true"), DS, "no weights: set student.quantize.weights to int8 or int4"),
+        (("--student.quantize.weights", "int8", "--student.quantize.packed", "true"), DS, "leave it out for int8"),
+        (
+            (
+                *FEW_BITS,
+                "--student.method",
+                "kronecker",
+                f"{FACTORIZE}target_params",
+                "null",
+                f"{FACTORIZE}shapes",
+                "{'*': 8x8}",
+            ),
+            DS,
+            "Kronecker factors are none: take student.method svd",
+        ),
+    ],
+)
+def test_students_of_few_bits_that_cannot_learn(fails, arguments, ds_config, said):
+    assert said in fails(*arguments, ds_config=ds_config)
+
+
+def test_weights_of_few_bits_are_not_trained_on(fails, tmp_path):
+    pytest.importorskip("torchao")
+    from llmdistill.config import QuantizeConfig
+    from llmdistill.models.load import load_model
+    from llmdistill.models.quantized import quantize
+
+    model = load_model(locate("embedded:teacher"), dtype="auto")
+    quantize(model, QuantizeConfig(weights="int8"))
+    model.save_pretrained(tmp_path / "small")
+    shutil.copy(locate("embedded:teacher") / "tokenizer.json", tmp_path / "small")
+    assert "small has int8 weights, which cannot be trained" in fails("--student.model", str(tmp_path / "small"))
+    sharded = ("--teacher.model", str(tmp_path / "small"), "--teacher.sharding", "zero3")
+    assert "the int8 weights of" in fails(*sharded)

@@ -1,0 +1,218 @@
+"""Linears of few bits: what they round to, how they learn, and what is saved, loaded, exported and refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_engine import PlainEngine
+from safetensors.torch import load_file
+from tiny import WORDS, random_student, tiny_config, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+import llmdistill
+from llmdistill.config import QuantizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import count_parameters
+from llmdistill.models.load import load_model
+from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import save_student
+
+pytest.importorskip("torchao")
+
+INT8, INT4 = QuantizeConfig(weights="int8"), QuantizeConfig(weights="int4", group_size=8)
+PACKED = QuantizeConfig(weights="int4", group_size=8, packed=True)
+BITS = {"int8": INT8, "int4": INT4, "int4 packed": PACKED}
+FACTORS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "svd": {"rank": 5},
+    "pivoted": {"rank": 5, "form": "pivoted"},
+}
+UP = "model.layers.0.mlp.up_proj"
+
+
+def model_of(kind: str = "llama", factors: str = "dense") -> PreTrainedModel:
+    auto = AutoModelForCausalLM if kind == "llama" else AutoModelForMaskedLM
+    settings, config = FACTORS[factors], tiny_config(kind, tie_word_embeddings=True)
+    model = tiny_model(kind, tie_word_embeddings=True) if settings is None else random_student(auto, config, settings)
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> torch.Tensor:
+    input_ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=input_ids)[0]
+
+
+def rounded(weight: torch.Tensor, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The symmetric integers of each group times its scale, number by number, and which are the largest of a group.
+
+    The largest is half an integer, so that its rounding hangs on the last bit.
+    """
+    values = weight.detach().double().numpy()
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    found, largest = np.empty_like(values), np.empty_like(values, dtype=bool)
+    for row in range(values.shape[0]):
+        for start in range(0, values.shape[1], group):
+            part = values[row, start : start + group]
+            scale = max(abs(part)) / ((highest - lowest) / 2)
+            found[row, start : start + group] = [scale * min(max(round(x / scale), lowest), highest) for x in part]
+            largest[row, start : start + group] = abs(part) == max(abs(part))
+    return found, largest
+
+
+@pytest.mark.parametrize(("settings", "bits", "group"), [
+    (INT8, 8, 16), (INT4, 4, 8), (QuantizeConfig(weights="int8", group_size=4), 8, 4),
+    (QuantizeConfig(weights="int4"), 4, 16),  # groups of 32 do not divide 16 inputs: a scale a row
+])  # fmt: skip
+def test_weights_round_as_in_a_naive_loop_and_gradients_pass(settings, bits, group):
+    model = model_of()
+    expected, largest = rounded(model.get_submodule(UP).weight, bits, group)
+    converted, learning = copy.deepcopy(model), copy.deepcopy(model)
+    quantize(converted, settings)
+    fake_quantize(learning, settings)
+    found = converted.get_submodule(UP).weight.dequantize()
+    difference = np.abs(found.numpy() - expected)
+    assert difference[~largest].max() < 1e-6
+    assert (difference <= np.abs(expected) / 2 ** (bits - 1) * 1.2 + 1e-6).all()
+    x = torch.randn(3, 16)
+    linear = learning.get_submodule(UP)
+    y = linear(x)
+    assert torch.equal(y, x @ found.T)
+    y.pow(2).sum().backward()
+    # Straight through: the gradient of the rounded weight is that of the weight itself.
+    gradient = 2 * y.detach().T @ x
+    assert torch.allclose(linear.weight.grad[~largest], gradient[~largest], atol=1e-4, rtol=0)
+    assert not torch.allclose(outputs(converted), outputs(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+def test_the_linears_of_the_layers_round_and_nothing_else(factors):
+    model = model_of(factors=factors)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    names = quantized_linears(model)
+    leaves = ("",) if factors == "dense" else (".A", ".B")
+    linears = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    linears += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert set(names) == {f"model.layers.{n}.{linear}{leaf}" for n in (0, 1) for linear in linears for leaf in leaves}
+    quantize(model, INT4)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        assert (type(after[name]) is nn.Parameter) == (name.removesuffix(".weight") not in names), name
+        if type(after[name]) is nn.Parameter:
+            assert torch.equal(after[name], weight)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_student_is_loaded_as_it_learned(tmp_path: Path, kind: str, factors: str, bits: str) -> None:
+    model = model_of(kind, factors)
+    learning, source = copy.deepcopy(model), tmp_path / "untrained"
+    model.save_pretrained(source)
+    fake_quantize(learning, BITS[bits])
+    expected = outputs(learning)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    template = partial(load_model, source, head="saved")
+    given = {"template": lambda dtype: template(dtype=dtype), "source": source, "bits": BITS[bits]}
+    save_student(PlainEngine(learning), world, tmp_path / "student", **given)
+
+    loaded = load_model(tmp_path / "student", dtype="auto", head="saved")
+    assert torch.equal(outputs(loaded), expected)
+    assert count_parameters(loaded) == count_parameters(model)
+    loaded.save_pretrained(tmp_path / "again")
+    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("student", "again")]
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
+    assert saved[0].keys() == saved[1].keys()
+    half = load_model(tmp_path / "student", dtype=torch.bfloat16, head="saved")
+    assert (outputs(half).float() - expected).abs().max() < 0.05 * expected.abs().max()
+    dequantize(loaded)
+    assert not hasattr(loaded.config, "quantization_config")
+    assert torch.allclose(outputs(loaded), expected, atol=1e-5, rtol=0)
+
+
+def test_two_int4_weights_are_in_a_byte_of_the_file(tmp_path):
+    integers = torch.randint(-8, 8, (3, 5), dtype=torch.int8)  # an odd number of them
+    assert pack(integers).numel() == 8
+    assert torch.equal(unpack(pack(integers), integers.shape), integers)
+
+    for settings, numel, dtype in ((INT4, 384, torch.int8), (PACKED, 192, torch.uint8)):
+        model = model_of()
+        quantize(model, settings)
+        model.save_pretrained(tmp_path / str(dtype))
+        stored = load_file(tmp_path / str(dtype) / "model.safetensors")[f"{UP}._weight_qdata"]
+        assert (stored.numel(), stored.dtype) == (numel, dtype)
+    model = model_of(factors="svd")
+    quantize(model, INT4)  # factors are packed unasked
+    model.save_pretrained(tmp_path / "factors")
+    stored = load_file(tmp_path / "factors" / "model.safetensors")[f"{UP}.A._weight_qdata"]
+    assert (stored.numel(), stored.dtype) == (5 * 16 // 2, torch.uint8)
+
+
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert "llmdistill" not in sys.modules
+torch.save(model(torch.arange(3, 12)[None]).logits.detach(), sys.argv[2])
+"""
+
+
+def test_stock_transformers_loads_a_dense_student(tmp_path):
+    model = model_of()
+    quantize(model, INT4)
+    model.save_pretrained(tmp_path / "student")
+    made = tmp_path / "logits"
+    subprocess.run([sys.executable, "-c", STOCK, str(tmp_path / "student"), str(made)], check=True, cwd=tmp_path)
+    expected = model(torch.arange(3, 12)[None]).logits
+    assert torch.allclose(torch.load(made), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("factors", ["dense", "svd"])
+def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
+    model = model_of(factors=factors)
+    model.save_pretrained(tmp_path / "student")
+    (tmp_path / "student" / "README.md").write_text("---\nlicense: mit\n---\n\n# mine\n\n## What it is\n\nA student.\n")
+    made = llmdistill.export(tmp_path / "student", tmp_path / "small", to="int4", group_size=8)
+    quantize(model, INT4)
+    small = load_model(tmp_path / "small", dtype="auto", head="saved")
+    assert torch.equal(outputs(small), outputs(model))
+    assert made["bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
+    assert made["params"] == count_parameters(model)
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "the weights of its layers' linears in int4" in card
+    assert "pip install torchao" in card if factors == "dense" else "pip install llmdistill[quantize]" in card
+
+    with pytest.raises(UserError, match=r"--to int8: .*small has int4 weights already"):
+        llmdistill.export(tmp_path / "small", tmp_path / "smaller", to="int8")
+    llmdistill.export(tmp_path / "small", tmp_path / "dense", to="dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert type(dense.get_submodule(UP)) is nn.Linear
+    assert torch.allclose(outputs(dense), outputs(model), atol=1e-5, rtol=0)
+
+
+def test_what_has_no_linears_or_too_many_words_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel has no nn.Linear in its layers"):
+        fake_quantize(tiny_model("gpt2"), INT4)
+    model_of().save_pretrained(tmp_path / "student")
+    for to, more, said in (
+        ("dense", {"group_size": 8}, "export to='dense': group_size are for 'int8' and 'int4'"),
+        ("int8", {"packed": True}, "packed puts two int4 weights into a byte"),
+        ("int4", {"group_size": 1}, "group_size is 1"),
+        ("int4", {"int8": True}, "int8 with onnx alone"),
+    ):
+        with pytest.raises(UserError, match=said):
+            llmdistill.export(tmp_path / "student", tmp_path / "out", to=to, **more)
+    assert not (tmp_path / "out").exists()
