@@ -131,4 +131,40 @@ BREAKS = [
         "pass",
         f"{FACTORIZE_TESTS}/test_hub.py::test_a_config_read_before_the_hook_is_there_loads_the_student",
     ),
+    # few bits
+    Break(
+        "learns-with-floats",
+        "llmdistill/run/assemble.py",
+        "fake_quantize(student, config.student.quantize)",
+        "pass",
+        "tests/dist/test_few_bits.py::test_the_untrained_student_is_whole_and_the_trained_one_is_what_learned",
+    ),
+    Break(
+        "second-weight-of-a-byte-first",
+        f"{MODELS}/quantized.py",
+        "nibbles[::2] | nibbles[1::2] << 4",
+        "nibbles[1::2] | nibbles[::2] << 4",
+        f"{MODEL_TESTS}/test_quantized.py::test_two_int4_weights_are_in_a_byte_of_the_file",
+    ),
+    Break(
+        "quantized-weights-keep-their-dtype",
+        f"{MODELS}/quantized.py",
+        "if weight.dtype != model.dtype:",
+        "if weight.dtype is None:",
+        f"{MODEL_TESTS}/test_quantized.py::test_a_student_is_loaded_as_it_learned",
+    ),
+    Break(
+        "dense-of-few-bits-keeps-them",
+        f"{FACTORIZE}/export.py",
+        "        dequantize(model)\n",
+        "",
+        f"{MODEL_TESTS}/test_quantized.py::test_exports_round_any_model_and_make_floats_again",
+    ),
+    Break(
+        "head-of-few-bits",
+        f"{MODELS}/quantized.py",
+        "for name, module in in_lists(model) if",
+        "for name, module in model.named_modules() if",
+        f"{MODEL_TESTS}/test_quantized.py::test_the_linears_of_the_layers_round_and_nothing_else",
+    ),
 ]
