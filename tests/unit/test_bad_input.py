@@ -217,7 +217,7 @@ FEW_BITS = ("--student.quantize.weights", "int4")
     [
         (FEW_BITS, "zero3", "ZeRO-3 keeps shares: take ZeRO-2"),
         ((*FEW_BITS, "--student.lora.rank", "4"), DS, "student.lora.rank 4 trains adapters instead"),
-        (("--student.quantize.packed", "true"), DS, "no weights: set student.quantize.weights to int8 or int4"),
+        (("--student.quantize.packed", "true"), DS, "no weights: give student.quantize.weights int8 or int4"),
         (("--student.quantize.weights", "int8", "--student.quantize.packed", "true"), DS, "leave it out for int8"),
         (
             (

@@ -24,7 +24,6 @@ from llmdistill import losses
 NOT_RUN = {
     ("evaluate.md", 'scores = llmdistill.evaluate("runs/glue/'): "a model that is fine-tuned on RTE, and GLUE's files",
     ("serve.md", "import llmdistill  # lets transformers load"): "sentence-transformers, which is not installed here",
-    ("serve.md", "from torchao.quantization import"): "torchao, which is not installed here",
     ("serve.md", "import bitsandbytes"): "bitsandbytes, which is not installed here",
     ("serve.md", "from optimum.onnxruntime import"): "Optimum, which is not installed here",
 }
