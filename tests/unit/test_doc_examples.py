@@ -90,10 +90,15 @@ def of_train(names: dict[str, Any], printed: str) -> None:
     assert f"{result.history[-1]['loss']} {result.folder}" in printed
 
 
+def of_serve(names: dict[str, Any], printed: str) -> None:
+    assert type(names["model"].model.layers[0].mlp.up_proj.weight).__name__ == "IntxUnpackedToInt8Tensor"
+
+
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "README.md": of_readme,
     "evaluate.md": of_evaluate,
     "methods.md": of_methods,
+    "serve.md": of_serve,
     "students.md": of_students,
     "train.md": of_train,
 }

@@ -23,6 +23,7 @@ from llmdistill.methods import Method
 from llmdistill.models.adapters import add_lora, cast_parameters
 from llmdistill.models.learning import HeadLosses
 from llmdistill.models.load import Head, build_meta, install_saved
+from llmdistill.models.quantized import fake_quantize
 from llmdistill.run.forecast.cached import CacheTrace
 from llmdistill.run.plan import Plan
 from llmdistill.run.wiring import tapped
@@ -83,6 +84,8 @@ def build_models(plan: Plan) -> ForecastModels:
     cast_parameters(student, plan.models.dtype)
     if settings.lora.rank is not None:
         add_lora(student, settings.lora, plan.config.seed)
+    if settings.quantize.weights != "none":
+        fake_quantize(student, settings.quantize)
     teacher = None
     if plan.method.needs_teacher:
         teacher = _build(plan.models.teacher, plan.models.teacher_head, plan.task)
