@@ -14,12 +14,11 @@ from llmdistill.config.student import (
     CalibrationConfig,
     FactorizeConfig,
     LoraConfig,
-    OneTeacher,
     QuantizeConfig,
     StudentConfig,
-    TeacherConfig,
 )
 from llmdistill.config.tasks import TasksConfig
+from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.config.training import TrainConfig
 from llmdistill.errors import check_least
 

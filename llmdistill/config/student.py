@@ -1,12 +1,12 @@
-"""Settings of the two models, teacher and student."""
+"""Settings of the student."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, VALUES, replaces
-from llmdistill.errors import FieldError, check_least, check_name
+from llmdistill.config.marks import COMMON, FREE, replaces
+from llmdistill.errors import check_least
 
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
@@ -22,8 +22,6 @@ _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "rank
 _NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
 """Given sizes leave no ranks to choose."""
 _NO_WEIGHTS = replaces("student.factorize.weighting", "student.factorize.allocation")
-_NO_SERVER = replaces("teacher.url", "teacher.top_k")
-_OTHER_TEACHERS = replaces("teacher.cache") | _NO_SERVER
 _OF_KRONECKER = replaces(*(f"student.factorize.{name}" for name in ("embedding_columns", "max_flops", "sums")))
 _OF_SVD = replaces(
     *(f"student.factorize.{name}" for name in ("sigma", "form", "rank_multiple", "embedding_rank")),
@@ -184,96 +182,6 @@ class QuantizeConfig:
             )
         if self.packed and self.weights != "int4":
             raise ValueError("student.quantize.packed puts two int4 weights into a byte: leave it out for int8")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneTeacher:
-    """One of the models to learn from."""
-
-    model: str | None = None
-    """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
-    file, or a folder with one, which is dequantized; embedded:teacher is the small model that ships with llmdistill;
-    package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
-    method sft on a task and the model in student.model."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the teacher; auto takes that of the run."""
-    sharding: Literal["replicated", "node", "zero3"] = field(
-        default="replicated", metadata=FREE | replaces("teacher.zero", by=("replicated",))
-    )
-    """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
-    is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes."""
-    zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
-    """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
-    {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
-    cache: str | None = field(default=None, metadata=_NO_SERVER)
-    """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
-    there, and the teacher is neither loaded nor scored. Default: the teacher runs in every step."""
-    weight: float = 1.0
-    """Weight of this teacher in the average of several; only the proportions matter."""
-
-    def __post_init__(self) -> None:
-        """Raise a FieldError for settings of a sharded teacher that do not fit, and for a weight that is not over 0."""
-        if not self.weight > 0:
-            raise FieldError(f"weight is {self.weight}: give a number over 0")
-        if self.zero and not self.is_sharded:
-            raise FieldError("zero shapes a sharded teacher: set sharding to node or zero3 as well")
-        if "stage" in self.zero:
-            raise FieldError("zero sets the stage, which is 3 for a sharded teacher: remove it")
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no rank holds the whole teacher, so that its forward pass needs every rank."""
-        return self.sharding != "replicated"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherConfig(OneTeacher):
-    """The model to learn from. It runs in evaluation mode and without gradients."""
-
-    model: str | None = field(default="embedded:teacher", metadata=COMMON | _OTHER_TEACHERS)
-    url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache"))
-    """Address of a server that runs the teacher, such as http://localhost:8000: it speaks OpenAI's protocol, gives the
-    log-probabilities of a prompt as vLLM does, and has the model under the name in teacher.model. Of that model only
-    the configuration and the tokenizer are read here, and it is not scored."""
-    top_k: int | None = field(default=None, metadata=replaces("teacher.cache"))
-    """Number of most likely tokens that the server of teacher.url is asked for, beside which all others are one more
-    class; the server must allow so many (vLLM: --max-logprobs)."""
-    wait: float = field(default=60.0, metadata=FREE)
-    """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
-    request that failed is repeated."""
-    others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
-    """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has the
-    settings above. The student is made from teacher.model, and the table scores only this one."""
-    average: Literal["probabilities", "log_probabilities", "rows"] = "probabilities"
-    """How several teachers teach. probabilities: by the average of their distributions, the mixture;
-    log_probabilities: by the average of their log-probabilities, the geometric mean; rows: each teaches the rows of
-    data.train whose key teacher is its name, and teacher.model those without the key."""
-
-    def __post_init__(self) -> None:
-        """Raise a FieldError as for one teacher, and if settings of a server or of several teachers contradict."""
-        super().__post_init__()
-        if (self.url is None) != (self.top_k is None):
-            given, lacking = ("url", "top_k") if self.top_k is None else ("top_k", "url")
-            raise ValueError(
-                f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
-                "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
-            )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.url is {self.url}: give an address such as http://localhost:8000")
-        if self.url is not None and (self.model is None or self.cache is not None):
-            wrong = "teacher.model is null" if self.model is None else f"teacher.cache is {self.cache}"
-            raise ValueError(f"teacher.url is {self.url}, but {wrong}: name the server's model, and no cache")
-        if self.url is not None and self.others:
-            raise ValueError(f"teacher.url is {self.url}, but there is teacher.others too: leave one of them out")
-        check_least(self, 1, "top_k", prefix="teacher.")
-        if not self.wait > 0:
-            raise ValueError(f"teacher.wait is {self.wait}: give a number over 0")
-        if self.average == "rows" and not self.others:
-            raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
-        for name, other in self.others.items():
-            check_name(name, "teacher.others")
-            if other.model is None:
-                raise FieldError(f"others.{name} has no model: give it as teacher.others.{name}.model")
 
 
 @dataclass(frozen=True, kw_only=True)
