@@ -188,8 +188,6 @@ def lacking_of_vllm(plan: Plan, *, remedy: str) -> str | None:
         return f"vLLM gives log-probabilities of decoders alone; {remedy}"
     if request.taps or request.sequences or not request.positions:
         return f"method {methods} needs more of its teacher than log-probabilities of tokens; {remedy}"
-    if plan.models.translates:
-        return f"a teacher with another tokenizer is compared by its whole distributions; {remedy}"
     if request.temperatures != (1.0,):
         asked = ", ".join(f"{each:g}" for each in request.temperatures)
         return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; {remedy}"

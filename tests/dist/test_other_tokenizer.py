@@ -66,7 +66,6 @@ def test_a_cache_in_the_teachers_tokens_teaches_what_the_teacher_does(trained, l
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--teacher.url", "http://localhost:1", "--teacher.top_k", "5"], "another tokenizer is compared by its whole"),
         (["--data.streaming", "true"], "needs all prompts before the training"),
         (["--method", "makd"], "have different tokenizers, first at id 0.*take --method kd"),
     ],
