@@ -91,6 +91,23 @@ def test_each_span_has_the_same_text_on_both_sides(name):
         assert ids_T[mask_T == 1].tolist() == expected
 
 
+def test_a_cache_knows_examples_by_the_teachers_tokens():
+    """So students with other tokenizers find the same examples in it."""
+    found, own, teacher = [], [], TEACHERS["byte-level"]
+    for student in (STUDENT, byte_level(350)):
+        tokens = [[student(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in PAIRS]
+        items = [Encoded(prompt, [*answer, student.eos_token_id]) for prompt, answer in tokens]
+        asked_for = zip(items, PAIRS, strict=True)
+        prompts = {sample_id(item.prompt_ids): teacher(prompt)["input_ids"] for item, (prompt, _) in asked_for}
+        batch = collate(items, student.pad_token_id).with_label_rows(shift=True)
+        taught, _ = Translation(student, teacher, prompts=prompts, longest=100)(batch)
+        found.append(taught.sample_ids)
+        own.append(batch.sample_ids)
+    assert found[0] == found[1]
+    assert own[0] != own[1]
+    assert len(set(found[0])) == len(PAIRS)
+
+
 def test_a_span_begins_at_the_first_of_its_rows():
     batch = batch_of()
     _, others = translation(TEACHERS["byte-level"])(batch)
