@@ -89,15 +89,15 @@ def _likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans:
     """(S,) fp64: the log-likelihood of each span, the sum over its tokens."""
     found = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
     for rows_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
-        log_q_nV = _logits(head, rows_n).log_softmax(-1)
+        log_q_nV = exact_logits(head, rows_n).log_softmax(-1)
         log_q_n = log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].clamp(min=LOG_FLOOR)
         found.index_add_(0, spans_N[rows_n], log_q_n.double())
     return found
 
 
-def _logits(head: HeadInputs, rows_n: Tensor) -> Tensor:
-    """(n, V), at least fp32: the logits of some rows."""
-    rows_nK = head.rows.index_select(0, rows_n)
+def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
+    """(n, V), at least fp32: the logits of some rows, whose dtype is that of the weight."""
+    rows_nK = head.rows[here]
     logits_nV = rows_nK if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
     return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
 
@@ -130,7 +130,7 @@ def _pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tenso
     """Rows whose tokens both know: the rows, the sum of the divergence, and its derivative by their logits."""
     assert term.divergence is not None
     rows_n, t = (teacher.pairs >= 0).nonzero()[:, 0], term.temperature
-    p_logits_nV = _logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
+    p_logits_nV = exact_logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
     log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
     ours, theirs = teacher.classes
     has_rest = ours.has_rest or theirs.has_rest
@@ -192,7 +192,7 @@ def _sorted_starts(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tu
     """Rows that predict the first token of a span, by their sorted distributions; results as in `_pairs`."""
     rows_n = (teacher.starts >= 0).nonzero()[:, 0]
     q_nV = logits_NV[rows_n].softmax(-1)
-    p_nV = _logits(teacher.teacher.head, teacher.starts[rows_n]).to(logits_NV.dtype).softmax(-1)
+    p_nV = exact_logits(teacher.teacher.head, teacher.starts[rows_n]).to(logits_NV.dtype).softmax(-1)
     sorted_q_nV, order_nV = q_nV.sort(-1, descending=True)
     sorted_p_nV = p_nV.sort(-1, descending=True).values
     missing = q_nV.shape[1] - p_nV.shape[1]

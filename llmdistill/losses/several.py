@@ -16,9 +16,9 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmdistill.batch import HeadInputs, SeveralHeads
+from llmdistill.losses.other_tokens import exact_logits
 
 
 def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
@@ -27,7 +27,7 @@ def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
         return _own_logits(teachers.heads, [each.numpy() for each in teachers.places], here)
     found: Tensor | None = None
     for head, weight in zip(teachers.heads, teachers.weights, strict=True):
-        log_p_nV = _logits(head, here).log_softmax(-1)
+        log_p_nV = exact_logits(head, here).log_softmax(-1)
         if teachers.average == "probabilities":
             weighted_nV = log_p_nV.add_(math.log(weight))
             found = weighted_nV if found is None else torch.logaddexp(found, weighted_nV, out=found)
@@ -43,13 +43,7 @@ def _own_logits(heads: tuple[HeadInputs, ...], places: list[np.ndarray], here: s
     parts, order = [], []
     for head, places_n in zip(heads, places, strict=True):
         first, end = np.searchsorted(places_n, [here.start, here.stop]).tolist()
-        parts.append(_logits(head, slice(first, end)))
+        parts.append(exact_logits(head, slice(first, end)))
         order.append(places_n[first:end] - here.start)
     rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
     return torch.cat(parts).index_select(0, rows_n)
-
-
-def _logits(head: HeadInputs, here: slice) -> Tensor:
-    rows_nK = head.rows[here]
-    logits_nV = rows_nK.clone() if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
-    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))

@@ -57,8 +57,9 @@ def _other_teachers(plan: Plan) -> list[str]:
         + ("" if each.cache is None else f", read from {each.cache}")
         for name, each in own.items()
     ]
-    average = f"the average of {plan.config.teacher.average}, the first with weight {plan.config.teacher.weight:g}"
-    return [*lines, *([] if by_rows or not lines else [average.replace("_", " ")])]
+    averaged = plan.config.teacher.average.replace("_", " ")
+    average = f"the average of {averaged}, the first with weight {plan.config.teacher.weight:g}"
+    return [*lines, *([] if by_rows or not lines else [average])]
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:
