@@ -99,6 +99,9 @@ class Batch:
     sequence is never learned: in a decoder no token before it predicts it, and encoders never mask the first token."""
     own_answers: bool = False
     """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
+    written_log_probs: Tensor | None = None
+    """(N,) fp32: the log-probability of each token that has a label, row by row, under the model that has written the
+    answers beside the training; None if nothing else than the student has."""
     token_type_ids: Tensor | None = None
     """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
     position_ids: Tensor | None = None

@@ -27,8 +27,8 @@ class UserError(ValueError):
     """The exit code."""
 
 
-class TeacherLost(UserError):
-    """The server of a teacher does not answer any more. Once it does, the same command goes on."""
+class ServerLost(UserError):
+    """A server that a training asks does not answer any more. Once it does, the same command goes on."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 

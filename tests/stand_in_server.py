@@ -1,4 +1,7 @@
-"""Plays vLLM's server of OpenAI's protocol with a tiny model: the same prompt has the same answer, bit for bit."""
+"""Plays vLLM's server of OpenAI's protocol with a tiny model: the same prompt has the same answer, bit for bit.
+
+It takes other weights, as its worker does with `llmdistill.generation.vllm_worker`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
 
 from stand_in_vllm import StandInLLM
@@ -30,7 +34,9 @@ class StandInServer:
         """What replaces parts of each choice."""
         self.asked: list[list[int]] = []
         """The prompts that were answered."""
-        self._lock = threading.Lock()
+        self.stamp: str | None = None
+        self.takes_weights = True
+        self._folder, self._lock = model, threading.Lock()
         self._model = StandInLLM.__new__(StandInLLM)
         self._model.model, self._model.most = load_model(model, dtype=torch.float32).eval(), most
         self._vocabulary = int(self._model.model.config.vocab_size)
@@ -44,13 +50,50 @@ class StandInServer:
         self._http.shutdown()
         self._http.server_close()
 
+    def start_again(self) -> None:
+        """It has the weights of its start again."""
+        self._model.model, self.stamp = load_model(self._folder, dtype=torch.float32).eval(), None
+
+    def _call(self, method: str, arguments: list[str]) -> tuple[int, Any]:
+        if not self.takes_weights:
+            return 500, {"error": {"message": f"no attribute {method}"}}
+        if method == "take_weights":
+            folder, self.stamp = arguments
+            try:
+                self._model.model = load_model(folder, dtype=torch.float32).eval()
+            except UserError:
+                return 500, {"error": {"message": f"cannot read {folder}"}}
+            return 200, {"results": [None]}
+        assert method == "weights_stamp"
+        return 200, {"results": [self.stamp]}
+
+    def _sampled(self, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """An answer by torch's own sampling."""
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert plain.items() <= body.items()
+        stream, ids, log_probs = torch.Generator().manual_seed(body["seed"]), list(body["prompt"]), []
+        while len(log_probs) < body["max_tokens"] and ids[-1:] not in [[end] for end in body["stop_token_ids"]]:
+            with torch.no_grad():
+                row = self._model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(row.exp().multinomial(1, generator=stream)))
+            log_probs.append(float(row[ids[-1]]))
+        self.asked.append(body["prompt"])
+        choice = {"token_ids": ids[len(body["prompt"]) :], "logprobs": {"token_logprobs": log_probs}}
+        return 200, {"choices": [{**choice, **self.changes}]}
+
     def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/models":
             return 200, {"object": "list", "data": [{"id": self.name, "object": "model", "max_model_len": 512}]}
+        if path == "/collective_rpc":
+            return self._call(body["method"], body.get("args", []))
+        if path == "/reset_prefix_cache":
+            return 200, None
         assert path == "/v1/completions"
         if self.stumbles > 0:
             self.stumbles -= 1
             return 503, {"error": {"message": "still loading"}}
+        if "prompt_logprobs" not in body:
+            return self._sampled(body)
         ids, k = body["prompt"], body["prompt_logprobs"]
         if max(ids) >= self._vocabulary:
             return 400, {"error": {"message": f"Token id {max(ids)} is out of vocabulary"}}

@@ -126,6 +126,11 @@ class RunConfig:
                 f"data.on_policy is {self.data.on_policy}, but method {self.method} learns from given answers: "
                 f"take one whose teacher judges the student's own ({judges}), or set data.on_policy to 0"
             )
+        if self.data.rollout.url is not None and self.student.quantize.weights != "none":
+            raise ValueError(
+                f"data.rollout.url is {self.data.rollout.url}, but student.quantize.weights is "
+                f"{self.student.quantize.weights}: vLLM cannot serve such a student, leave one of them out"
+            )
         if self.teacher.model is None:
             self._check_without_teacher(teachers)
         if self.also and self.method not in teachers:

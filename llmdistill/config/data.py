@@ -164,6 +164,28 @@ class SentencesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What writes the answers of the student (data.on_policy)."""
+
+    url: str | None = field(default=None, metadata=FREE)
+    """Address of a vLLM server that writes them, such as http://localhost:8000, to which the weights of the student are
+    handed over; docs/methods.md says how it is started. Default: the student itself, by transformers' generate."""
+    every: int = 1
+    """The weights are handed over to the server every so many steps; with more than 1 an older student writes."""
+    wait: float = field(default=600.0, metadata=FREE)
+    """Seconds without any answer of the server after which the training saves its last step and ends; until then every
+    request that failed is repeated."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for an address that is none, or a number out of its range."""
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"data.rollout.url is {self.url}: give an address such as http://localhost:8000")
+        check_least(self, 1, "every", prefix="data.rollout.")
+        if not self.wait > 0:
+            raise ValueError(f"data.rollout.wait is {self.wait}: give a number over 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet, CSV or TSV
     that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
@@ -204,6 +226,8 @@ class DataConfig:
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
     on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)))
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Settings of these answers."""
     prompt: str | None = None
     """How instructions are put to teacher and student: minillm is MiniLLM's prompt, chat the tokenizer's chat
     template, and any other value is a text with {instruction} and usually {input} in it. Default: a teacher that is a
@@ -248,6 +272,11 @@ class DataConfig:
             )
         if not 0 <= self.on_policy <= 1:
             raise ValueError(f"data.on_policy is {self.on_policy}: give a share from 0 to 1")
+        if self.rollout.url is not None and self.on_policy == 0:
+            raise ValueError(
+                f"data.rollout.url is {self.rollout.url}, but data.on_policy is 0: set it to the share of the steps in "
+                "which the student writes the answers, such as 1, or leave the url out"
+            )
         check_least(self, 1, "pad_to_multiple_of", prefix="data.")
         if self.shuffle_buffer < 1:
             raise ValueError(f"data.shuffle_buffer is {self.shuffle_buffer}: give 1 or more (1 does not shuffle)")
@@ -284,6 +313,6 @@ class DataConfig:
 
     def _check_unused(self, *used: str) -> None:
         defaults = DataConfig()
-        for key in ("tests", "on_policy", "streaming", "bucket_steps", "packing", "prompt"):
+        for key in ("tests", "on_policy", "rollout", "streaming", "bucket_steps", "packing", "prompt"):
             if key not in used and getattr(self, key) != getattr(defaults, key):
                 raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")

@@ -1,8 +1,9 @@
 """The matrices of a factorized student as parts of vLLM's layers; nothing here needs vLLM.
 
 vLLM runs linears with a common input (query, key and value; gate and up) as one layer. A part is one matrix of the
-student's weights in such a layer, factorized or dense. While weights are loaded, the layer has one flat parameter for
-each name that its parts have there (A.weight, B.weight), in which every part has a place of its own.
+student's weights in such a layer, factorized or dense. The layer has one flat parameter for each name that its parts
+have there (A.weight, B.weight), in which every part has a place of its own and reads its values. So vLLM can load new
+weights into a served student as it does for a dense model (`reload_weights`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from llmdistill.factorize.modules import LowRankLinear
 
 PARTS = "llmdistill_parts"
 """The attribute of a vLLM layer that holds its parts."""
+TAKEN = "llmdistill_taken"
+"""The attribute of a vLLM layer whose parts have their weights: where the biases of low-rank parts are in its own."""
 QKV = {"q": 0, "k": 1, "v": 2}
 """vLLM names the parts of an attention layer by letters, and those of other layers by numbers."""
 
@@ -90,7 +93,8 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
     for index, part in enumerate(parts):
         for name, tensor in part.state_dict().items():
             shapes[name][index] = tensor
-    setattr(layer, PARTS, nn.ModuleList(parts))
+    # Not as modules: vLLM looks in the student's weights for the parameters of every module when it loads new ones.
+    setattr(layer, PARTS, tuple(parts))
     for name, of_parts in shapes.items():
         floating = next(iter(of_parts.values())).is_floating_point()
         total = sum(tensor.numel() for tensor in of_parts.values())
@@ -112,24 +116,38 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
 
 
 def _loader(layer: Any, name: str) -> Callable[..., None]:
-    """The function by which vLLM loads a tensor of the student's weights into a flat parameter."""
+    """The function by which vLLM loads a tensor of the student's weights into a flat parameter.
+
+    When vLLM loads new weights, it takes the parameter by the name that it has in its own functions.
+    """
 
     @torch.no_grad()
-    def load(flat: Any, loaded: Tensor, shard: str | int | None = None) -> None:
+    def load(param: Any, loaded: Tensor, shard: str | int | None = None) -> None:
         part = 0 if shard is None else QKV.get(shard, shard) if isinstance(shard, str) else shard
-        if part not in flat.places:
+        if part not in param.places:
             raise UserError(
                 f"{name}: the student's weights have it for part {shard}, which its config.json calls dense; "
                 "make the student again"
             )
-        start, shape = flat.places[part]
+        start, shape = param.places[part]
         if loaded.ndim == 2 and loaded.shape != shape and loaded.T.shape == shape:
             # vLLM's GPT-2 transposes every matrix, because those of the dense model need it. Square ones wait for this.
             loaded, layer.llmdistill_transposed = loaded.T, True
+        elif hasattr(layer, TAKEN) and _turns(layer, shape):
+            loaded = loaded.T
         own = _own_part(loaded, shape, layer, name)
-        flat.data[start : start + own.numel()].view(shape).copy_(own)
+        param.data[start : start + own.numel()].view(shape).copy_(own)
+        if part in getattr(layer, TAKEN, ()) and name.endswith(f".{LowRankLinear.bias_name}"):
+            first = getattr(layer, TAKEN)[part]
+            # vLLM counts what `copy_` writes while it loads new weights, and this is no parameter of its own.
+            torch.add(own, 0.0, out=layer.bias.data[first : first + own.numel()])
 
     return load
+
+
+def _turns(layer: Any, shape: torch.Size) -> bool:
+    """Whether a matrix was loaded transposed, which its shape does not show."""
+    return len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
 
 
 def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
@@ -148,24 +166,27 @@ def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tenso
 
 @torch.no_grad()
 def take_loaded(layer: Any, names: Sequence[str]) -> None:
-    """Move what was loaded into the parts, and a low-rank part's bias to the layer's own; the flat parameters go.
+    """Let the parts read what was loaded, where it is, and move a low-rank part's bias to the layer's own.
 
     Raises:
         UserError: the student's weights lack a tensor.
     """
+    if hasattr(layer, TAKEN):  # the parts read the new weights already
+        return
     parts = getattr(layer, PARTS)
-    start = 0
+    start, taken = 0, {}
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
         values = {}
         for key in part.state_dict():
             flat = layer.get_parameter(key)
             at, shape = flat.places[index]
             value = flat.data[at : at + shape.numel()].view(shape)
-            turn = len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
-            values[key] = (value.T if turn else value).clone(memory_format=torch.contiguous_format)
-            missing = values[key].isnan().any() if flat.is_floating_point() else (values[key] < 0).any()
+            if _turns(layer, shape):
+                value.copy_(value.T.clone())
+            missing = value.isnan().any() if flat.is_floating_point() else (value < 0).any()
             if missing and key != LowRankLinear.bias_name:
                 raise UserError(f"the student's weights lack {name}.{key}, or it is not finite; copy the student again")
+            values[key] = value
         bias = values.pop(LowRankLinear.bias_name, None)
         if isinstance(part, LowRankLinear):
             part.B.bias = None
@@ -174,6 +195,6 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
         outputs = part.out_features
         if bias is not None and not bias.isnan().any():
             layer.bias.data[start : start + outputs] = bias
+            taken[index] = start
         start += outputs
-    for key in {key.partition(".")[0] for part in parts for key in part.state_dict()}:
-        delattr(layer, key)
+    setattr(layer, TAKEN, taken)

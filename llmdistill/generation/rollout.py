@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,29 @@ from llmdistill.generation.decode import inference, new_tokens
 _STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes apart
 
 
+class Prompt(NamedTuple):
+    """A prompt to answer, and the seed of the random numbers of its answer."""
+
+    ids: list[int]
+    seed: int
+
+
+class Written(NamedTuple):
+    """An answer, with its end token if it has one."""
+
+    ids: list[int]
+    log_probs: list[float]
+    """Of each token, under the model that has written it; empty if it has not said them."""
+
+
+class Writer(Protocol):
+    """Writes the answers of the student, by samples of its distribution at temperature 1."""
+
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+        """Return the answers of a step (from 0) to this rank's prompts. Every rank must call this function."""
+        ...
+
+
 @dataclass(frozen=True)
 class OnPolicyLoader:
     """A loader that replaces the answers of some steps by answers that the current student generates.
@@ -27,18 +51,13 @@ class OnPolicyLoader:
     """
 
     loader: StepLoader[Encoded]
-    model: PreTrainedModel
-    """The student that is trained."""
+    writer: Writer
     share: float
     """λ: the probability that a step is on-policy."""
     seed: int
-    max_new_tokens: int
-    end_token_ids: list[int]
     pad_token_id: int
     rank: int
     world_size: int
-    synced: bool
-    """Whether every rank must take part in each forward pass (ZeRO-3)."""
 
     def is_on_policy(self, step: int) -> bool:
         """Return whether the student generates the answers of this step; the result is the same on every rank."""
@@ -48,25 +67,55 @@ class OnPolicyLoader:
         """Return this rank's micro batches of a step."""
         if not self.is_on_policy(step):
             return self.loader.micro_batches(step)
-        return [self._answered(step, number, items) for number, items in enumerate(self.loader.micro_batch_items(step))]
+        micro_batches = [list(items) for items in self.loader.micro_batch_items(step)]
+        prompts = [self._prompts(step, number, items) for number, items in enumerate(micro_batches)]
+        answers = self.writer.write(step, prompts)
+        return [self._answered(items, written) for items, written in zip(micro_batches, answers, strict=True)]
 
-    @torch.no_grad()
-    def _answered(self, step: int, number: int, items: Sequence[Encoded]) -> Batch:
-        """Return a micro batch with the student's answers, each with its end token if it has one."""
-        model = self.model
+    def _prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
         first_row = (number * self.world_size + self.rank) * len(items)
         seeds = [_row_seed(self.seed, step, first_row + offset) for offset in range(len(items))]
+        return [Prompt(item.prompt_ids, seed) for item, seed in zip(items, seeds, strict=True)]
+
+    def _answered(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
+        answered = [Encoded(item.prompt_ids, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
+        log_probs = [value for row in written for value in row.log_probs]
+        return replace(
+            collate(answered, self.pad_token_id),
+            own_answers=True,
+            written_log_probs=torch.tensor(log_probs) if log_probs else None,
+        )
+
+
+@dataclass(frozen=True)
+class StudentWriter:
+    """The student itself, by transformers' generate."""
+
+    model: PreTrainedModel
+    """The student that is trained."""
+    max_new_tokens: int
+    end_token_ids: list[int]
+    pad_token_id: int
+    synced: bool
+    """Whether every rank must take part in each forward pass (ZeRO-3)."""
+
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+        """See Writer."""
+        return [self._write(prompts) for prompts in micro_batches]
+
+    @torch.no_grad()
+    def _write(self, prompts: Sequence[Prompt]) -> list[Written]:
+        model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
             do_sample=False,  # with the noise, the most likely token is a sample
             eos_token_id=self.end_token_ids,
             pad_token_id=self.pad_token_id,
         )
-        prompts = [item.prompt_ids for item in items]
+        noise = RowNoise([each.seed for each in prompts], model.device)
         with inference(model, settings):
-            rows = new_tokens(model, prompts, settings, synced=self.synced, noise=RowNoise(seeds, model.device))
-        answered = [Encoded(item.prompt_ids, row, item.teacher) for item, row in zip(items, rows, strict=True)]
-        return replace(collate(answered, self.pad_token_id), own_answers=True)
+            rows = new_tokens(model, [each.ids for each in prompts], settings, synced=self.synced, noise=noise)
+        return [Written(row, []) for row in rows]
 
 
 class RowNoise(LogitsProcessor):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from llmdistill.losses.divergence import (
         FORWARD_KL,
+        LOG_RATIO,
         REVERSE_KL,
         SOFT_CROSS_ENTROPY,
         TOTAL_VARIATION,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         forward_kl,
         jsd,
         jsd_with_derivative,
+        log_ratio,
         output_divergence,
         reverse_kl,
         skew_forward_kl,
@@ -68,9 +70,10 @@ _NAMES = {
         "side_by_side",
     ),
     "divergence": (
-        *("FORWARD_KL", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence", "jsd_with_derivative"),
-        *("divergence_by_autograd", "forward_kl", "jsd", "output_divergence", "reverse_kl", "skew_forward_kl"),
-        *("skew_forward_kl_with_derivative", "skew_reverse_kl", "skew_reverse_kl_with_derivative", "total_variation"),
+        *("FORWARD_KL", "LOG_RATIO", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence"),
+        *("divergence_by_autograd", "forward_kl", "jsd", "jsd_with_derivative", "log_ratio", "output_divergence"),
+        *("reverse_kl", "skew_forward_kl", "skew_forward_kl_with_derivative", "skew_reverse_kl"),
+        *("skew_reverse_kl_with_derivative", "total_variation"),
     ),
     "features": ("hidden_cosine", "hidden_mse", "matrix_mse"),
     "head": ("HeadInputs", "TokenLosses", "token_losses"),

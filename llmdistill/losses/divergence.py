@@ -69,6 +69,8 @@ class Divergence(NamedTuple):
     """Name of the divergence in the GPU kernels; None if the kernels do not support it."""
     share: float = 0.5
     """β or α of the divergence in the GPU kernels."""
+    of_labels: bool = False
+    """Whether it compares two classes, (N, 2) in place of (N, V): the label of the row, and all other tokens."""
 
 
 def divergence_by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Divergence:
@@ -113,6 +115,21 @@ REVERSE_KL = Divergence(reverse_kl, lambda log_p, log_q: log_q.exp() * (log_q - 
 TOTAL_VARIATION = Divergence(
     total_variation, lambda log_p, log_q: 0.5 * log_q.exp() * (log_q.exp() - log_p.exp()).sign(), "total_variation"
 )
+
+
+def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """log q - log p of the label; its mean over labels that the student has sampled is KL(S‖T)."""
+    return log_q[:, 0] - log_p[:, 0]
+
+
+def _policy_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1)
+
+
+LOG_RATIO = Divergence(log_ratio, _policy_gradient, of_labels=True)
+"""KL(S‖T) by the tokens that the student has sampled alone. Instead of the derivative of the value, which is 1 for
+every label, it has that of KL(S‖T) as the policy gradient estimates it: (log q - log p) ∂ log q at the label. Its mean
+over samples is the gradient of `reverse_kl` (REINFORCE; on-policy distillation of Thinking Machines, 2025)."""
 
 
 def jsd_with_derivative(beta: float) -> Divergence:

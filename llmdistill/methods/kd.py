@@ -19,9 +19,12 @@ from llmdistill.objective import TOKENS, Objective
 class KdConfig:
     """Distillation of the output for each token: a divergence to the teacher plus the cross-entropy on the labels."""
 
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"] = "forward_kl"
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "log_ratio"] = (
+        "forward_kl"
+    )
     """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon; skew_*:
-    DistiLLM's, against a mixture; tvd: total variation distance."""
+    DistiLLM's, against a mixture; tvd: total variation distance; log_ratio: reverse_kl by nothing but the tokens
+    that the student has sampled (a policy gradient), with data.on_policy; on given answers it is reverse_kl."""
     beta: float = 0.5
     """Share of the teacher in the mixture of jsd, between 0 and 1."""
     alpha: float = 0.1
@@ -58,6 +61,7 @@ def divergence_of(settings: KdConfig) -> losses.Divergence:
         "skew_forward_kl": losses.skew_forward_kl_with_derivative(settings.alpha),
         "skew_reverse_kl": losses.skew_reverse_kl_with_derivative(settings.alpha),
         "tvd": losses.TOTAL_VARIATION,
+        "log_ratio": losses.LOG_RATIO,
     }
     return divergences[settings.divergence]
 
@@ -91,6 +95,14 @@ def check_kd(settings: KdConfig, config: RunConfig) -> None:
     """Raise a ValueError if the student generates all answers itself, but the loss on the labels has a weight."""
     if config.method == "kd" and config.data.on_policy == 1 and settings.ratio < 1:
         raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
+    if settings.divergence == "log_ratio":
+        for wrong, why in (
+            (config.data.on_policy == 0, "data.on_policy is 0: on given answers alone it is reverse_kl, take that one"),
+            (settings.temperature != 1, "kd.temperature is not 1, at which the student samples: make it 1"),
+            (config.teacher.url is not None, "teacher.url gives the most likely tokens alone: run the teacher here"),
+        ):
+            if wrong:
+                raise ValueError(f"kd.divergence is log_ratio, but {why}")
 
 
 KD = MethodEntry(
@@ -111,6 +123,10 @@ KD = MethodEntry(
         "tvd": Preset(label="TVD", settings={"kd.divergence": "tvd"}),
         "gkd": Preset(
             label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
+        ),
+        "sampled": Preset(
+            label="sampled reverse KL",
+            settings={"kd.divergence": "log_ratio", "kd.ratio": 1.0, "data.on_policy": 1.0},
         ),
         "uld": Preset(label="KD, spans by ULD", settings={"kd.spans": "uld"}),
         "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),

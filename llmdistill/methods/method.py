@@ -96,8 +96,7 @@ class Method(Terms):
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         return RunningTerms(
             layer_terms=self.layer_terms,
-            # Tokens that the student generated itself are no labels.
-            token_terms=[each for each in self.token_terms if each.divergence is not None or not batch.own_answers],
+            token_terms=[on for each in self.token_terms if (on := _on_answers(each, batch.own_answers)) is not None],
             sequence_terms=self.sequence_terms,
             teacher=teacher,
             factors={
@@ -105,6 +104,15 @@ class Method(Terms):
                 for name, weight in self.weights.items()
             },
         )
+
+
+def _on_answers(term: losses.TokenTerm, own: bool) -> losses.TokenTerm | None:
+    """The term on answers that are the student's own, or are given; None if it has no meaning there."""
+    if term.divergence is None:
+        return None if own else term  # tokens that the student generated itself are no labels
+    if term.divergence.of_labels and not own:  # given answers are no samples of the student, so all tokens count
+        return replace(term, divergence=losses.REVERSE_KL)
+    return term
 
 
 def combine(methods: Mapping[str, Method]) -> Method:

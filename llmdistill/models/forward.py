@@ -104,6 +104,18 @@ class TappedModel:
         with self._rows(batch, (place,), use):
             return self._head_outputs(self._run(batch), batch)[0]
 
+    def look(self, batch: Batch, use: Callable[[HeadInputs], None]) -> None:
+        """Run the model without taps; `use` gets the LM head's inputs at the labels, or there the logits."""
+        batch = batch.with_label_rows(shift=self.shift)
+
+        def seen(head: HeadInputs) -> Tensor:
+            use(head)
+            return head.rows
+
+        logits = self.through_head(batch, seen)
+        if not self.shortcut and logits is not None:
+            use(_logit_rows(logits, batch, ("labels",)))
+
     def without_engine(self) -> TappedModel:
         """Return the same model and taps with a forward pass that calls the model itself."""
         bare = copy.copy(self)

@@ -11,6 +11,10 @@ from llmdistill.errors import UserError
 METRICS_LOG = "metrics.jsonl"
 """File in the run's folder."""
 
+TOP_SHARED, WRITER_GAP = "top_10_shared", "writer_gap"
+"""Of the student's own answers: the share of its ten most likely tokens that are among the teacher's ten, and the mean
+distance of a token's log-probability from that under what has written it (data.rollout.url)."""
+
 FIGURES = (
     "step",
     "loss",
@@ -25,6 +29,8 @@ FIGURES = (
     "lowest_loss",
     "valid_loss",
     "valid_score",
+    TOP_SHARED,
+    WRITER_GAP,
 )
 """The columns that every run may have; every other column is a term of the loss."""
 

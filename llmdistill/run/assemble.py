@@ -19,7 +19,8 @@ from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
-from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
+from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.families import max_positions
 from llmdistill.models.heads import read_classifier, set_classifier
@@ -48,6 +49,9 @@ from llmdistill.teacher.live import LiveTeacher, load_teacher
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
 from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
 from llmdistill.teacher.translated import TranslatedTeacher, Translation
+
+HANDED_OVER = "handed-over"
+"""Folder in a run with the weights that the server of data.rollout.url has."""
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
@@ -116,6 +120,19 @@ def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
     return RemoteTeacher(teacher_server(plan), request_of(plan.method), k=k, device=world.device)
 
 
+def rollout_server(plan: Plan, end_token_ids: list[int], vocabulary: int) -> RolloutServer:
+    """Return the client of the server that writes the student's answers (data.rollout.url)."""
+    data = plan.config.data
+    assert data.rollout.url is not None
+    return RolloutServer(
+        data.rollout.url,
+        vocabulary=vocabulary,
+        max_new_tokens=data.max_length - data.max_prompt_length,
+        end_token_ids=end_token_ids,
+        wait=data.rollout.wait,
+    )
+
+
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
     """Load the student with the head that the run needs; a missing head is initialized by torch's random generator.
 
@@ -136,6 +153,8 @@ def check_machine(plan: Plan, world: World) -> None:
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if plan.is_remote:
         on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+    if plan.config.data.rollout.url is not None:
+        on_main(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
     on_main(lambda: check_access(plan.config.train.report_to or []), world)
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
@@ -191,7 +210,13 @@ def share_of(plan: Plan, world: World) -> Share:
 
 
 def prepare_loader(
-    plan: Plan, loader: Any, engine: Any, data: TaskData, world: World, remote: RemoteTeacher | None
+    plan: Plan,
+    student_folder: Path,
+    loader: Any,
+    engine: Any,
+    data: TaskData,
+    world: World,
+    remote: RemoteTeacher | None,
 ) -> Loader:
     """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
 
@@ -207,17 +232,31 @@ def prepare_loader(
         loader = loader if remote is None else AskingLoader(loader, remote.ask)
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     tokenizer: Any = data.tokenizer
+    writer: Writer
+    if config.data.rollout.url is None:
+        writer = StudentWriter(
+            engine.module,
+            max_new_tokens=config.data.max_length - config.data.max_prompt_length,
+            end_token_ids=answer_ends(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            synced=engine.zero_optimization_stage() == 3,
+        )
+    else:
+        writer = ServerWriter(
+            rollout_server(plan, answer_ends(tokenizer), engine.module.config.vocab_size),
+            student_saver(plan, student_folder, engine, world),
+            folder=plan.folder / HANDED_OVER,
+            every=config.data.rollout.every,
+            world=world,
+        )
     answered = OnPolicyLoader(
         loader,
-        engine.module,
+        writer,
         share=config.data.on_policy,
         seed=config.seed,
-        max_new_tokens=config.data.max_length - config.data.max_prompt_length,
-        end_token_ids=answer_ends(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         rank=world.rank,
         world_size=world.size,
-        synced=engine.zero_optimization_stage() == 3,
     )
     return answered if remote is None else AskingLoader(answered, remote.ask)
 
@@ -245,6 +284,7 @@ def make_trainer(
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)
         embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples(), world)
+    remote = trained_by if isinstance(trained_by, RemoteTeacher) else None
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
@@ -252,9 +292,7 @@ def make_trainer(
         student=wired("student", engine.module, forward=engine, projectors=projectors),
         teacher=trained_by,
         method=method,
-        loader=prepare_loader(
-            plan, loader, engine, data, world, trained_by if isinstance(trained_by, RemoteTeacher) else None
-        ),
+        loader=prepare_loader(plan, student_folder, loader, engine, data, world, remote),
         settings=config.train,
         seed=config.seed,
         world=world,

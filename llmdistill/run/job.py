@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from llmdistill.run.callbacks.checkpoints import Checkpoints
 from llmdistill.run.callbacks.finite import FiniteSteps
 from llmdistill.run.callbacks.log_rows import LogRows
 from llmdistill.run.callbacks.loss_watch import LossWatch, diverged
+from llmdistill.run.callbacks.own_answers import OwnAnswers
 from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.uneven_terms import UnevenTerms
 from llmdistill.run.callbacks.validation import Validation
@@ -211,11 +213,12 @@ def _training(
         # Each callback reads what those before it found; see `TrainState`.
         remote = trainer.teacher if isinstance(trainer.teacher, RemoteTeacher) else None
         callbacks: list[Callback] = [
-            *([Answers(trainer, remote)] if remote is not None else []),
+            *([Answers(trainer, remote)] if remote is not None or plan.config.data.rollout.url is not None else []),
             Stopping(world),
             finite,
             LossWatch(plan.method.weights, world, log.rows),
             UnevenTerms(trainer),
+            *([OwnAnswers(trainer, plan.models.vocabulary)] if plan.config.data.on_policy > 0 else []),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
             LogRows(log, trainer.engine, plan.method, trainer.teaching, world.device),
@@ -224,6 +227,7 @@ def _training(
         with signals.waiting():
             yield trainer, start, callbacks
     if world.is_main:
+        shutil.rmtree(plan.folder / assemble.HANDED_OVER, ignore_errors=True)
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:

@@ -11,6 +11,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.chat import tokenizer_gaps
 from llmdistill.data.prompts import CHAT, resolve_prompt
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
@@ -143,6 +144,11 @@ def make_plan(
                 True,
                 "teacher and student have different tokenizers: the text that both read is compared",
             )
+            if any(term.divergence is not None and term.divergence.of_labels for term in method.token_terms):
+                raise UserError(
+                    f"kd.divergence is log_ratio, but {teacher} has another tokenizer than {student}: the probability "
+                    "of one token is compared, take another divergence"
+                )
         elif objective.tokens:
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
         else:

@@ -6,35 +6,23 @@ likely tokens in the place of each token of the prompt.
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from http.client import HTTPException
+from functools import partial
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request as HttpRequest
-from urllib.request import urlopen
 
 import torch
 from torch import Tensor
 
 from llmdistill.batch import Batch, Loader, Outputs, Positions, TopK
-from llmdistill.errors import TeacherLost, UserError
+from llmdistill.errors import UserError
+from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
-from llmdistill.runtime import signals
 from llmdistill.teacher.rows import Request, to_outputs, top_rows
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
-_PAUSES = (0.25, 2.0)
-"""Seconds between a failed request and its first repetition, and the most between two; they double."""
-_AGAIN = (408, 429)
-"""HTTP codes, besides those of a failed server (500 and more), after which a request is repeated."""
 
 
 class TeacherServer:
@@ -50,11 +38,8 @@ class TeacherServer:
             vocabulary: the number of the model's tokens.
             wait: the seconds without any answer after which the server is lost.
         """
-        self._url, self._model, self._k, self._vocabulary, self._wait = url, model, k, vocabulary, wait
-        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._threads = ThreadPoolExecutor(_REQUESTS, "teacher")
-        self._answered = 0.0  # when the last answer came
-        self._loss: str | None = None  # why the server is lost
+        self._server = ModelServer(url, key="teacher.url", wait=wait, requests=_REQUESTS)
+        self._model, self._k, self._vocabulary = model, k, vocabulary
 
     def check(self, longest: int) -> None:
         """Check that the server is there, has the model, reads so many tokens, and gives log-probabilities.
@@ -62,42 +47,29 @@ class TeacherServer:
         Raises:
             UserError: it does not; the message says what.
         """
-        remedy = f"start it with `vllm serve {self._model} --max-logprobs {self._k}`, or correct the url"
-        try:
-            models = {each["id"]: each for each in self._send("models")["data"]}
-        except HTTPError as error:
-            raise UserError(f"teacher.url {self._url}: it answers {_words(error)}; {remedy}") from error
-        except (OSError, HTTPException) as error:
-            raise UserError(f"teacher.url {self._url}: no server answers there ({_words(error)}); {remedy}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"teacher.url {self._url}: it does not speak OpenAI's protocol; {remedy}") from error
+        models = self._server.models(
+            f"start it with `vllm serve {self._model} --max-logprobs {self._k}`, or correct the url"
+        )
         if self._model not in models:
             raise UserError(
-                f"teacher.url {self._url}: it serves {', '.join(models) or 'no model'}, and teacher.model is "
+                f"{self._server.name}: it serves {', '.join(models) or 'no model'}, and teacher.model is "
                 f"{self._model}: serve that one, or add `--served-model-name {self._model}` if it is the same"
             )
-        limit = models[self._model].get("max_model_len")
-        if limit is not None and limit <= longest:
-            raise UserError(
-                f"teacher.url {self._url}: it reads {limit} tokens, and needs one more than the {longest} of "
-                f"data.max_length: start it with --max-model-len {longest + 1}, or take a smaller data.max_length"
-            )
+        self._server.check_room(models[self._model], longest + 1)
         self.score([[self._vocabulary - 1]])
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[TopK]:
         """Return the k most likely tokens after each of the T tokens of each sequence, (T, k), with the tail at 1.
 
         Raises:
-            TeacherLost: the server has not answered for too long.
+            ServerLost: the server has not answered for too long.
             UserError: it refuses a sequence, or gives something else than is asked for.
         """
         return [each.result() for each in [self.ask(ids) for ids in token_ids]]
 
     def ask(self, token_ids: Sequence[int]) -> Future[TopK]:
         """Ask what `score` returns of one sequence, which is there later, and so are its exceptions."""
-        return self._threads.submit(self._answer, list(token_ids))
-
-    def _answer(self, ids: list[int]) -> TopK:
+        ids = list(token_ids)
         body = {
             "model": self._model,
             "prompt": ids,
@@ -107,38 +79,12 @@ class TeacherServer:
             "logprobs": self._k,
             "return_tokens_as_token_ids": True,
         }
-        began, pause = time.monotonic(), _PAUSES[0]
-        while self._loss is None:
-            try:
-                answer = self._send("completions", body)
-            except (OSError, HTTPException, json.JSONDecodeError) as error:
-                said = _words(error)
-                if isinstance(error, HTTPError) and error.code < 500 and error.code not in _AGAIN:
-                    raise UserError(
-                        f"teacher.url {self._url}: it refuses {len(ids)} tokens with {self._k} log-probabilities each: "
-                        f"{said}; serve the model of teacher.model, with --max-logprobs {self._k}"
-                    ) from error
-            else:
-                self._answered = time.monotonic()
-                return self._top_k(ids, answer)
-            # A signal, or the end of the program, is not kept waiting for the server.
-            is_over = signals.caught() != 0 or not threading.main_thread().is_alive()
-            if time.monotonic() - max(began, self._answered) >= self._wait or is_over:
-                self._loss = said
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
-        raise TeacherLost(
-            f"teacher.url {self._url}: the server has not answered for {self._wait:g} s ({self._loss}): start it again"
+        return self._server.complete(
+            body,
+            partial(self._top_k, ids),
+            what=f"{len(ids)} tokens with {self._k} log-probabilities each",
+            remedy=f"serve the model of teacher.model, with --max-logprobs {self._k}",
         )
-
-    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get("VLLM_API_KEY")  # the variable from which vLLM's server takes it
-        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
-        data = None if body is None else json.dumps(body).encode()
-        with urlopen(HttpRequest(f"{self._base}/{path}", data, headers), timeout=self._wait) as answer:
-            return json.load(answer)
 
     def _top_k(self, ids: list[int], answer: Any) -> TopK:
         try:
@@ -153,25 +99,15 @@ class TeacherServer:
             top = None
         if top is None:
             raise UserError(
-                f"teacher.url {self._url}: it does not give the {self._k} most likely tokens after each of {len(ids)} "
+                f"{self._server.name}: it does not give the {self._k} most likely tokens after each of {len(ids)} "
                 "tokens (prompt_logprobs and logprobs, as vLLM does): take a server that does"
             )
         if not 0 <= int(top.tokens.min()) <= int(top.tokens.max()) < self._vocabulary:
             raise UserError(
-                f"teacher.url {self._url}: it names the token {int(top.tokens.max())}, and {self._model} has "
+                f"{self._server.name}: it names the token {int(top.tokens.max())}, and {self._model} has "
                 f"{self._vocabulary}: serve the model of teacher.model"
             )
         return top
-
-
-def _words(error: Exception) -> str:
-    """Say what has happened to a request, with the first words of the server."""
-    if isinstance(error, HTTPError):
-        said = error.read(2000).decode(errors="replace")
-        with suppress(ValueError, KeyError, TypeError):
-            said = json.loads(said)["error"]["message"]
-        return f"HTTP {error.code}: {said[:300]}"
-    return str(getattr(error, "reason", error)) or type(error).__name__
 
 
 class RemoteTeacher:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import Share, TrainLoader
-from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter
 
 END = 1
 """Ends an answer: of random weights nearly none does."""
@@ -49,15 +49,12 @@ def written(setting: Setting) -> Callable[[int], list[Batch]]:
     share = Share(seed=0, global_batch_size=size, micro_batch_size=size)
     return OnPolicyLoader(
         TrainLoader(items, share, partial(collate, pad_token_id=END)),
-        setting.student,
+        StudentWriter(setting.student, len(answers[0]), [END], pad_token_id=END, synced=False),
         share=1.0,
         seed=0,
-        max_new_tokens=len(answers[0]),
-        end_token_ids=[END],
         pad_token_id=END,
         rank=0,
         world_size=1,
-        synced=False,
     ).micro_batches
 
 

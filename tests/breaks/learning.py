@@ -280,8 +280,8 @@ BREAKS = [
     Break(
         "own-answers-as-labels",
         f"{METHODS}/method.py",
-        "if each.divergence is not None or not batch.own_answers]",
-        "]",
+        "return None if own else term",
+        "return term",
         f"{METHOD_TESTS}/test_method.py::test_the_students_own_answers_are_no_labels",
     ),
     Break(

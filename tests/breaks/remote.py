@@ -12,7 +12,7 @@ BREAKS = [
     Break(
         "lost-server-found-in-the-step",
         "llmdistill/run/callbacks/answers.py",
-        "on_every(lambda: self.teacher.wait(batches), self.trainer.world)",
+        "on_every(lambda: teacher.wait(batches), self.trainer.world)",
         "on_every(lambda: None, self.trainer.world)",
         LOST,
     ),
@@ -39,7 +39,7 @@ BREAKS = [
     ),
     Break(
         "lost-at-the-first-failure",
-        REMOTE,
+        "llmdistill/generation/model_server.py",
         "max(began, self._answered) >= self._wait",
         "max(began, self._answered) >= 0",
         f"{REMOTE_TESTS}::test_a_request_that_fails_is_repeated",

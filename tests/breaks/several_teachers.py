@@ -49,8 +49,8 @@ BREAKS = [
     Break(
         "answers-forget-their-teacher",
         "llmdistill/generation/rollout.py",
-        "Encoded(item.prompt_ids, row, item.teacher)",
-        "Encoded(item.prompt_ids, row)",
+        "Encoded(item.prompt_ids, row.ids, item.teacher)",
+        "Encoded(item.prompt_ids, row.ids)",
         "tests/unit/generation/test_rollout.py",
     ),
     Break(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from stand_in_server import StandInServer, serving
 
-from llmdistill.errors import TeacherLost
+from llmdistill.errors import ServerLost
 
 from support import MAIN_JOB, interrupted_copy, largest_difference, logged
 
@@ -60,7 +60,7 @@ def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tm
     with serving(tiny_teacher) as dying:
         dying.lives = 1 + 20  # the check asks one
         lost = ("--train.save_every", "5")  # no step is due before the end
-        done = launch(*words(dying.url), *more, *lost, *folder, ranks=ranks, code=TeacherLost.code)
+        done = launch(*words(dying.url), *more, *lost, *folder, ranks=ranks, code=ServerLost.code)
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     (step,) = saved_steps(tmp_path / "run")
     assert step in (1, 2)  # the answers of a step and the next one come in any order

@@ -77,6 +77,8 @@ FACTORIZE = "--student.factorize."
 WEIGHTED = (f"{FACTORIZE}weighting", "gradients")
 BY_LOSS = (*WEIGHTED, f"{FACTORIZE}rank", "null", f"{FACTORIZE}allocation", "loss", f"{FACTORIZE}target_params")
 ON_VALID = (f"{FACTORIZE}calibration.data", "embedded:valid")
+SAMPLED = ("--method", "kd", "--kd.divergence", "log_ratio")
+OWN = ("--kd.ratio", "1", "--data.on_policy", "1")
 IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
 
 
@@ -91,6 +93,16 @@ IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
         ),
         ((f"{FACTORIZE}weighting", "none", *ON_VALID), "is embedded:valid, but nothing is measured on it"),
         (("--method", "sft", "--data.on_policy", "0.5"), "data.on_policy is 0.5, but method sft"),
+        (SAMPLED, "kd.divergence is log_ratio, but data.on_policy is 0"),
+        ((*SAMPLED, *OWN, "--kd.temperature", "2"), "kd.divergence is log_ratio, but kd.temperature is not 1"),
+        (
+            (*SAMPLED, *OWN, "--teacher.url", "http://a", "--teacher.top_k", "5"),
+            "kd.divergence is log_ratio, but teacher.url",
+        ),
+        (
+            ("--method", "kd", *OWN, "--data.rollout.url", "http://a", "--student.quantize.weights", "int8"),
+            "data.rollout.url is http://a, but student.quantize.weights is int8",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(fails, arguments, said):

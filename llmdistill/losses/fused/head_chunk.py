@@ -128,10 +128,13 @@ def _any_way(
         log_q = (student / temperature).log_softmax(-1)
         floored_log_q = log_q.clamp(min=LOG_FLOOR)
         here = [i for i in range(len(terms)) if temperatures[i] == temperature]
-        compared = None
-        if any(terms[i].divergence is not None for i in here):
-            assert teacher is not None, "a divergence needs a teacher"
-            compared = _Compared.of(teacher, log_q, floored_log_q, temperature)
+        kinds = {divergence.of_labels for i in here if (divergence := terms[i].divergence) is not None}
+        assert teacher is not None or not kinds, "a divergence needs a teacher"
+        found: dict[bool, _Compared] = {}
+        if teacher is not None and False in kinds:
+            found[False] = _Compared.of(teacher, log_q, floored_log_q, temperature)
+        if teacher is not None and True in kinds:
+            found[True] = _Compared.of_labels(teacher, labels, log_q, temperature)
         derivatives = torch.zeros_like(student) if with_gradient else None
         for i in here:
             term = terms[i]
@@ -145,7 +148,7 @@ def _any_way(
                     if term.smoothing > 0:
                         derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
                 continue
-            assert compared is not None
+            compared = found[term.divergence.of_labels]
             sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
             if derivatives is not None:
                 derivative = compared.derivative(term.divergence, log_q).masked_fill_(log_q < LOG_FLOOR, 0.0)
@@ -172,6 +175,13 @@ class _Compared:
             log_p = softened(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
             return cls(log_p, merged(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
         return cls((teacher / temperature).log_softmax(-1).clamp_(min=LOG_FLOOR), floored_log_q, None)
+
+    @classmethod
+    def of_labels(cls, teacher: Tensor | TopK, labels: Tensor, log_q: Tensor, temperature: float) -> _Compared:
+        assert isinstance(teacher, Tensor), "a label may be none of the most likely tokens"
+        tokens, log_p = labels[:, None], (teacher / temperature).log_softmax(-1)
+        log_p, log_q = (merged(each, tokens).clamp_(min=LOG_FLOOR) for each in (log_p, log_q))
+        return cls(log_p, log_q, tokens)
 
     def derivative(self, divergence: Divergence, log_q: Tensor) -> Tensor:
         """(n, V): the derivative of the divergence with respect to log q of each token."""

@@ -1,4 +1,4 @@
-"""A teacher behind a server: its answers for the next step are waited for between two steps."""
+"""What a server answers for the next step is waited for between two steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ class Answers:
     """
 
     trainer: Trainer
-    teacher: RemoteTeacher
+    teacher: RemoteTeacher | None
+    """The teacher behind a server; None if only the student's answers come from one."""
 
     def after_step(self, state: TrainState) -> None:
-        """See Callback: find whether the teacher is lost, or refuses an example. Every rank must call it."""
+        """See Callback: find whether a server is lost, or refuses an example. Every rank must call it."""
         if state.is_last:
             return
-        batches = self.trainer.micro_batches(state.step)
         try:
-            with self.trainer.teaching.running():
-                on_every(lambda: self.teacher.wait(batches), self.trainer.world)
+            batches = self.trainer.micro_batches(state.step)
+            if self.teacher is not None:
+                teacher = self.teacher
+                with self.trainer.teaching.running():
+                    on_every(lambda: teacher.wait(batches), self.trainer.world)
         except UserError as failure:
             state.failure = failure

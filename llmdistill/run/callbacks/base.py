@@ -47,6 +47,8 @@ class TrainState:
     """The terms of the steps, this one or the one before it, whose values have reached the host."""
     lowest_loss: float = math.inf
     """The lowest loss of the steps so far."""
+    measures: dict[str, float] = field(default_factory=dict)
+    """Further figures of the row of the log that is due; empty if there are none."""
     validation: dict[str, float] = field(default_factory=dict)
     """What a validation of this step adds to the row of the log; empty without one."""
     validation_seconds: float = 0.0

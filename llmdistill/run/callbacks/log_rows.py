@@ -49,7 +49,7 @@ class LogRows:
         if is_due and self._steps > 0:
             done = state.step - self._first_step + 1
             eta = (time.perf_counter() - self._began) / done * (state.settings.steps - state.step)
-            self._log.row(state.step, self._row(state) | state.validation, eta)
+            self._log.row(state.step, self._row(state) | state.measures | state.validation, eta)
             self._restart()
         elif state.validation:
             self._log.validated(state.step, state.validation)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.config import DataConfig
-from llmdistill.config.data import TextConfig
+from llmdistill.config.data import RolloutConfig, TextConfig
 from llmdistill.data.corpus import tokenize
 from llmdistill.data.example_store import store_examples
 from llmdistill.data.examples import Example
@@ -139,6 +139,13 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
             lambda: DataConfig(packing=True, on_policy=0.5),
             "data.packing is true and data.on_policy 0.5: answers that the student",
         ),
+        (
+            lambda: DataConfig(rollout=RolloutConfig(url="http://a")),
+            "data.rollout.url is http://a, but data.on_policy is 0: set it",
+        ),
+        (lambda: RolloutConfig(url="localhost:8000"), "data.rollout.url is localhost:8000: give an address"),
+        (lambda: RolloutConfig(every=0), "data.rollout.every is 0: give 1 or more"),
+        (lambda: RolloutConfig(wait=0), "data.rollout.wait is 0: give a number over 0"),
         (
             lambda: DataConfig(kind="text", train="a.txt", packing=True),
             "data.packing is for instructions, but data.kind is text",

@@ -5,7 +5,9 @@ With vLLM 0.32 itself the same students were tried by hand, see docs/serve.md.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -62,6 +64,19 @@ def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole
     total = sum(outputs) if whole is None else whole
     method.create_weights(layer, own, outputs, inputs, total, torch.float32, weight_loader=None)
     layer.bias = torch.nn.Parameter(torch.full((sum(outputs),), 7.0), requires_grad=False)
+    biased = load(layer, student, prefix, outputs, only=only, transposed=transposed)
+    method.process_weights_after_loading(layer)
+    assert not any("llmdistill_parts" in name for name, _ in layer.named_modules())
+
+    def apply(x):
+        return method.apply(layer, x, layer.bias if biased else None)
+
+    apply.layer = layer
+    return apply
+
+
+def load(layer, student, prefix, outputs, *, only=None, transposed=False, loader=None):
+    """Load the tensors of a student's parts one by one; returns whether any is a bias."""
     parent, _, leaf = prefix.rpartition(".")
     parts, biased = FUSED.get(leaf, [leaf]), False
     for index, part in enumerate(parts):
@@ -73,12 +88,37 @@ def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole
             elif only is None or name in only:
                 shard = None if len(parts) == 1 else "qkv"[index] if leaf == "qkv_proj" else index
                 parameter = layer.get_parameter(name)
-                parameter.weight_loader(
-                    parameter, tensor.T if transposed and name.endswith("weight") else tensor, shard
-                )
-    method.process_weights_after_loading(layer)
-    assert all("llmdistill_parts" in name or name == "bias" for name, _ in layer.named_parameters())
-    return lambda x: method.apply(layer, x, layer.bias if biased else None)
+                given = tensor.T if transposed and name.endswith("weight") else tensor
+                (parameter.weight_loader if loader is None else loader(name))(parameter, given, shard)
+    return biased
+
+
+def like(parameter, tensor):
+    tensor.__dict__.update(parameter.__dict__)
+    return tensor
+
+
+def load_again(layer, student, prefix, outputs, **options):
+    """Do what vLLM does with new weights: count them on the meta device, load them, copy them into the old ones."""
+    served = {name: each for name, each in layer.named_parameters() if name != "bias"}
+    shadows = {name: like(each, each.data.to("meta")) for name, each in served.items()}
+    fresh = {name: like(each, torch.empty_like(each)) for name, each in served.items()}
+    calls = []
+
+    def loader(name):
+        def buffered(_parameter, tensor, shard):
+            bound = inspect.signature(shadows[name].weight_loader).bind(shadows[name], tensor, shard)
+            shadows[name].weight_loader(*bound.args)
+            calls.append((name, bound))
+
+        return buffered
+
+    load(layer, student, prefix, outputs, loader=loader, **options)
+    for name, bound in calls:
+        bound.arguments["param"] = fresh[name]
+        served[name].weight_loader(*bound.args)
+    for name, each in served.items():
+        each.data.copy_(fresh[name])
 
 
 def expected(student, prefix, x):
@@ -106,6 +146,40 @@ def test_a_layer_gives_the_outputs_of_its_parts(plugin, kind, factors):
         x = torch.randn(5, inputs)
         y = serve(plugin, student, prefix, outputs, inputs)(x)
         torch.testing.assert_close(y, torch.cat(expected(student, prefix, x), dim=-1))
+
+
+def changed(student):
+    """The same student after some training."""
+    other = copy.deepcopy(student)
+    for each in other.parameters():
+        each.add_(torch.randn_like(each))
+    return other
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "factors"), [
+    ("llama", "mixed"), ("llama", "pivoted"), ("llama", "kronecker"), ("qwen2", "svd"), ("qwen2", "mixed"),
+])  # fmt: skip
+def test_a_served_layer_takes_new_weights(plugin, kind, factors):
+    student = make_student(kind, SETTINGS[factors])
+    for prefix, (outputs, inputs) in LAYERS.items():
+        if factors == "mixed" and prefix.endswith("o_proj"):
+            continue
+        served, x = serve(plugin, student, prefix, outputs, inputs), torch.randn(5, inputs)
+        for other in (changed(student), changed(student)):
+            load_again(served.layer, other, prefix, outputs)
+            torch.testing.assert_close(served(x), torch.cat(expected(other, prefix, x), dim=-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [FactorizeConfig(rank=3), FactorizeConfig(rank=8, form="pivoted")])
+def test_new_weights_of_gpt2_are_transposed_too(plugin, settings):
+    student, x = make_student("gpt2", settings), torch.randn(5, 16)
+    for name, outputs in (("c_attn", [16, 16, 16]), ("c_proj", [16])):
+        served = serve(plugin, student, f"transformer.h.0.attn.{name}", outputs, transposed=True)
+        other = changed(student)
+        load_again(served.layer, other, f"transformer.h.0.attn.{name}", outputs, transposed=True)
+        torch.testing.assert_close(served(x), getattr(other.transformer.h[0].attn, name)(x))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.generation.rollout import OnPolicyLoader, RowNoise
+from llmdistill.generation.rollout import OnPolicyLoader, RowNoise, StudentWriter
 
 from support import train_loader
 
@@ -27,8 +27,8 @@ def make(model, *, share=1.0, micro_batch_size=8, seed=3, **ranks) -> OnPolicyLo
     ranks = {"rank": 0, "world_size": 1} | ranks
     sizes = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
     loader = train_loader(ITEMS, collate=collate, pad_token_id=PAD, seed=seed, **sizes, **ranks)
-    settings = {"max_new_tokens": 10, "end_token_ids": [END], "pad_token_id": PAD, "synced": False}
-    return OnPolicyLoader(loader, model, share=share, seed=seed, **settings, **ranks)
+    writer = StudentWriter(model, 10, [END], pad_token_id=PAD, synced=False)
+    return OnPolicyLoader(loader, writer, share=share, seed=seed, pad_token_id=PAD, **ranks)
 
 
 def rows(batches) -> list[tuple[list[int], list[int]]]:

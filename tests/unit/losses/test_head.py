@@ -7,6 +7,7 @@ import pytest
 import torch
 from plain_losses import token_losses_plain
 from torch import Tensor
+from torch.nn import functional
 
 from llmdistill.batch import HeadInputs
 from llmdistill.losses import divergence
@@ -89,6 +90,35 @@ def test_it_equals_full_logits(terms: list[TokenTerm]) -> None:
     found = outcome(token_losses, student, teacher, terms, times=3.0, chunk=4)
     assert_near(found, outcome(token_losses_plain, student, teacher, terms, times=3.0))
     assert len(found) == 4
+
+
+def test_the_log_ratio_is_the_policy_gradient_at_the_labels() -> None:
+    student, teacher, labels_N = learned(head(0)), head(1, width=K_TEACHER), labels()
+    terms = [TokenTerm("sampled", divergence.LOG_RATIO), LABEL, OTHERS[3]]
+    sums, *gradients = outcome(token_losses, student, teacher, terms, chunk=4)
+    one, other = (
+        functional.linear(*each).log_softmax(-1).gather(1, labels_N[:, None])[:, 0] for each in (student, teacher)
+    )
+    torch.testing.assert_close(sums[0], (one - other).sum().detach())
+    plain = 0.5 * ((one - other).detach() * one).sum()
+    rest = token_losses_plain(student, teacher, labels_N, terms[1:], factors_of(terms)[1:])
+    torch.testing.assert_close(sums[1:], rest.sums)
+    assert_near(gradients, torch.autograd.grad(plain + rest.total, list(student)))
+
+
+def test_the_mean_policy_gradient_of_all_samples_is_that_of_reverse_kl() -> None:
+    """One row, once with each label, weighted by the student's probability of this label."""
+    one, other = head(0, rows=1), head(1, rows=1)
+    each = HeadInputs(one.rows.expand(V, K).clone().requires_grad_(), one.weight, one.bias)
+    every = other._replace(rows=other.rows.expand(V, K))
+    term, factor = TokenTerm("sampled", divergence.LOG_RATIO), torch.ones(1)
+    loss = token_losses(each, every, torch.arange(V), [term], factor)
+    (gradient_VK,) = torch.autograd.grad(loss.total, [each.rows])
+    q_V = functional.linear(*one)[0].softmax(-1)
+    mean = (q_V[:, None] * gradient_VK).sum(0)
+    of_row = HeadInputs(one.rows.clone().requires_grad_(), one.weight, one.bias)
+    reverse = token_losses(of_row, other, torch.zeros(1).long(), [TokenTerm("kl", divergence.REVERSE_KL)], factor)
+    torch.testing.assert_close(mean, torch.autograd.grad(reverse.total, [of_row.rows])[0][0])
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [LABEL, OTHERS[0]]], ids=["short way", "any way"])

@@ -7,6 +7,7 @@ import torch
 from references import terms_of
 from tiny import tiny_config
 
+from llmdistill import losses
 from llmdistill.batch import Batch, Outputs, Taps
 from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
@@ -71,6 +72,15 @@ def test_the_students_own_answers_are_no_labels() -> None:
     alone = build_method(["kd"], {"kd": KdConfig(ratio=1.0)}, config, config)
     assert alone.weights == {"forward_kl": 1.0}
     assert terms_of(alone, student, teacher, batch).keys() == {"forward_kl"}
+
+
+def test_a_sampled_divergence_takes_all_tokens_of_given_answers() -> None:
+    labels, config = torch.tensor([[-100, 2, 3]]), tiny_config("llama")
+    batch = Batch(labels.clamp_min(0), torch.ones_like(labels), labels)
+    method = build_method(["kd"], {"kd": KdConfig(ratio=1.0, divergence="log_ratio")}, config, config)
+    for own, divergence in ((False, losses.REVERSE_KL), (True, losses.LOG_RATIO)):
+        (term,) = method.running(Outputs(None, Taps()), replace(batch, own_answers=own)).token_terms
+        assert (term.name, term.divergence) == ("log_ratio", divergence)
 
 
 def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:

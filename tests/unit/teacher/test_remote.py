@@ -11,7 +11,7 @@ from stand_in_server import serving
 from tiny import save_decoder
 
 from llmdistill.data.collate import Encoded, collate, collate_packed
-from llmdistill.errors import TeacherLost, UserError
+from llmdistill.errors import ServerLost, UserError
 from llmdistill.models.load import load_model
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
 from llmdistill.teacher.rows import Request
@@ -91,10 +91,10 @@ def test_a_server_is_lost_after_the_time_without_an_answer(server):
     asked.score([[5]])
     server.lives = 0
     began = time.monotonic()
-    with pytest.raises(TeacherLost, match=r"the server has not answered for 1 s \(.+\): start it again"):
+    with pytest.raises(ServerLost, match=r"the server has not answered for 1 s \(.+\): start it again"):
         asked.score([[5, 6]] * 40)
     assert time.monotonic() - began >= 1
-    with pytest.raises(TeacherLost):
+    with pytest.raises(ServerLost):
         asked.score([[5]])
 
 
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_a_server_is_said(server, name, k, vocabulary, longes
     server.changes = changes
     with pytest.raises(UserError, match=f"teacher.url {server.url}: .*{said}") as raised:
         client(server.url, name, k=k, vocabulary=vocabulary).check(longest)
-    assert not isinstance(raised.value, TeacherLost)
+    assert not isinstance(raised.value, ServerLost)
 
 
 def test_no_server_is_said_at_once():

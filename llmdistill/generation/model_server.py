@@ -1,0 +1,127 @@
+"""A server that speaks OpenAI's protocol, as vLLM does, seen by a training that asks it ahead of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
+from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from llmdistill.errors import ServerLost, UserError
+from llmdistill.runtime import signals
+
+Answer = TypeVar("Answer")
+
+_PAUSES = (0.25, 2.0)
+"""Seconds between a failed request and its first repetition, and the most between two; they double."""
+_AGAIN = (408, 429)
+"""HTTP codes, besides those of a failed server (500 and more), after which a request is repeated."""
+
+
+class ModelServer:
+    """A server of models. Its methods may be called in any thread."""
+
+    def __init__(self, url: str, *, key: str, wait: float, requests: int) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            url: where the protocol's paths begin, with or without /v1.
+            key: the setting that has the url, for messages.
+            wait: the seconds without any answer after which the server is lost.
+            requests: the number of requests that are under way at the same time.
+        """
+        self.name = f"{key} {url}"
+        """What a message begins with."""
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._wait = wait
+        self._threads = ThreadPoolExecutor(requests, "server")
+        self._answered = 0.0  # when the last answer came
+        self._loss: str | None = None  # why the server is lost
+
+    def models(self, remedy: str) -> Mapping[str, Any]:
+        """Return what the server says of its models, by their names.
+
+        Raises:
+            UserError: there is no such server; the message ends with the remedy.
+        """
+        try:
+            return {each["id"]: each for each in self.send("/v1/models")["data"]}
+        except HTTPError as error:
+            raise UserError(f"{self.name}: it answers {words_of(error)}; {remedy}") from error
+        except (OSError, HTTPException) as error:
+            raise UserError(f"{self.name}: no server answers there ({words_of(error)}); {remedy}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.name}: it does not speak OpenAI's protocol; {remedy}") from error
+
+    def check_room(self, model: Mapping[str, Any], tokens: int) -> None:
+        """Raise a UserError if one of the `models` reads fewer tokens than a text of data.max_length needs."""
+        limit = model.get("max_model_len")
+        if limit is not None and limit < tokens:
+            raise UserError(
+                f"{self.name}: it reads {limit} tokens, and a text of data.max_length needs {tokens}: start it with "
+                f"--max-model-len {tokens}, or take a smaller data.max_length"
+            )
+
+    def complete(
+        self, body: Mapping[str, Any], read: Callable[[Any], Answer], *, what: str, remedy: str
+    ) -> Future[Answer]:
+        """Ask for a completion, which is there later as `read` makes it of the answer, and so are the exceptions.
+
+        Raises:
+            ServerLost: the server has not answered for too long.
+            UserError: it refuses the request, which the message calls `what`; or what `read` raises.
+        """
+        return self._threads.submit(lambda: read(self.insist("/v1/completions", body, what=what, remedy=remedy)))
+
+    def insist(self, path: str, body: Mapping[str, Any], *, what: str, remedy: str, final: int = 500) -> Any:
+        """Send a request again and again until it is answered; raises as `complete` does.
+
+        `final` is the first HTTP code after which it is sent again; a smaller one refuses the request.
+        """
+        began, pause = time.monotonic(), _PAUSES[0]
+        while self._loss is None:
+            try:
+                answer = self.send(path, body)
+            except (OSError, HTTPException, json.JSONDecodeError) as error:
+                said = words_of(error)
+                if isinstance(error, HTTPError) and error.code < final and error.code not in _AGAIN:
+                    raise UserError(f"{self.name}: it refuses {what}: {said}; {remedy}") from error
+            else:
+                self._answered = time.monotonic()
+                return answer
+            # A signal, or the end of the program, is not kept waiting for the server.
+            is_over = signals.caught() != 0 or not threading.main_thread().is_alive()
+            if time.monotonic() - max(began, self._answered) >= self._wait or is_over:
+                self._loss = said
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        silent = f"the server has not answered for {self._wait:g} s ({self._loss})"
+        raise ServerLost(f"{self.name}: {silent}: start it again")
+
+    def send(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request once, with a body by POST; raises what urllib does."""
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get("VLLM_API_KEY")  # the variable from which vLLM's server takes it
+        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        with urlopen(Request(self._base + path, data, headers), timeout=self._wait) as answer:
+            said = answer.read()
+        return json.loads(said) if said else None
+
+
+def words_of(error: Exception) -> str:
+    """Say what has happened to a request, with the first words of the server."""
+    if isinstance(error, HTTPError):
+        said = error.read(2000).decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):
+            said = json.loads(said)["error"]["message"]
+        return f"HTTP {error.code}: {said[:300]}"
+    return str(getattr(error, "reason", error)) or type(error).__name__

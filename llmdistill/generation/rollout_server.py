@@ -1,0 +1,155 @@
+"""Answers of the student by a vLLM server, to which its weights are handed over while it is trained.
+
+The weights travel as a folder that trainer and server both see. What loads them there is `generation.vllm_worker`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+from llmdistill.errors import UserError
+from llmdistill.generation.model_server import ModelServer, words_of
+from llmdistill.generation.rollout import Prompt, Written
+from llmdistill.runtime.distributed import World, on_every, on_main
+
+_REQUESTS = 64
+"""Requests that a rank has under way at the same time: vLLM answers them together."""
+_WHOSE = {"method": "weights_stamp"}
+
+
+class RolloutServer:
+    """A server that has a model with the student's shapes, as its client sees it."""
+
+    def __init__(
+        self, url: str, *, vocabulary: int, max_new_tokens: int, end_token_ids: Sequence[int], wait: float
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            url: where the protocol's paths begin, with or without /v1.
+            vocabulary: the number of the student's tokens.
+            max_new_tokens: the largest number of tokens of an answer.
+            end_token_ids: the tokens that end an answer, and are its last.
+            wait: the seconds without any answer after which the server is lost.
+        """
+        self._server = ModelServer(url, key="data.rollout.url", wait=wait, requests=_REQUESTS)
+        self._vocabulary, self._longest, self._ends = vocabulary, max_new_tokens, list(end_token_ids)
+
+    def check(self, longest: int) -> None:
+        """Check that the server is there, reads so many tokens, and can take weights.
+
+        Raises:
+            UserError: it does not; the message says what.
+        """
+        start = (
+            "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve STUDENT --worker-extension-cls "
+            "llmdistill.generation.vllm_worker.StudentWeights`"
+        )
+        models = self._server.models(f"{start}, or correct the url")
+        if not models:
+            raise UserError(f"{self._server.name}: it serves no model; {start}")
+        self._server.check_room(next(iter(models.values())), longest)
+        try:
+            self._server.send("/collective_rpc", _WHOSE)
+        except HTTPError as error:
+            said = words_of(error)
+            raise UserError(f"{self._server.name}: it does not take weights ({said}); {start}") from error
+
+    def stamp(self) -> str | None:
+        """Return the stamp of the weights that it has; None if it was handed over none since its start."""
+        what, remedy = "to say which weights it has", "start it as docs/methods.md says"
+        said = self._server.insist("/collective_rpc", _WHOSE, what=what, remedy=remedy)
+        return next(iter(said["results"]))
+
+    def take_weights(self, folder: Path, stamp: str) -> None:
+        """Have it load the weights of a folder; raises as `ModelServer.complete` does."""
+        body = {"method": "take_weights", "args": [str(folder.absolute()), stamp]}
+        remedy = "let it see this folder, and serve the untrained student of this run, or one with the same shapes"
+        what = f"the weights in {folder.absolute()}"
+        # It answers 500 where it cannot read them, which no repetition changes.
+        self._server.insist("/collective_rpc", body, what=what, remedy=remedy, final=501)
+        self._server.insist("/reset_prefix_cache", {}, what="to forget its cache", remedy=remedy)
+
+    def ask(self, prompt: Prompt) -> Future[Written]:
+        """Ask for an answer, which is there later; raises as `ModelServer.complete` does."""
+        body = {
+            "prompt": prompt.ids,
+            "max_tokens": self._longest,
+            "seed": prompt.seed,
+            # The student's own distribution: nothing of what the server or its generation_config.json prefer.
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": self._ends,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        what, remedy = f"a prompt of {len(prompt.ids)} tokens", "serve the untrained student of this run"
+        return self._server.complete(body, self._written, what=what, remedy=remedy)
+
+    def _written(self, answer: Any) -> Written:
+        try:
+            choice = answer["choices"][0]
+            ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            found = Written([int(each) for each in ids], [float(each) for each in log_probs])
+        except (KeyError, IndexError, TypeError, ValueError):
+            found = Written([], [])
+        if not 0 < len(found.ids) == len(found.log_probs) <= self._longest:
+            raise UserError(
+                f"{self._server.name}: it does not give the 1 to {self._longest} tokens of an answer with the "
+                "log-probability of each (return_token_ids and logprobs, as vLLM does): take a server that does"
+            )
+        if not 0 <= min(found.ids) <= max(found.ids) < self._vocabulary:
+            raise UserError(
+                f"{self._server.name}: it names the token {max(found.ids)}, and the student has {self._vocabulary}: "
+                "serve the untrained student of this run"
+            )
+        return found
+
+
+@dataclass
+class ServerWriter:
+    """Writes answers by a server, with the weights of the student as they were at most some steps ago."""
+
+    server: RolloutServer
+    save: Callable[[Path], None]
+    """Saves the student in a folder; every rank must call it."""
+    folder: Path
+    every: int
+    """The weights are handed over in the first step of each so many that is on-policy."""
+    world: World
+    _period: int | None = field(default=None, init=False)
+    _stamp: str | None = field(default=None, init=False)
+
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+        """See Writer; raises a UserError, on every rank, as `RolloutServer` does."""
+        if self._period != step // self.every:
+            self._hand_over()
+        self._period = step // self.every
+        while True:
+            asked = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
+            written = on_every(partial(_results, asked), self.world)
+            if on_main(self.server.stamp, self.world) == self._stamp:
+                return written
+            self._hand_over()  # it was started again since, and has answered with the weights of its start
+
+    def _hand_over(self) -> None:
+        on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.world)
+        self.save(self.folder)
+        self._stamp = on_main(lambda: uuid.uuid4().hex, self.world)
+        on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)), self.world)
+
+
+def _results(asked: Sequence[Sequence[Future[Written]]]) -> list[list[Written]]:
+    return [[each.result() for each in futures] for futures in asked]

@@ -1,0 +1,48 @@
+"""How far two models agree on the tokens of answers: figures beside the losses, without gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TaughtRows, TopK
+from llmdistill.losses.other_tokens import exact_logits
+from llmdistill.losses.several import averaged_logits
+
+_CHUNK = 256
+"""Rows whose logits are in memory at a time."""
+
+
+def top_tokens(taught: TaughtRows, k: int, vocabulary: int | None) -> Tensor | None:
+    """(N, k): a teacher's most likely tokens at positions of one kind; None if it says fewer, or has other tokens."""
+    if isinstance(taught, TopK):
+        return taught.tokens[:, :k] if taught.tokens.shape[1] >= k else None
+    if isinstance(taught, OtherTokens):
+        return None
+    if isinstance(taught, SeveralHeads):
+        size = len(taught.heads[0].rows) if taught.places is None else sum(map(len, taught.places))
+        parts = [averaged_logits(taught, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
+    else:
+        parts = [exact_logits(taught, here) for here in _chunks(taught)]
+    return torch.cat([part_nV[:, :vocabulary].topk(k).indices for part_nV in parts])
+
+
+def count_shared(student: HeadInputs, teacher_Nk: Tensor, vocabulary: int | None) -> Tensor:
+    """Scalar: how many of the student's k most likely tokens are among the k of the teacher, over all rows."""
+    k, count = teacher_Nk.shape[1], teacher_Nk.new_zeros(())
+    for here in _chunks(student):
+        own_nk = exact_logits(student, here)[:, :vocabulary].topk(k).indices
+        count += (own_nk[:, :, None] == teacher_Nk[here, None, :]).sum()
+    return count
+
+
+def log_probs_of(student: HeadInputs, labels_N: Tensor) -> Tensor:
+    """(N,), at least fp32: the log-probability of the token that each row predicts."""
+    rows = [
+        exact_logits(student, here).log_softmax(-1).gather(1, labels_N[here, None])[:, 0] for here in _chunks(student)
+    ]
+    return torch.cat(rows)
+
+
+def _chunks(head: HeadInputs) -> list[slice]:
+    return [slice(start, start + _CHUNK) for start in range(0, len(head.rows), _CHUNK)]

@@ -1,0 +1,99 @@
+"""Answers of the student by a server, which a stand-in in this process plays: what it costs when it dies, and when not.
+
+A real vLLM is in test_vllm_server.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from stand_in_server import serving
+
+from llmdistill.errors import ServerLost
+from llmdistill.report.metrics_log import TOP_SHARED, WRITER_GAP
+
+from support import largest_difference, logged
+
+OWN = ("--method", "kd", "--kd.ratio", "1", "--scoring.models", "[]", "--data.on_policy", "1", "--train.log_every", "1")
+OWN += ("--data.max_length", "266")  # answers of up to ten tokens
+
+
+@pytest.fixture
+def words(settings):
+    return lambda url, *more: (*settings, *OWN, "--data.rollout.url", url, "--data.rollout.wait", "5", *more)
+
+
+@pytest.fixture(scope="module")
+def untrained(trained):
+    """The student as every run here makes it, which a server must be started with."""
+    return trained(*OWN, "--train.steps", "1", ranks=1) / "untrained"
+
+
+@pytest.fixture(scope="module")
+def whole(trained, untrained):
+    """The folder of a run that nothing interrupts."""
+
+    def run(*more, ranks):
+        with serving(untrained) as server:
+            return trained(*OWN, "--data.rollout.url", server.url, "--data.rollout.wait", "5", *more, ranks=ranks)
+
+    return run
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "log_ratio"])
+def test_the_log_says_how_near_the_models_are(whole, divergence):
+    run = whole("--kd.divergence", divergence, ranks=1)
+    assert logged(run, "step") == [1, 2, 3, 4, 5]
+    assert all(0 < share < 1 for share in logged(run, TOP_SHARED))
+    assert max(logged(run, WRITER_GAP)) < 1e-5
+    assert not (run / "handed-over").exists()
+
+
+def test_an_older_student_is_further_from_what_it_writes(whole):
+    gaps = logged(whole("--data.rollout.every", "3", ranks=1), WRITER_GAP)
+    # The rows of steps 1, 2 and 4 are on answers of an older student, that of 3 is on the first of a new one.
+    assert gaps[2] < 1e-5 < 1e-3 < min(gaps[0], gaps[1], gaps[3])
+
+
+def test_ranks_do_not_change_the_answers(whole):
+    assert largest_difference(whole(ranks=2), whole(ranks=1)) < 1e-5
+    sharded = whole("--ds_config", "zero3", ranks=2)
+    assert largest_difference(sharded, whole(ranks=1)) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_that_dies_costs_no_step(untrained, launch, whole, words, tmp_path, ranks):
+    folder = ("--output_dir", str(tmp_path / "run"))
+    with serving(untrained) as dying:
+        dying.lives = 20  # answers, of 8 a step
+        done = launch(*words(dying.url, "--train.save_every", "5"), *folder, ranks=ranks, code=ServerLost.code)
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert said.startswith(f"error: data.rollout.url {dying.url}: the server has not answered for 5 s")
+    assert said.endswith("start it again; step 2 is saved, and the same command goes on from there")
+    with serving(untrained) as again:
+        launch(*words(again.url), *folder, ranks=ranks)
+    assert logged(tmp_path / "run", "step") == [1, 2, 3, 4, 5]
+    assert largest_difference(tmp_path / "run", whole(ranks=ranks)) == 0
+
+
+def test_a_server_that_was_started_again_is_handed_the_weights_again(untrained, launch, whole, words, tmp_path):
+    with serving(untrained) as server:
+        answer, calls = server._answer, []
+
+        def answer_and_forget(path, body):
+            calls.append(path)
+            if len([each for each in calls if each == "/v1/completions"]) == 12:
+                server.start_again()
+            return answer(path, body)
+
+        server._answer = answer_and_forget
+        launch(*words(server.url), "--output_dir", str(tmp_path / "run"))
+    assert largest_difference(tmp_path / "run", whole(ranks=1)) == 0
+
+
+def test_no_server_ends_every_rank_before_the_run(untrained, launch, words, tmp_path):
+    with serving(untrained) as gone:
+        pass
+    done = launch(*words(gone.url), "--output_dir", str(tmp_path / "run"), ranks=2, code=2)
+    assert done.stderr.count("error: ") == 1
+    assert f"error: data.rollout.url {gone.url}: no server answers there" in done.stderr
+    assert not (tmp_path / "run").exists()
