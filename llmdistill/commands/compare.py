@@ -153,6 +153,7 @@ def compare(arguments: Sequence[str]) -> int:
     if parsed.dry_run:
         print_plan(study, as_json=parsed.json)
         return 0
+    study.check_files()
     try:
         findings = conduct(study)
     except KeyboardInterrupt as stop:

@@ -22,7 +22,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.report.results import check_sets
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
-from llmdistill.run.plan import make_plan
+from llmdistill.run.plan import Plan, make_plan
 from llmdistill.tasks.instructions import VALID
 from llmdistill.tasks.windows import text_tests
 
@@ -219,11 +219,20 @@ class Study:
         if any(start.name for start in self.starts):
             check_starts(self.recipe.student)
         for variant in self.trained():
-            changes = {**variant.settings, "seed": self.seeds[0]}
-            make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
+            for point in points(variant.grid):
+                self._plan(variant, point)
         for start in self.starts:
             for trial in (self.base(start), *(self.size_base(start, size) for size in self.sizes)):
                 make_plan(trial.config)
+
+    def check_files(self) -> None:
+        """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
+        for variant in self.trained()[:1]:
+            self._plan(variant, {}).task.check_files()
+
+    def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:
+        changes = {**variant.settings, **point, "seed": self.seeds[0]}
+        return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
 
     def _check_text(self, chooses: bool) -> None:
         """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose.

@@ -127,6 +127,7 @@ KD = MethodEntry(
         "sampled": Preset(
             label="sampled reverse KL",
             settings={"kd.divergence": "log_ratio", "kd.ratio": 1.0, "data.on_policy": 1.0},
+            grid={},
         ),
         "uld": Preset(label="KD, spans by ULD", settings={"kd.spans": "uld"}),
         "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +11,22 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
 from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
+from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.families import max_positions
 from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
+from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
 _EMBEDDING = "embedding"
 """The method that compares the embeddings of sentences."""
@@ -68,6 +72,7 @@ class DistillationLoss:
         *,
         also: Sequence[str] = (),
         vocabulary: int | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         pooling: PoolingMode | None = None,
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -85,6 +90,8 @@ class DistillationLoss:
             also: further methods, whose terms are added.
             vocabulary: the number of tokens that both models share, if they pad the vocabulary to different sizes;
                 these are the first tokens of both.
+            tokenizers: the student's and the teacher's where they differ, for kd: batches are in the student's tokens,
+                and the teacher reads the same text in its own, special tokens left out but end tokens.
             pooling: for embedding, how the outputs of the tokens become a sentence's embedding; by default as the
                 files of sentence-transformers in the teacher's folder say, and mean without them.
             settings: settings by dotted key: `{"minilm.attention": 2.0}`.
@@ -102,6 +109,8 @@ class DistillationLoss:
         self.objective = _objective_of(student, of_sentences)
         check_names("method", [method], METHODS)
         check_names("also", also, with_teacher(METHODS))
+        if tokenizers is not None and any(METHODS[name].needs_teacher > METHODS[name].other_tokens for name in names):
+            raise UserError(f"tokenizers are given, but method {' + '.join(names)} needs the same tokens: take kd")
         own = method_settings(names, settings or {}, keywords, METHODS)
         self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
         if "dense" in self.method.projections:
@@ -110,11 +119,12 @@ class DistillationLoss:
                 "(llmdistill train, llmdistill.distill) alone: set it to drop"
             )
         sizes = teacher.config.vocab_size, student.config.vocab_size
-        if self.method.teacher_positions and vocabulary is None and sizes[0] != sizes[1]:
+        translated = tokenizers is not None and self.method.needs_teacher
+        if self.method.teacher_positions and vocabulary is None and not translated and sizes[0] != sizes[1]:
             raise UserError(
-                f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models "
-                "with the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that "
-                "both have"
+                f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give both "
+                "tokenizers=(student's, teacher's), or if the larger vocabulary is only padded, vocabulary=the number "
+                "of tokens that both have"
             )
         teacher.eval()
         self._forward: Callable[..., Any] = student
@@ -126,6 +136,11 @@ class DistillationLoss:
         self._tapped = {"student": wired("student", student, forward=self._run, projectors=projectors)}
         if self.method.needs_teacher:
             self._tapped["teacher"] = wired("teacher", teacher)
+        self._translated: TranslatedTeacher | None = None
+        if tokenizers is not None and self.method.needs_teacher:
+            longest = max_positions(teacher.config, sys.maxsize)
+            translation = Translation(*tokenizers, prompts=None, longest=longest)
+            self._translated = TranslatedTeacher(self._tapped["teacher"], translation, say)
 
     def __call__(
         self,
@@ -165,8 +180,9 @@ class DistillationLoss:
             if not self._is_checked and self.method.token_terms:
                 self._check_losses(located)
             if self.method.needs_teacher:
+                asked = self._translated or self._tapped["teacher"]
                 with torch.no_grad():
-                    teacher_outputs = self._tapped["teacher"].teach(located, lm_head=self.method.teacher_positions)
+                    teacher_outputs = asked.teach(located, lm_head=self.method.teacher_positions)
             losses = self._tapped["student"].learn(located, self.method.running(teacher_outputs, located, divisors))
         finally:
             self._forward = self.student
@@ -178,7 +194,11 @@ class DistillationLoss:
         self._is_checked, training = True, self.student.training
         self.student.eval()
         try:
-            check_losses(self._tapped, batch, World.current())
+            for name, each in self._tapped.items():
+                read = batch
+                if name == "teacher" and self._translated is not None:
+                    read = self._translated.translation(batch)[0].with_label_rows(shift=True).to(self.teacher.device)
+                check_losses({name: each}, read, World.current())
         finally:
             self.student.train(training)
 

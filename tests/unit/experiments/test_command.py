@@ -55,6 +55,11 @@ def test_a_suite_runs_on_any_teacher(capsys, tmp_path) -> None:
         (["--learning_rates", "1e-3,-1"], "all over 0"),
         (["--data.tests", "{}"], "data.tests is empty"),
         (["--data.valid", "null"], "data.valid is missing"),
+        (["--data.train", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (
+            ["--methods", "kd", "--data.on_policy", "1"],
+            "data.on_policy 1 leaves no labels to learn, but kd.ratio",
+        ),
         (["--sizes", "9999"], "9999"),
         ([*TEXT, "--methods", "kd,seqkd"], "seqkd learns from answers that a model writes to instructions"),
         ([*TEXT, "--suite", "makd-table5"], "give --methods without it"),

@@ -67,6 +67,12 @@ def test_the_answers_are_samples_of_the_handed_over_student(server, tmp_path):
     assert made.write(1, PROMPTS) == written
 
 
+def test_an_answer_ends_after_an_end_token(server):
+    whole = client(server.url).ask(PROMPTS[0][0]).result().ids
+    ending = RolloutServer(server.url, vocabulary=1024, max_new_tokens=LONGEST, end_token_ids=[whole[2]], wait=5.0)
+    assert ending.ask(PROMPTS[0][0]).result().ids == whole[: whole.index(whole[2]) + 1]
+
+
 @pytest.mark.parametrize(("every", "count"), [(1, 5), (2, 3), (4, 2)])
 def test_the_weights_are_handed_over_every_so_many_steps(server, tmp_path, every, count):
     made, saved = writer(server, tmp_path, every=every)

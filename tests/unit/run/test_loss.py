@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import TEXTS, byte_level
 from sentence_encoders import encoder
 from tiny import tiny_config, tiny_model
+from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import (
     BertConfig,
@@ -19,6 +22,7 @@ from transformers import (
     BertModel,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 import llmdistill
@@ -50,6 +54,46 @@ def make_batch(seed: int = 0, rows: int = 3, length: int = 10) -> dict[str, torc
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, : 2 + seed % 4] = -100  # the prompt
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def test_the_same_tokens_with_other_numbers_change_nothing():
+    """The teacher's tokenizer has the student's tokens in another order, and so have its embedding and its head."""
+    ours = byte_level(300)
+    theirs, order = reordered(ours)
+    teacher, student = make_llama(0, vocab_size=300), make_llama(1, vocab_size=300)
+    other = copy.deepcopy(teacher)
+    with torch.no_grad():
+        for layer in (other.get_input_embeddings(), other.get_output_embeddings()):
+            layer.weight[order] = layer.weight.clone()
+    ids = torch.tensor([ours.encode(TEXTS[0])[:12], ours.encode(TEXTS[1])[:12]])
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    results = []
+    for told, tokenizers in ((teacher, None), (other, (ours, theirs))):
+        loss = DistillationLoss(told, student, "kd", ratio=0.7, tokenizers=tokenizers)
+        result = loss(batch)
+        result.backward()
+        results.append([result.loss.detach(), *(each.grad.clone() for each in student.parameters())])
+        student.zero_grad()
+        loss.remove()
+    for one, with_tokenizers in zip(*results, strict=True):
+        torch.testing.assert_close(with_tokenizers, one, rtol=1e-5, atol=1e-7)
+
+
+def reordered(tokenizer):
+    """The tokenizer with its numbers reversed, and the new number of each token."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    last = len(tokenizer) - 1
+    state["model"]["vocab"] = {token: last - number for token, number in state["model"]["vocab"].items()}
+    for each in state["added_tokens"]:
+        each["id"] = last - each["id"]
+    backend = Tokenizer.from_str(json.dumps(state))
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<stop>", pad_token="<stop>")
+    return other, torch.arange(last, -1, -1)
+
+
+def test_methods_on_inner_tensors_are_refused_with_tokenizers(models):
+    with pytest.raises(UserError, match="tokenizers are given, but method makd needs the same tokens: take kd"):
+        DistillationLoss(*models, "makd", tokenizers=(byte_level(300), byte_level(280)))
 
 
 def naive_outputs(model, batch):
