@@ -8,7 +8,6 @@ each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 a
 encode_8), and one text alone. prefill_pivoted and generate_pivoted set a student of pivoted factors against the one of
 plain factors with as many parameters. The promise is the ratio of the counted multiply-adds; the target is 0.8 of it.
 The weights are random, as no product asks what it multiplies, and no answer ends early.
---profile adds where the time of a call goes, by torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 import yaml
 from benching import Line, Settings, Table, Work, bench_parser, measure, parse, run, time_ratio
 from step_rows import bert, gpt2
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
@@ -67,12 +65,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     work = _answers(model, ids.tolist(), row["new"]) if "new" in row else partial(model.base_model, ids.to(device))
     with FlopCounterMode(display=False) as counter:
         work()
-    facts = {"multiply_adds": counter.get_total_flops() / 2}
-    if row.get("profile"):
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            work()
-        facts["profile"] = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
-    return Work(work, facts)
+    return Work(work, {"multiply_adds": counter.get_total_flops() / 2})
 
 
 def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Callable[[], None]:
@@ -87,13 +80,12 @@ def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Call
     return answer
 
 
-def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> None:
+def compare(settings: Settings, table: Table, job: str, work: dict[str, Any]) -> None:
     made = work.pop("factorize", None)
     if "recipe" in work:
         recipe = yaml.safe_load(recipe_path(work.pop("recipe")).read_text(encoding="utf-8"))
         made = recipe["student"]["factorize"]
     name, against = ("plain student", {"factorize": work.pop("against")}) if "against" in work else ("teacher", {})
-    work["profile"] = profiled
     found = measure(build, {"student": {**work, "factorize": made}, name: work | against}, settings, memory=False)
     one, other = found["student"], found[name]
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
@@ -101,21 +93,17 @@ def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *,
     detail = f"{tokens / one.median:,.0f} / {tokens / other.median:,.0f} tokens/s; {fewer:.3f} × fewer multiply-adds"
     title = f"{job}: student's tokens/s over the {name}'s"
     table.add(Line(title, time_ratio(other, one), SHARE * fewer, detail, at_least=True))
-    for row, measured in found.items():
-        if "profile" in measured.facts:
-            table.say(f"{row}, {job}:\n{measured.facts['profile']}")
 
 
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
     settings, table, arguments = parse(parser)
     for job in arguments.only or JOBS:
         work = {**JOBS[job], **(QUICK if settings.quick else {})}
         if settings.quick and "new" in work:
             work |= {"new": min(work["new"], 8), **(QUICK_PIVOTED if "against" in work else {})}
-        compare(settings, table, job, work, profiled=arguments.profile)
+        compare(settings, table, job, work)
     table.finish()
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from llmdistill import cli
-from llmdistill.commands.plan import resolve
+from llmdistill.commands.plan import notes, resolve
 from llmdistill.config.command_line import parse_run
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
@@ -192,6 +192,17 @@ def test_a_task_of_an_encoder(folders, capsys):
     found = planned(capsys, *task, "--teacher.model", encoder, "--ds_config", "zero1", "--gpus", "8")
     assert max(choice["memory_bytes"]["activations"] for choice in found["choices"]) > 0
     assert found["proposal"]["fits"]
+
+
+def test_a_forecast_says_what_it_leaves_out():
+    words = ["--recipe", "quickstart", "--method", "kd"]
+    assert notes(parse_run(words, METHODS)[0]) == []
+    several = [*words, "--teacher.others.more.model", "a", "--data.on_policy", "0.5"]
+    (teachers, answers) = notes(parse_run(several, METHODS)[0])
+    assert teachers == (
+        "the teachers beside teacher.model (teacher.others), their weights and their time, are not in the forecast"
+    )
+    assert answers.endswith("(data.on_policy) are not in the forecast")
 
 
 def test_micro_batches_between_two_traces(run):
