@@ -21,6 +21,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     import pytest
     import torch
@@ -147,8 +149,11 @@ class Job:
         try:
             code = self._server.receive(seconds)
         except AssertionError as error:
-            self._signal(signal.SIGUSR1)  # each process of it writes where its threads stand
-            time.sleep(2)
+            for each in psutil.process_iter():
+                with suppress(ProcessLookupError):
+                    if os.getpgid(each.pid) == self.group:
+                        each.send_signal(signal.SIGUSR1)  # it writes where its threads stand, into the others' file
+                        time.sleep(1)
             self.kill()
             raise AssertionError("\n".join((str(error), " ".join(self._command), *self._texts()))) from None
         return subprocess.CompletedProcess(self._command, code, *self._texts())

@@ -1,8 +1,10 @@
 """A fault on one of two ranks: the job ends soon and names the rank and the cause, and the next start goes on."""
 
+import time
+
 import pytest
 
-from support import largest_difference
+from support import PATIENCE, largest_difference
 
 SAID = {
     "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
@@ -29,10 +31,14 @@ def test_the_next_start_goes_on(faulty, launch, trained, settings, tmp_path):
 
 
 def test_a_job_that_does_not_end_shows_where_it_stands_and_leaves_nothing_to_the_next(rank_server, tmp_path):
-    stuck, short = tmp_path / "stuck.py", tmp_path / "short.py"
-    stuck.write_text("import time\ntime.sleep(600)\n")
+    stuck, short, begun = (tmp_path / name for name in ("stuck.py", "short.py", "begun"))
+    stuck.write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n")
     short.write_text("")
-    with pytest.raises(AssertionError, match=r'stuck\.py", line 2'):
-        # One rank: those of several would write into each other's lines.
-        rank_server.start([], ranks=1, program=str(stuck)).wait(1)
+    job = rank_server.start([], ranks=1, program=str(stuck))
+    patience = time.monotonic() + PATIENCE
+    while not begun.exists():
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+    with pytest.raises(AssertionError, match=r'stuck\.py", line 3'):
+        job.wait(0.5)
     assert rank_server.run([], program=str(short)).returncode == 0
