@@ -156,7 +156,7 @@ def notes(config: RunConfig) -> list[str]:
     """Return what a forecast leaves out of a run."""
     left_out = {
         "the assistants before the student (student.assistants)": bool(config.student.assistants),
-        "the teachers beside teacher.model (teacher.others), their weights and their time,": bool(config.teacher.others),
+        "the teachers beside teacher.model (teacher.others)": bool(config.teacher.others),
         "the student's own answers (data.on_policy)": config.data.on_policy > 0,
         "the runs of the second stage (tasks)": bool(config.tasks.names),
     }

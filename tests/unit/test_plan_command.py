@@ -199,9 +199,7 @@ def test_a_forecast_says_what_it_leaves_out():
     assert notes(parse_run(words, METHODS)[0]) == []
     several = [*words, "--teacher.others.more.model", "a", "--data.on_policy", "0.5"]
     (teachers, answers) = notes(parse_run(several, METHODS)[0])
-    assert teachers == (
-        "the teachers beside teacher.model (teacher.others), their weights and their time, are not in the forecast"
-    )
+    assert teachers == "the teachers beside teacher.model (teacher.others) are not in the forecast"
     assert answers.endswith("(data.on_policy) are not in the forecast")
 
 
