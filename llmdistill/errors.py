@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from typing import Any
 
 _LONGEST = 3000
 """Characters of a message; its end, which holds the remedy, is always kept."""
@@ -71,6 +72,14 @@ def check_most(settings: object, most: float, *keys: str, prefix: str = "", why:
         value = getattr(settings, key)
         if value is not None and value > most:
             raise ValueError(f"{prefix}{key} is {value}: give {most} or less, {why}")
+
+
+def check_server(settings: Any, prefix: str) -> None:
+    """Raise a ValueError if a server's `url` is no address, or the seconds to `wait` for it are not over 0."""
+    if settings.url is not None and not settings.url.startswith(("http://", "https://")):
+        raise ValueError(f"{prefix}url is {settings.url}: give an address such as http://localhost:8000")
+    if not settings.wait > 0:
+        raise ValueError(f"{prefix}wait is {settings.wait}: give a number over 0")
 
 
 def check_least(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.errors import check_least, check_name
+from llmdistill.errors import check_least, check_name, check_server
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
 """The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
@@ -178,11 +178,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError for an address that is none, or a number out of its range."""
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"data.rollout.url is {self.url}: give an address such as http://localhost:8000")
+        check_server(self, "data.rollout.")
         check_least(self, 1, "every", prefix="data.rollout.")
-        if not self.wait > 0:
-            raise ValueError(f"data.rollout.wait is {self.wait}: give a number over 0")
 
 
 @dataclass(frozen=True, kw_only=True)

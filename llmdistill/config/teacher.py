@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmdistill.config.marks import COMMON, FREE, VALUES, replaces
-from llmdistill.errors import FieldError, check_least, check_name
+from llmdistill.errors import FieldError, check_least, check_name, check_server
 
 _NO_SERVER = replaces("teacher.url", "teacher.top_k")
 _OTHER_TEACHERS = replaces("teacher.cache") | _NO_SERVER
@@ -84,16 +84,13 @@ class TeacherConfig(OneTeacher):
                 f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
                 "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.url is {self.url}: give an address such as http://localhost:8000")
+        check_server(self, "teacher.")
         if self.url is not None and (self.model is None or self.cache is not None):
             wrong = "teacher.model is null" if self.model is None else f"teacher.cache is {self.cache}"
             raise ValueError(f"teacher.url is {self.url}, but {wrong}: name the server's model, and no cache")
         if self.url is not None and self.others:
             raise ValueError(f"teacher.url is {self.url}, but there is teacher.others too: leave one of them out")
         check_least(self, 1, "top_k", prefix="teacher.")
-        if not self.wait > 0:
-            raise ValueError(f"teacher.wait is {self.wait}: give a number over 0")
         if self.average == "rows" and not self.others:
             raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
         for name, other in self.others.items():

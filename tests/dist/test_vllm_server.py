@@ -99,6 +99,15 @@ def whole(trained, words):
     return trained(*words)
 
 
+def wait_for_a_step(job, folder):
+    """Wait until the first row is in the log of a running job."""
+    patience = time.monotonic() + PATIENCE
+    while not (folder / "metrics.jsonl").is_file() or not logged(folder, "step"):
+        assert time.monotonic() < patience
+        assert not job.is_over()
+        time.sleep(0.01)
+
+
 def test_runs_from_it_and_from_caches_are_alike(whole, trained, launch, settings, words, tmp_path):
     kept = {"vllm": words, "hf": (*ASKED, "--cache.content", "top_k", "--cache.top_k", K)}
     for name, own in kept.items():
@@ -121,11 +130,7 @@ def test_a_server_that_is_killed_costs_no_step(server, whole, rank_server, launc
     folder = tmp_path / "run"
     given = (*settings, *words, "--output_dir", str(folder))
     job = rank_server.start(given, ranks=2)
-    patience = time.monotonic() + PATIENCE
-    while not (folder / "metrics.jsonl").is_file() or not logged(folder, "step"):
-        assert time.monotonic() < patience
-        assert not job.is_over()
-        time.sleep(0.01)
+    wait_for_a_step(job, folder)
     server.kill()
     killed = time.monotonic()
     try:
@@ -202,11 +207,7 @@ def test_a_killed_server_of_the_student_costs_no_step(student, rank_server, laun
     given = (*settings, *OWN, "--student.model", str(student.model), "--data.rollout.url", student.url)
     given += ("--data.rollout.wait", "10", "--output_dir", str(folder))
     job = rank_server.start(given)
-    patience = time.monotonic() + PATIENCE
-    while not (folder / "metrics.jsonl").is_file() or not logged(folder, "step"):
-        assert time.monotonic() < patience
-        assert not job.is_over()
-        time.sleep(0.01)
+    wait_for_a_step(job, folder)
     student.kill()
     try:
         done = job.wait(70)
