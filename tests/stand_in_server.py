@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,8 @@ class StandInServer:
         self.name, self.most = str(model) if name is None else name, most
         self.lives: float = float("inf")
         """Answers until it is dead: it closes every connection without a word from then on."""
+        self.died: float | None = None
+        """When it was asked for the first time after its end."""
         self.stumbles = 0
         """Requests that it answers with HTTP 503 before it answers others."""
         self.changes: Mapping[str, Any] = {}
@@ -113,6 +116,7 @@ class StandInServer:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
                 with server._lock:
                     if server.lives <= 0:
+                        server.died = server.died or time.time()
                         return self.connection.close()
                     server.lives -= self.path == "/v1/completions"
                     code, answer = server._answer(self.path, body)

@@ -1,17 +1,15 @@
-"""Calibration of a weighted SVD: a pass against plain arithmetic, decompositions, and larger teachers on paper.
+"""Calibration of a weighted SVD: all of a real model's against plain arithmetic, or decompositions by size.
 
-    python scripts/bench/bench_calibration.py           # GPT-2's and Llama-3.2-1B's widths, minutes
-    python scripts/bench/bench_calibration.py --quick   # narrow ones, under a minute
     python scripts/bench/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512 # all of `compress`
+    python scripts/bench/bench_calibration.py           # matrices of GPT-2 and Llama-3.2-1B, minutes
+    python scripts/bench/bench_calibration.py --quick   # narrow ones, seconds
 
-A pass is `measure_moments` of all linears of two layers with random fp32 weights. It is compared with a forward and a
-backward pass of the same model on the same tokens, gradients of the weights included; multiply-adds of both are
-counted. A matrix is decomposed once, in fp64, with moments of full rank, up to its break-even rank, in CPU seconds over
-all threads.
+With --model the whole calibration is run once in this process, for ranks by loss at 60 % of all parameters:
+statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a forward and
+a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
 
-With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
-parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
-forward and a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
+Otherwise a matrix of each shape is decomposed once, in fp64, with moments of full rank, up to its break-even rank, in
+CPU seconds over all threads, and larger teachers are reckoned from that.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-import benching
 import psutil
 import torch
-from benching import Line, Settings, Table, Work, bench_parser, in_seconds, parse, positive, run, time_ratio, wait
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from benching import Line, Settings, Table, bench_parser, parse, positive, run, wait
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
@@ -38,23 +34,21 @@ from llmdistill.embedded import locate
 from llmdistill.factorize import cuts, measure, weigh
 from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.forms import largest_rank
-from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
+from llmdistill.factorize.moments import Moments, shared_inputs
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.configs import load_config
 from llmdistill.models.passes import in_parts, rows_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
-from llmdistill.runtime.tracing import Tracer
 from llmdistill.teacher.live import LiveTeacher
 
 LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
 """Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""
-VOCABULARY = 16_384
 
 
 def llama(width: int, keys: int, inner: int, layers: int = 1) -> LlamaConfig:
     heads = width // 64
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": VOCABULARY}
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads}
     return LlamaConfig(**sizes, num_key_value_heads=keys // 64, num_hidden_layers=layers)
 
 
@@ -75,24 +69,6 @@ def decomposition(m: int, n: int) -> float:
     short, long, rank = min(m, n), max(m, n), largest_rank(m, n)
     small = (m**3 + n**3) / 6 + rank * (m * m + n * n) / 2
     return small + m * n * (m + n) + short * short * long + 9 * short**3 + rank * short * long
-
-
-def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: a pass over some batches, or a forward and a backward pass of each."""
-    config = AutoConfig.for_model(**row["config"])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
-    ids = torch.randint(config.vocab_size, (row["batch"], row["tokens"]))
-    batches = [Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).to(device)] * row["batches"]
-    moments = partial(measure_moments, model, list(layer_linears(model)), batches)
-    work: Callable[[], Any] = moments if row["work"] == "pass" else partial(plain, model, batches)
-    with Tracer() as tracer:
-        work()
-    kept = statistics_bytes(model, batches[0])
-
-    def call() -> None:
-        work()
-
-    return Work(call, {"multiply_adds": tracer.work.flops / 2, "statistics": kept})
 
 
 def plain(model: Any, batches: Iterable[Batch]) -> None:
@@ -117,22 +93,6 @@ def decomposed(m: int, n: int, device: torch.device) -> float:
     weighted_svd(weight, moments, largest_rank(m, n))
     wait(device)
     return clock() - begun
-
-
-def bench_pass(settings: Settings, table: Table) -> None:
-    """Time of a pass against a forward and backward pass, and memory against the statistics."""
-    small, large = (192, (256, 64, 1024)) if settings.quick else (768, (2048, 512, 8192))
-    models = [GPT2Config(n_embd=small, n_head=12, n_layer=2, vocab_size=VOCABULARY), llama(*large, layers=2)]
-    for config in models:
-        row = {"config": config.to_dict(), "batch": 2, "tokens": 64, "batches": 4}
-        found = benching.measure(build, {way: {**row, "work": way} for way in ("pass", "plain")}, settings)
-        one, other = found["pass"], found["plain"]
-        name = f"two layers of {config.model_type}, {config.hidden_size} wide"
-        expected = one.facts["multiply_adds"] / other.facts["multiply_adds"]
-        detail = f"{in_seconds(one, other)} for 512 tokens, {expected:.2f} by multiply-adds"
-        table.add(Line(f"{name}: pass / forward and backward", time_ratio(one, other), None, detail))
-        kept = one.bytes / one.facts["statistics"]
-        table.add(Line(f"{name}: memory / statistics", kept, None, f"{one.bytes / 1e6:.0f} MB"))
 
 
 def bench_decomposition(settings: Settings, table: Table) -> None:
@@ -237,7 +197,6 @@ def main() -> None:
     if arguments.model is not None:
         bench_model(arguments, settings, table)
     else:
-        bench_pass(settings, table)
         bench_decomposition(settings, table)
     table.finish()
 

@@ -1,4 +1,4 @@
-"""Tortures the commands and prints a page of figures: kills, signals, full disks, long runs.
+"""Tortures the commands and prints a page of figures: kills, signals, full disks, lost servers, long runs.
 
     scripts/torture.sh               # under 30 minutes on two cores
     scripts/torture.sh --quick       # about a minute
@@ -37,7 +37,7 @@ LIMITS = {"bytes of memory": 2e6, "open files": 0.5, "threads": 0.5}
 _LONGEST_STEP = 0.1
 """Seconds of a step on a busy machine."""
 
-CASES = {"kills": (6, 110), "signals": (2, 30), "disk": (4, 48)}
+CASES = {"kills": (6, 110), "signals": (2, 30), "disk": (4, 48), "servers": (2, 20)}
 """How many each section has with --quick, and without."""
 
 

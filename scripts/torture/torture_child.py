@@ -62,7 +62,8 @@ class Fault:
     """What strikes, where and when."""
 
     kind: str = "none"
-    """kill, a name of a signal, launcher (SIGKILL for the parent), a key of _ERRORS, or none."""
+    """kill, a name of a signal, launcher (SIGKILL for the parent), a key of _ERRORS, none, or server, which its own
+    process lets die after `call` answers."""
     rank: int = 0
     mark: str = ""
     call: int = 1

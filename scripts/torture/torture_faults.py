@@ -1,4 +1,4 @@
-"""Kills, signals and failing disks: the same command again ends as if nothing had happened."""
+"""Kills, signals, failing disks and lost servers: the same command again ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torture_child import Fault, phase_of
 from torture_results import Case, Tally, differences, left_behind
 from torture_runs import SCENARIOS, Done, Scenario, Shop, verdict
+
+from llmdistill.errors import ServerLost
 
 from support import logged
 
@@ -40,8 +42,8 @@ def disturbed(
             done = shop.run(scenario, folder, ranks=ranks, fault=fault)
             if done.struck is None:
                 break
-            victim = "launcher" if fault.kind == "launcher" else f"rank {fault.rank}"
-            phase = fault.mark or phase_of(done.struck)
+            victim = fault.kind if fault.kind in ("launcher", "server") else f"rank {fault.rank}"
+            phase = "training" if fault.kind == "server" else fault.mark or phase_of(done.struck)
             case.struck, case.grace = case.struck + 1, max(case.grace, done.grace)
             case.what += f", {fault.kind} to {victim} at {done.struck}"
             case.counts += [("by kind", fault.kind), ("by phase", phase), ("by victim", f"{victim} of {of_ranks}")]
@@ -156,7 +158,22 @@ def fail(shop: Shop, number: int) -> Case:
     return disturbed(shop, "disk", number, scenario, ranks, [fault], judge)
 
 
-SECTIONS = {"kills": kill, "signals": stop, "disk": fail}
+# A server that dies between two answers: the run waits, saves its last step and ends, and goes on with another server
+
+
+def lose(shop: Shop, number: int) -> Case:
+    dice, served = shop.random("servers", number), [each for each in SCENARIOS.values() if each.served]
+    scenario, ranks = served[number % 2], number // 2 % 2 + 1
+
+    def judge(done: Done, *_: Any) -> list[str]:
+        said = [line for line in done.errors.splitlines() if line.startswith("error: ")]
+        ended = (done.code, len(said), "Traceback" in done.errors) == (ServerLost.code, 1, False)
+        return [] if ended else [f"exit code {done.code}, said {said}"]
+
+    return disturbed(shop, "servers", number, scenario, ranks, [Fault("server", call=dice.randint(1, 19))], judge)
+
+
+SECTIONS = {"kills": kill, "signals": stop, "disk": fail, "servers": lose}
 
 
 def tried(shop: Shop, section: str, numbers: Iterable[int]) -> Tally:

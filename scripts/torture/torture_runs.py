@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -44,9 +44,8 @@ class Scenario:
     """Those of torture_child.MARKS that it comes through and for which it is taken."""
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of ranks with which it runs; 0 without a launcher."""
-
-    def arguments(self, shop: Shop, folder: Path) -> list[str]:
-        return self.words.format(shop=shop, folder=folder).split()
+    served: str = ""
+    """The folder of the shop that a stand-in for vLLM's server serves meanwhile, at {url}."""
 
 
 @dataclass
@@ -91,6 +90,10 @@ class Shop:
     def student(self) -> Path:
         return self.reference(SCENARIOS["train"], 1) / "run" / "student"
 
+    @property
+    def untrained(self) -> Path:
+        return self.student.with_name("untrained")
+
     def close(self) -> None:
         for server in self._own:
             server.close()
@@ -119,26 +122,35 @@ class Shop:
         armed = replace(fault or Fault(), folder=str(own), watched=str(folder))
         (own / "fault.json").write_text(json.dumps(asdict(armed)))
         (own / "struck").unlink(missing_ok=True)
-        words = [str(own / "fault.json"), scenario.program, *scenario.arguments(self, folder), *more]
-        server = self._free.get()
-        try:
-            job = server.start(words, ranks=ranks, program=CHILD, folder=ROOT)
-            if watch is not None:
-                watch(job.group)
+        from stand_in_server import serving  # after --help, as it loads torch
+
+        with serving(getattr(self, scenario.served)) if scenario.served else nullcontext() as stand_in:
+            if armed.kind == "server":
+                stand_in.lives = armed.call
+            url = stand_in.url if scenario.served else ""
+            arguments = scenario.words.format(shop=self, folder=folder, url=url).split()
+            server = self._free.get()
             try:
-                ended = job.wait(seconds)
-            except AssertionError:
-                server.receive()  # the code of the job, which it has killed
-                raise
-            _, left = psutil.wait_procs(alive(job.group), timeout=60)
-            if left:
-                raise RuntimeError("processes did not end within 60 seconds after their launcher's end")
-        finally:
-            for process in alive(job.group):
-                process.kill()
-            self._free.put(server)
+                words = [str(own / "fault.json"), scenario.program, *arguments, *more]
+                job = server.start(words, ranks=ranks, program=CHILD, folder=ROOT)
+                if watch is not None:
+                    watch(job.group)
+                try:
+                    ended = job.wait(seconds)
+                except AssertionError:
+                    server.receive()  # the code of the job, which it has killed
+                    raise
+                _, left = psutil.wait_procs(alive(job.group), timeout=60)
+                if left:
+                    raise RuntimeError("processes did not end within 60 seconds after their launcher's end")
+            finally:
+                for process in alive(job.group):
+                    process.kill()
+                self._free.put(server)
         now = time.time()
         struck = json.loads((own / "struck").read_text()) if (own / "struck").is_file() else [None, now]
+        if scenario.served and stand_in.died is not None:
+            struck = [f"answer {armed.call}", stand_in.died]
         # What orphans say comes after the job's end.
         texts = [file.read_text() if file.is_file() else "" for file in (job.output, job.errors)]
         return Done(ended.returncode, *texts, struck[0], now - struck[1])
@@ -189,6 +201,9 @@ _COMPARE = (
     "compare {shop.settings} --methods=none,sft,seqkd --seeds=1 --learning_rates=1e-3 --train.steps=3 "
     "--output_dir={folder}/study"
 )
+_OF_KD = "{shop.settings} --method=kd --scoring.models=[] --output_dir={folder}/run"
+_REMOTE = f"{_OF_KD} --teacher.url={{url}} --teacher.top_k=20 --teacher.wait=2"
+_OWN = f"{_OF_KD} --kd.ratio=1 --data.on_policy=1 --data.rollout.url={{url}} --data.rollout.wait=2"
 _EXPORT = "export --to=dense --model={shop.student} --output={folder}/dense"
 _PHASES = ("start", "training", "saving", "student", "scoring")
 SCENARIOS = {
@@ -200,6 +215,8 @@ SCENARIOS = {
         Scenario("generate", CLI, _GENERATE, ("generating",)),
         Scenario("compare", CLI, _COMPARE, ("comparing",), (0,)),
         Scenario("export", CLI, _EXPORT, ("exporting",), (0,)),
+        Scenario("remote", MAIN_JOB, _REMOTE, ("training",), served="teacher"),
+        Scenario("rollout", MAIN_JOB, _OWN, ("training",), served="untrained"),
     )
 }
 

@@ -40,6 +40,13 @@ def test_killed_runs_end_as_undisturbed_ones(shop, case):
     assert not dict(tally.figures)["kills"].startswith("0")
 
 
+@pytest.mark.parametrize("number", [1, 2])  # a rollout on one rank, a remote teacher on two
+def test_runs_whose_server_was_lost_end_as_undisturbed_ones(shop, number):
+    tally = tried(shop, "servers", [number])
+    assert tally.failures == []
+    assert dict(tally.figures)["servers"].startswith("1 ")
+
+
 def test_a_full_disk_leaves_the_former_checkpoint_and_the_run_goes_on(shop, tmp_path):
     train, folder = SCENARIOS["train"], tmp_path / "full"
     folder.mkdir()

@@ -23,6 +23,7 @@ from benching import Line, Measured, Settings, Table, facts_of, measure, time_ra
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmdistill
+from llmdistill.batch import Batch
 from llmdistill.factorize.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
@@ -193,19 +194,12 @@ def test_trls_trainers_have_our_loss_on_given_answers(labeled):
     assert theirs == pytest.approx([ours, ours], abs=3e-6)
 
 
-def test_calibration_counts_what_a_pass_measures():
+def test_calibration_counts_the_bytes_of_its_statistics():
     config = LlamaConfig(**NARROW, num_hidden_layers=1, vocab_size=40)
     # Queries, keys and values read the same 16 features, as gates and the first feed-forward matrix do.
     inputs, outputs = 3 * 16**2 + 24**2, (16**2 + 2 * 8**2) + 16**2 + 2 * 24**2 + 16**2
-    row = {"config": config.to_dict(), "batch": 1, "tokens": 5, "batches": 2}
-    works = {way: bench_calibration.build({**row, "work": way}, CPU) for way in ("pass", "plain")}
-    assert works["pass"].facts["statistics"] == 4 * (inputs + outputs)
-    for work in works.values():
-        work.call()
-    # Of 10 tokens: the products of the weights forward and back, gradients of the weights in the plain way alone.
-    weights = 10 * sum(m * n for m, n in [*bench_calibration.shapes_of(config), (40, 16)])
-    passed, plain = (works[way].facts["multiply_adds"] - 10 * (inputs + outputs) * (way == "pass") for way in works)
-    assert 2 * weights < passed < 3 * weights <= plain < 4 * weights
+    batch = Batch(*[torch.ones(1, 5, dtype=torch.long)] * 3)
+    assert bench_calibration.statistics_bytes(LlamaForCausalLM(config), batch) == 4 * (inputs + outputs)
     assert bench_calibration.decomposed(70, 80, CPU) > 0
 
 
