@@ -346,9 +346,3 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     values |= values.pop("method_settings")
     values["train"]["betas"] = list(values["train"]["betas"])
     return values
-
-
-def scores_asked(config: RunConfig) -> dict[str, Any]:
-    """The settings of the scoring and the sets to score, as plain JSON values."""
-    values = to_dict(config)
-    return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}

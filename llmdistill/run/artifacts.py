@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from llmdistill.artifacts import MANIFEST, compare_records, plain, read_record
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import scores_asked, to_dict
+from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
@@ -161,6 +161,12 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     tests = old.get("tests")
     has_all = isinstance(tests, dict) and tests.items() >= asked["tests"].items()
     return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
+
+
+def scores_asked(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the scoring and the sets to score, as plain JSON values."""
+    values = to_dict(config)
+    return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}
 
 
 @contextmanager

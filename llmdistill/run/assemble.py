@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -22,33 +21,28 @@ from llmdistill.factorize.convert import compress, make_student
 from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.adapters import add_lora, is_adapter
-from llmdistill.models.families import max_positions
 from llmdistill.models.heads import read_classifier, set_classifier
-from llmdistill.models.load import Head, load_model, merge_adapter
+from llmdistill.models.load import load_model
 from llmdistill.models.quantized import fake_quantize
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
-from llmdistill.run.resolved import OtherTeacher
 from llmdistill.run.rotation import nearest_rotation
+from llmdistill.run.teachers import make_teacher, teacher_of_steps, teacher_server
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
-from llmdistill.run.wiring import request_of, tapped
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.compile import check_compile
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
-from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
-from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.cached import CachedTeacher, Teacher
-from llmdistill.teacher.live import LiveTeacher, load_teacher
-from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
-from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
-from llmdistill.teacher.translated import TranslatedTeacher, Translation
+from llmdistill.teacher.live import LiveTeacher
+from llmdistill.teacher.remote import AskingLoader, RemoteTeacher
 
 HANDED_OVER = "handed-over"
 """Folder in a run with the weights that the server of data.rollout.url has."""
@@ -85,39 +79,6 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
         on_main(make, world)
         is_there(made, world)
     return folder
-
-
-def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: str = "") -> LiveTeacher:
-    """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
-    head = plan.models.teacher_head if head is None else head
-    of_models = plan.models
-    main = OtherTeacher(settings=plan.config.teacher, path=of_models.teacher_path, dtype=of_models.teacher_dtype)
-    chosen = of_models.others[name] if name else main
-    path, settings, dtype = chosen.path, chosen.settings, chosen.dtype
-    if settings.is_sharded and is_adapter(path):
-        # A rank has only a shard of the base model, so rank 0 merges an adapter first.
-        merged = plan.folder / (f"teacher-{name}" if name else "teacher")
-        if not is_there(merged / "config.json", world):
-            on_main(lambda: merge_adapter(path, merged), world)
-            is_there(merged / "config.json", world)
-        path = merged
-    return load_teacher(str(path), dtype=dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head)
-
-
-def teacher_server(plan: Plan) -> TeacherServer:
-    """Return the client of the server that runs the teacher (teacher.url)."""
-    teacher, vocabulary = plan.config.teacher, plan.models.compared_tokens
-    assert teacher.url is not None
-    assert teacher.model is not None
-    assert teacher.top_k is not None
-    return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
-
-
-def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
-    """Return the teacher of a run that a server runs."""
-    k = plan.config.teacher.top_k
-    assert k is not None
-    return RemoteTeacher(teacher_server(plan), request_of(plan.method), k=k, device=world.device)
 
 
 def rollout_server(plan: Plan, end_token_ids: list[int], vocabulary: int) -> RolloutServer:
@@ -270,16 +231,7 @@ def make_trainer(
     world: World,
 ) -> Trainer:
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
-    config, method = plan.config, plan.method
-    wired = partial(tapped, method, vocabulary=plan.models.vocabulary, compiled=config.train.compile)
-    trained_by: Teacher | None = None
-    if plan.is_cached:
-        trained_by = run_teacher(_cached(str(config.teacher.cache), plan, world), plan, data, world)
-    elif plan.is_remote:
-        trained_by = remote_teacher(plan, world)
-    elif method.needs_teacher:
-        live = teacher()
-        trained_by = run_teacher(wired("teacher", live.model, forward=live.forward), plan, data, world)
+    method, trained_by = plan.method, teacher_of_steps(plan, teacher, data, world)
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)
@@ -289,54 +241,22 @@ def make_trainer(
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
         engine=engine,
-        student=wired("student", engine.module, forward=engine, projectors=projectors),
+        student=tapped(
+            method,
+            "student",
+            engine.module,
+            forward=engine,
+            projectors=projectors,
+            vocabulary=plan.models.vocabulary,
+            compiled=plan.config.train.compile,
+        ),
         teacher=trained_by,
         method=method,
         loader=prepare_loader(plan, student_folder, loader, engine, data, world, remote),
-        settings=config.train,
-        seed=config.seed,
+        settings=plan.config.train,
+        seed=plan.config.seed,
         world=world,
     )
-
-
-def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:
-    """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
-    if plan.models.translates:
-        return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main, world=world))
-    if not plan.models.others:
-        return first
-    settings = {"": plan.config.teacher, **{name: other.settings for name, other in plan.models.others.items()}}
-    teachers = {"": first}
-    for name in plan.models.others:
-        if settings[name].cache is not None:
-            teachers[name] = _cached(str(settings[name].cache), plan, world)
-            continue
-        live, compiled = make_teacher(plan, world, name=name), plan.config.train.compile
-        teachers[name] = tapped(
-            plan.method,
-            "teacher",
-            live.model,
-            forward=live.forward,
-            vocabulary=plan.models.vocabulary,
-            compiled=compiled,
-        )
-    average = plan.config.teacher.average
-    if average == "rows":
-        sharded = {name for name, each in settings.items() if each.is_sharded and each.cache is None}
-        return TeachersOfRows(teachers=teachers, together=frozenset(sharded))
-    weights = [each.weight for each in settings.values()]
-    return AveragedTeachers(teachers=teachers, weights=weights, average=average)
-
-
-def make_translation(plan: Plan, data: TaskData) -> Translation:
-    """Return what turns the batches of a run into those of its teacher with another tokenizer."""
-    longest = max_positions(plan.models.teacher, sys.maxsize)
-    return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
-
-
-def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:
-    request = request_of(plan.method)
-    return CachedTeacher(CacheFolder(Path(folder)), request, shift=plan.method.shift, device=world.device)
 
 
 def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:

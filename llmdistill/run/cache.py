@@ -21,11 +21,11 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.run.artifacts import input_fingerprints
-from llmdistill.run.assemble import make_teacher, make_translation, teacher_server
 from llmdistill.run.checks import check_can_cache, check_top_k, lacking_of_vllm
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
 from llmdistill.run.resolved import RunModels
+from llmdistill.run.teachers import make_teacher, make_translation, teacher_server
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData

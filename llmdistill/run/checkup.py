@@ -21,19 +21,12 @@ from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.progress import progress
-from llmdistill.run.assemble import (
-    load_student,
-    make_teacher,
-    prepare_student,
-    remote_teacher,
-    run_teacher,
-    share_of,
-    teacher_server,
-)
+from llmdistill.run.assemble import load_student, prepare_student, share_of
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.resolved import RunModels
+from llmdistill.run.teachers import make_teacher, remote_teacher, run_teacher, teacher_server
 from llmdistill.run.trainer import live_teachers
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World

@@ -14,7 +14,6 @@ from typing import Any
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, write_manifest
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import scores_asked
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods.sft import make_sft
@@ -23,7 +22,7 @@ from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.run import assemble
-from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
+from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings, scores_asked
 from llmdistill.run.cache import check_cache
 from llmdistill.run.callbacks.answers import Answers
 from llmdistill.run.callbacks.base import Callback
@@ -42,6 +41,7 @@ from llmdistill.run.describe import headline
 from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog, check_log
 from llmdistill.run.plan import Plan, make_plan
+from llmdistill.run.teachers import make_teacher
 from llmdistill.run.trackers import monitors
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime import signals
@@ -124,7 +124,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
-    teacher = cache(lambda: assemble.make_teacher(plan, world))
+    teacher = cache(lambda: make_teacher(plan, world))
     if is_scored("teacher"):
         summaries["teacher"] = book.score(
             "teacher",

@@ -29,9 +29,9 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
-from llmdistill.run.assemble import make_teacher
 from llmdistill.run.cache import make_cache
 from llmdistill.run.plan import make_plan
+from llmdistill.run.teachers import make_teacher
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher.cache_folder import CacheFolder

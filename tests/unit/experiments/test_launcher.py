@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.config.command_line import parse_run, scores_asked
+from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments import launcher as module
 from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.experiments.trials import Progress, make_trial
 from llmdistill.methods import METHODS
-from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.artifacts import claim_folder, scores_asked
 from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World
 

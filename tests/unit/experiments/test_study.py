@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import parse_run, scores_asked
+from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import conduct
@@ -20,7 +20,7 @@ from llmdistill.experiments.study import Study
 from llmdistill.experiments.variants import from_starts, load_methods, load_starts
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison
-from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.artifacts import claim_folder, scores_asked
 from llmdistill.runtime.distributed import World
 
 COMPARED = ["none", "sft", "kd", "seqkd", "makd"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.config.command_line import parse_run, scores_asked, to_dict
+from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import temporary_folder
 from llmdistill.methods import METHODS
-from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints
+from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints, scores_asked
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

@@ -223,7 +223,7 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     results, _ = evaluate(*taught)
     assert "scores at chance on RTE" in results["warnings"][0]
     assert "Warning: the teacher" in (tmp_path / "out/report.md").read_text()
-    monkeypatch.setattr("llmdistill.run.assemble.load_teacher", None)
+    monkeypatch.setattr("llmdistill.run.teachers.load_teacher", None)
     assert evaluate(*taught)[0]["tasks"] == results["tasks"]
 
 

@@ -21,12 +21,12 @@ from llmdistill.data.sampler import Share
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run import cache
-from llmdistill.run.assemble import make_teacher
 from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
 from llmdistill.run.forecast.layout import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
+from llmdistill.run.teachers import make_teacher
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.teacher import cache_folder, shards
 from llmdistill.teacher.cache_folder import CacheFolder

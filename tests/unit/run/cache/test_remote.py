@@ -14,8 +14,8 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run import cache
-from llmdistill.run.assemble import remote_teacher
 from llmdistill.run.describe import estimate, headline
+from llmdistill.run.teachers import remote_teacher
 
 URL = "http://127.0.0.1:1"
 WORDS = ("--method", "kd", "--data.packing", "true")
