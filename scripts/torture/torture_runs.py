@@ -202,8 +202,8 @@ _COMPARE = (
     "--output_dir={folder}/study"
 )
 _OF_KD = "{shop.settings} --method=kd --scoring.models=[] --output_dir={folder}/run"
-_REMOTE = f"{_OF_KD} --teacher.url={{url}} --teacher.top_k=20 --teacher.wait=2"
-_OWN = f"{_OF_KD} --kd.ratio=1 --data.on_policy=1 --data.rollout.url={{url}} --data.rollout.wait=2"
+_REMOTE = f"{_OF_KD} --teacher.url={{url}} --teacher.top_k=20 --teacher.wait=10"
+_OWN = f"{_OF_KD} --kd.ratio=1 --data.on_policy=1 --data.rollout.url={{url}} --data.rollout.wait=10"
 _EXPORT = "export --to=dense --model={shop.student} --output={folder}/dense"
 _PHASES = ("start", "training", "saving", "student", "scoring")
 SCENARIOS = {

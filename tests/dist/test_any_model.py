@@ -34,6 +34,7 @@ SETTINGS = shlex.split("""--data.train embedded:train --data.tests {} --train.dt
 --train.keep_checkpoints 2 --scoring.models []""")
 
 
+@pytest.mark.slow
 def test_own_logits_on_all_ranks_and_after_a_resume(launch, folders, tmp_path):
     models = ("--teacher.model", str(folders["gemma2"]), "--student.model", str(folders["granite"]))
     arguments = (*SETTINGS, *models, "--train.steps", "3", "--ds_config", "zero1")

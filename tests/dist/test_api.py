@@ -51,6 +51,7 @@ def main():
         (folder / "result.json").write_text(json.dumps({"history": result.history, "weights": weights, "log": log}))
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(launch, tiny_teacher, tmp_path):
     results = []
     for ranks in (1, 2):

@@ -202,6 +202,7 @@ WEIGHTED = f"""--student.factorize.rank null --student.factorize.target_params 6
 {CALIBRATION}.examples 16 {CALIBRATION}.micro_batch_size 4""".split()
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, tmp_path):
     """A whole teacher and the plain form on two ranks are in test_weighing.py."""
     more = ("--teacher.sharding", "zero3", f"{CALIBRATION}.folder", str(tmp_path / "kept"))

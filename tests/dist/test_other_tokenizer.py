@@ -29,7 +29,7 @@ def other(tmp_path_factory) -> tuple[str, ...]:
     return ("--method", "kd", "--student.model", str(folder), "--student.factorize.rank", "null", *LIMITS)
 
 
-@pytest.mark.parametrize("spans", ["alm", "uld"])
+@pytest.mark.parametrize("spans", ["alm", pytest.param("uld", marks=pytest.mark.slow)])
 def test_two_sharded_ranks_learn_what_one_does(trained, other, spans):
     chosen = (*other, "--kd.spans", spans)
     alone = trained(*chosen)
@@ -42,6 +42,7 @@ def test_packed_rows_are_learned_as_single_ones(trained, other):
     assert largest_difference(trained(*other, "--kd.spans", "alm"), trained(*other, "--data.packing", "true")) < SAME
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_judge_answers_of_different_lengths(trained, other):
     own = (*other, "--kd.ratio", "1.0", "--data.on_policy", "1.0", "--data.max_length", "212")
     assert largest_difference(trained(*own), trained(*own, ranks=2, ds_config="zero3")) < SAME

@@ -30,7 +30,7 @@ def server(tiny_teacher):
 @pytest.fixture
 def words(server, settings):
     """The arguments of a run that asks the server, or another one."""
-    return lambda url=server.url, wait=2: (
+    return lambda url=server.url, wait=5: (
         *(*settings, *ASKED, "--teacher.url", url, "--teacher.top_k", str(K), "--teacher.wait", str(wait)),
     )
 
@@ -38,7 +38,7 @@ def words(server, settings):
 @pytest.fixture(scope="module")
 def whole(trained, server):
     """The folder of a run that nothing interrupts."""
-    asked = (*ASKED, "--teacher.url", server.url, "--teacher.top_k", str(K), "--teacher.wait", "2")
+    asked = (*ASKED, "--teacher.url", server.url, "--teacher.top_k", str(K), "--teacher.wait", "5")
     return lambda *arguments, ranks: trained(*asked, *arguments, ranks=ranks)
 
 
@@ -64,7 +64,7 @@ def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tm
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     (step,) = saved_steps(tmp_path / "run")
     assert step in (1, 2)  # the answers of a step and the next one come in any order
-    assert said.startswith(f"error: teacher.url {dying.url}: the server has not answered for 2 s")
+    assert said.startswith(f"error: teacher.url {dying.url}: the server has not answered for 5 s")
     assert said.endswith(f"start it again; step {step} is saved, and the same command goes on from there")
     launch(*words(), *more, *folder, ranks=ranks)
     assert logged(tmp_path / "run", "step") == [1, 2, 3, 4, 5]

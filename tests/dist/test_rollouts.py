@@ -54,13 +54,14 @@ def test_an_older_student_is_further_from_what_it_writes(whole):
     assert gaps[2] < 1e-5 < 1e-3 < min(gaps[0], gaps[1], gaps[3])
 
 
+@pytest.mark.slow
 def test_ranks_do_not_change_the_answers(whole):
     assert largest_difference(whole(ranks=2), whole(ranks=1)) < 1e-5
     sharded = whole("--ds_config", "zero3", ranks=2)
     assert largest_difference(sharded, whole(ranks=1)) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_server_that_dies_costs_no_step(untrained, launch, whole, words, tmp_path, ranks):
     folder = ("--output_dir", str(tmp_path / "run"))
     with serving(untrained) as dying:
@@ -75,6 +76,7 @@ def test_a_server_that_dies_costs_no_step(untrained, launch, whole, words, tmp_p
     assert largest_difference(tmp_path / "run", whole(ranks=ranks)) == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_is_handed_the_weights_again(untrained, launch, whole, words, tmp_path):
     with serving(untrained) as server:
         answer, calls = server._answer, []

@@ -41,6 +41,7 @@ def of_rows(skills, tmp_path_factory) -> tuple[str, ...]:
     return (*KD, *own)
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_learn_what_one_does_of_an_average(trained, averaged):
     own = (*averaged, "--teacher.average", "log_probabilities")
     alone = trained(*own)
