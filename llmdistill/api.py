@@ -335,13 +335,13 @@ def evaluate(
         answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
     size, length, window = generation.batch_size, limits.get("max_length", limited.max_length), generation.window
+    read = {name: TextSet(text).read() for name, text in texts.items()}  # what is missing is told before the loading
     cut: dict[str, Any] = {"stride": generation.stride, "limit": generation.limit, "shorten": window is None}
     scores = {}
     with evaluating(model, head="lm_head") as loaded:
         for name, text in texts.items():
             if is_causal(loaded.config):
-                read = TextSet(text).read()
-                windows = cut_windows(read, own, loaded.config, name=name, window=window or length, **cut)
+                windows = cut_windows(read[name], own, loaded.config, name=name, window=window or length, **cut)
                 scores[name] = score_windows(loaded, windows, batch_size=size, world=World.alone(), name=name)
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)

@@ -50,15 +50,17 @@ def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any
 
 
 @rc_context(STYLE)
-def plot_size(points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str]) -> Figure:
-    """Plot the average score over sets against the number of parameters.
+def plot_size(
+    points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str], size: str = "parameters"
+) -> Figure:
+    """Plot the average score over sets against a model's size, such as the number of parameters.
 
     There is one line per method, and a dashed line for the teacher.
     """
     figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     _draw_sizes(axes, points, teacher, bins=5)
-    axes.set_xlabel("parameters")
+    axes.set_xlabel(size)
     scale_scores(axes, "y", [*_scores(points), teacher], score)
     axes.set_ylabel(score.label(sets))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]

@@ -55,6 +55,7 @@ def test_parser_answers_help_and_refuses_nonsense(bench, monkeypatch, capsys):
     [
         ("bench_starts", "--model embedded:teacher --calibration no.txt --test no.txt --output out"),
         ("bench_calibration", "--model embedded:teacher --text no.txt --threads 1"),
+        ("bench_bits", "--teacher embedded:teacher --text no.txt"),
         ("bench_serve", "--teacher /no.txt --student a=/no.txt --graphs out"),
     ],
 )
