@@ -149,25 +149,33 @@ def load_dense(model: PreTrainedModel, source: Path | str) -> None:
     model.add_module(DENSE, dense.to(model.device, model.dtype))
 
 
-def save_dense(folder: Path, dense: nn.Module, weights: Mapping[str, Tensor], pooling: Pooling) -> None:
-    """Write the modules of a model with a Dense into its folder, as sentence-transformers 6.2 does.
+def save_pooling(folder: Path, width: int, pooling: Pooling, *, has_dense: bool = False) -> dict[str, Path]:
+    """Write the modules of a model into its folder, as sentence-transformers 6.2 does, and return theirs by kind.
 
-    `dense` is what `dense_of` returned, whose parameters may be sharded, and `weights` are these parameters. The
-    types of the modules have the names that older versions know too.
+    `width` is that of a token's output. The types of the modules have the names that older versions know too.
     """
-    linear, activation = cast(nn.Linear, dense.linear), dense.activation
-    kinds = [kind for kind in _KINDS if kind != "Normalize" or pooling.normalize]
+    left_out = {"Normalize": not pooling.normalize, "Dense": not has_dense}
+    kinds = [kind for kind in _KINDS if not left_out.get(kind)]
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
     ]
     write_json(folder / MODULES_FILE, modules)
-    for path in paths[1:3]:
+    for path in paths:
         (folder / path).mkdir(exist_ok=True)
-    width = linear.in_features // len(pooling.modes)
     modes = {key: mode in pooling.modes for key, mode in _LEGACY.items()}
     write_json(folder / paths[1] / "config.json", {"word_embedding_dimension": width, **modes})
+    return {kind: folder / path for kind, path in zip(kinds, paths, strict=True)}
+
+
+def save_dense(folder: Path, dense: nn.Module, weights: Mapping[str, Tensor], pooling: Pooling) -> None:
+    """Write the modules of a model with a Dense into its folder.
+
+    `dense` is what `dense_of` returned, whose parameters may be sharded, and `weights` are these parameters.
+    """
+    linear, activation = cast(nn.Linear, dense.linear), dense.activation
+    own = save_pooling(folder, linear.in_features // len(pooling.modes), pooling, has_dense=True)["Dense"]
     config = {
         "in_features": linear.in_features,
         "out_features": linear.out_features,
@@ -176,8 +184,8 @@ def save_dense(folder: Path, dense: nn.Module, weights: Mapping[str, Tensor], po
         "module_input_name": "sentence_embedding",
         "module_output_name": "sentence_embedding",
     }
-    write_json(folder / paths[2] / _OF_DENSE[0], config)
-    save_file({name: each.contiguous() for name, each in weights.items()}, folder / paths[2] / _OF_DENSE[1])
+    write_json(own / _OF_DENSE[0], config)
+    save_file({name: each.contiguous() for name, each in weights.items()}, own / _OF_DENSE[1])
 
 
 def _optional(file: Path) -> Mapping[str, Any]:

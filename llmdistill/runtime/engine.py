@@ -20,7 +20,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.companions import save_model
 from llmdistill.models.quantized import quantize
-from llmdistill.models.sentences import DENSE, dense_of, save_dense
+from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.runtime.devices import best_dtype, default_device
 from llmdistill.runtime.distributed import World, is_there
@@ -224,7 +224,8 @@ def save_student(
     Every rank must call this function.
 
     `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
-    the `prompt` by which the student learned to be asked. `pooling` is that of a student that has a Dense.
+    the `prompt` by which the student learned to be asked. `pooling` makes embeddings of sentences, if
+    the student learned these.
     """
     has_adapters = lora is not None and lora.rank is not None
     trained = ((name, each) for name, each in engine.module.named_parameters() if each.requires_grad)
@@ -247,8 +248,10 @@ def save_student(
             quantize(model, bits)
         with new_proven_folder(output) as partial:
             save_model(model, partial, source)
-            if dense is not None and pooling is not None:
+            if pooling is not None and dense is not None:
                 save_dense(partial, dense, of_dense, pooling)
+            elif pooling is not None and pooling != getattr(read_sentence_settings(partial), "pooling", None):
+                save_pooling(partial, model.config.hidden_size, pooling)  # not the teacher's
             if prompt is not None:
                 record_prompt(partial, prompt)
     is_there(output / "config.json", world)

@@ -19,6 +19,9 @@ from torch import Tensor
 from transformers import AutoModel, BertModel
 from word_models import save_bert, save_tokenizer
 
+from llmdistill.models.sentences import read_sentence_settings
+from llmdistill.objective import Pooling
+
 from support import interrupted_copy, largest_difference, logged, weights, write_rows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(60))]
@@ -112,6 +115,13 @@ def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(a
         assert from_cache == pytest.approx(live, rel=1e-4)
     one, other = (json.loads((run / "metrics.json").read_text())["untrained"]["spearman"] for run in (alone, two))
     assert one == pytest.approx(other, abs=1e-9)
+
+
+def test_the_student_says_by_which_pooling_it_learned(train):
+    run = train("cls", "--data.sentences.pooling", "cls", "--data.sentences.normalize", "false", "--train.steps", "1")
+    found = read_sentence_settings(run / "student")
+    assert found.pooling == Pooling(("cls",), normalize=False)
+    assert found.max_length == 16
 
 
 def test_the_kept_student_was_scored_without_dropout(train, folder):
