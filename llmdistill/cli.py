@@ -105,7 +105,9 @@ def compress(arguments: Sequence[str]) -> None:
     if parsed.candidates and candidates is None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
     if not parsed.dry_run:
-        chosen = result.get("settings", settings)
+        # A search finds shapes by the unweighted error; the products may still be weighted.
+        weighting = {key: settings[key] for key in ("weighting", "calibration")}
+        chosen = {**weighting, **result["settings"]} if "settings" in result else settings
         squares: dict[str, tuple[float, float]] = {}
         student = llmdistill.compress(
             parsed.model, method=parsed.method, output=parsed.output, lost=squares, **chosen, **limits

@@ -19,7 +19,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.sizes import summarize
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.run.plan import tokenizer_path
+from llmdistill.run.resolved import teacher_path, tokenizer_path
 
 
 def is_rank(size: str) -> bool:
@@ -93,8 +93,9 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
 
 def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
     """Yield the number of tokens without padding in the global batch of each step, endlessly."""
-    size = config.train.global_batch_size
-    lengths = _lengths(tokenizer_path(config), reference, Limits.of(config.data, []))
+    size, tokenizers = config.train.global_batch_size, (teacher_path(config), tokenizer_path(config))
+    limits = Limits.of(config.data, [load_tokenizer(path) for path in tokenizers])
+    lengths = _lengths(tokenizers[-1], reference, limits)
     for step in count():
         batch = global_batch_indices(seed=seed, step=step, dataset_size=len(lengths), global_batch_size=size)
         yield int(lengths[batch].sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def _encoded(
         if has_segments(model.config):
             inputs["token_type_ids"] = batch.token_type_ids
         batches.append(inputs)
-    return [*batches[: config.warmup], *batches]
+    return [*islice(cycle(batches), config.warmup), *batches]
 
 
 def _random_batches(config: SpeedConfig, models: Mapping[str, PreTrainedModel]) -> dict[str, list[Inputs]]:

@@ -36,7 +36,8 @@ def _write(file: Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] =
             part = folder / file.name
             save_file({key: each.cpu().contiguous() for key, each in tensors.items()}, part, dict(words))
             share(part)
-            # The entry first: tensors that are there after a kill always have theirs.
+            # The entry first: tensors that are there after a kill always have theirs, and never another's.
+            file.unlink(missing_ok=True)
             write_json(file.with_suffix(".json"), file_entry(part))
             os.replace(part, file)
     except (OSError, SafetensorError) as error:

@@ -34,7 +34,7 @@ from llmdistill.run.teachers import make_teacher, teacher_of_steps, teacher_serv
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import tapped
-from llmdistill.runtime.compile import check_compile
+from llmdistill.runtime.compile import check_compilers
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
@@ -118,8 +118,7 @@ def check_machine(plan: Plan, world: World) -> None:
         on_main(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
     on_main(lambda: check_access(plan.config.train.report_to or []), world)
     if plan.config.train.compile:
-        stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
-        check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)
+        check_compilers(world.device)
     losses = kernels()
     if losses.state == "warning" and world.device.type == "cuda":
         warn_main(f"{losses.what}: {losses.said}; {losses.remedy}", world)

@@ -40,7 +40,7 @@ def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method."""
     _check_teacher_head(plan)
     _check_keep_best(plan)
-    _check_without_entry(plan)
+    _check_step(plan)
     _check_several(plan)
     _check_bits(plan)
     if plan.models.translates and plan.config.data.streaming:
@@ -88,8 +88,8 @@ def _check_several(plan: Plan) -> None:
         )
 
 
-def _check_without_entry(plan: Plan) -> None:
-    """Raise a UserError if a setting needs the entry in FAMILIES that the architecture of a model does not have."""
+def _check_step(plan: Plan) -> None:
+    """Raise a UserError if packing, compiling or checkpointing does not go with the models or their sharding."""
     config, student = plan.config, plan.models.student
     used = [("teacher.model", plan.models.teacher)] if plan.method.needs_teacher else []
     packs = config.data.kind == "instructions" and config.data.packing
@@ -101,6 +101,14 @@ def _check_without_entry(plan: Plan) -> None:
                 f"{needing[0]} is true, but it needs masks of ours, and those of a {model.model_type} ({key}) are "
                 "left to transformers: set it to false"
             )
+    sharding = config.teacher.sharding
+    is_zero3 = plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3
+    if config.train.compile and (is_zero3 or sharding != "replicated"):
+        which = "ds_config: zero_optimization.stage 3" if is_zero3 else f"teacher.sharding {sharding}"
+        raise UserError(
+            f"train.compile is true, but {which} gathers parameters module by module, which a compiled layer hides: "
+            "set train.compile to false, or shard less (ZeRO stage 2, a replicated teacher)"
+        )
     if config.train.activation_checkpointing and not has_checkpointing(student, plan.models.student_head):
         raise UserError(
             f"train.activation_checkpointing is true, but transformers has none for {student.model_type}: set it to "

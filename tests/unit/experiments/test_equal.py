@@ -1,16 +1,24 @@
-"""Students of all starts have equally many parameters."""
+"""Students of all starts have equally many parameters, and methods see equally many tokens."""
 
 from __future__ import annotations
 
+import json
+from itertools import count
+
 import pytest
+from tiny import save_decoder
+from transformers import AutoTokenizer
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal import check_starts, equal_size
+from llmdistill.experiments.equal import check_starts, equal_size, steps_for_equal_tokens
 from llmdistill.factorize.sizes import summarize
 from llmdistill.methods import METHODS
+from llmdistill.run.assemble import share_of
+from llmdistill.run.plan import make_plan
+from llmdistill.runtime.distributed import World
 
 
 def recipe(*arguments):
@@ -52,3 +60,30 @@ def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
 def test_starts_need_a_teacher_that_is_cut_to_one_size(arguments, said):
     with pytest.raises(UserError, match=said):
         check_starts(recipe(*arguments).student)
+
+
+def test_steps_count_the_tokens_that_the_runs_see(tmp_path):
+    """Prompts of a chat template are a few tokens here, those of MiniLLM some hundred."""
+    teacher, other = save_decoder(tmp_path / "teacher"), tmp_path / "answers.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    tokenizer.save_pretrained(teacher)
+    rows = [{"instruction": f"Say {n}.", "input": "", "output": f"{n} and then some more words {n}"} for n in range(40)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ("--teacher.model", str(teacher), "--train.steps", "9", "--train.global_batch_size", "4")
+    own += ("--student.factorize.target_params", "null", "--student.factorize.rank", "4")
+
+    def tokens(data):
+        config = recipe(*own, "--data.train", str(data), "--method", "kd")
+        plan, world = make_plan(config), World.alone()
+        loader = plan.task.read(plan.models).prepared(world).loader(share_of(plan, world))
+        return config, (sum(int(each.attention_mask.sum()) for each in loader.micro_batches(step)) for step in count())
+
+    config, seen = tokens("embedded:train")
+    budget = sum(next(seen) for _ in range(9))
+    _, answered = tokens(other)
+    totals = [0]
+    while totals[-1] < budget:
+        totals.append(totals[-1] + next(answered))
+    nearest = min(range(len(totals)), key=lambda steps: abs(totals[steps] - budget))
+    assert steps_for_equal_tokens(config, other, seed=config.seed) == nearest

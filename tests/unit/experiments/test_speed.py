@@ -65,10 +65,10 @@ def test_examples_of_a_task_are_padded_to_their_batch(bert, tmp_path, clock):
     rows = ["what is it ?\ta tool", "what ?\tit is a tool a tool", "is it ?\ta", "what is a ?\tit"]
     lines = ["index\tquestion\tsentence\tlabel", *(f"0\t{row}\tentailment" for row in rows)]
     (folder / "train.tsv").write_text("\n".join(lines) + "\n")
-    options = ("--batches", 2, "--batch_size", 2, "--max_length", 20, "--warmup", 1)
+    options = ("--batches", 2, "--batch_size", 2, "--max_length", 20, "--warmup", 3)
     found = run(tmp_path, "--model", bert, "--task", "qnli", "--data_dir", tmp_path / "glue", *options)
-    # [CLS] and two [SEP] are added: 9 and 11 tokens, then 7 and 8; the first batch is the warm-up too.
-    assert [tuple(inputs["input_ids"].shape) for inputs in clock] == [(2, 11), (2, 11), (2, 8)]
+    # [CLS] and two [SEP] are added: 9 and 11 tokens, then 7 and 8; the batches are the warm-up too, in turn.
+    assert [tuple(inputs["input_ids"].shape) for inputs in clock] == [(2, 11), (2, 8), (2, 11), (2, 11), (2, 8)]
     assert next(iter(found["models"].values()))["tokens"] == 9 + 11 + 7 + 8
     assert clock[-1]["token_type_ids"].sum(1).tolist() == [2, 2]
 

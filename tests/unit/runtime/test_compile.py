@@ -15,14 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
-from llmdistill.methods import build_method
+from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.run.plan import make_plan
 from llmdistill.runtime import compile as compiling
-from llmdistill.runtime.compile import check_compile, compile_layers
+from llmdistill.runtime.compile import check_compilers, compile_layers
 
 SETTINGS: dict[str, Any] = {
     "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
@@ -112,7 +114,7 @@ def test_terms_and_gradients_are_those_of_plain_layers(family, method, checkpoin
 @pytest.mark.slow  # compiles C++
 def test_generated_kernels_give_the_same():
     try:
-        check_compile(CPU, student_stage=0, teacher_sharding="replicated")
+        check_compilers(CPU)
     except UserError as error:
         pytest.skip(str(error))
     small: Any = {"compiled": ("student",), "sizes": ((3, 9),)}
@@ -131,10 +133,14 @@ def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were()
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
-    for stage, sharding, said in ((3, "replicated", r"zero_optimization\.stage 3"), (2, "zero3", "teacher.sharding")):
+    for ds_config, sharding, said in (
+        ("zero3", "replicated", r"zero_optimization\.stage 3"),
+        ("zero2", "zero3", "teacher.sharding"),
+    ):
+        words = ["--train.compile", "true", "--ds_config", ds_config, "--teacher.sharding", sharding]
         with pytest.raises(UserError, match=f"train.compile is true, but .*{said}"):
-            check_compile(CPU, student_stage=stage, teacher_sharding=sharding)
+            make_plan(parse_run(words, METHODS)[0])
     monkeypatch.setattr("shutil.which", lambda name: None)
-    refuses("no C++ compiler was found", check_compile, CPU, student_stage=2, teacher_sharding="replicated")
+    refuses("no C++ compiler was found", check_compilers, CPU)
     monkeypatch.setattr(compiling, "has_triton", lambda: False)
-    refuses("Triton is missing", check_compile, torch.device("cuda"), student_stage=2, teacher_sharding="replicated")
+    refuses("Triton is missing", check_compilers, torch.device("cuda"))
