@@ -249,6 +249,9 @@ def distill(
     config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():
         world = init_distributed(given.command(method))
+        if config.tasks.names or method == "none":
+            what = "tasks.names" if config.tasks.names else "method none"
+            raise UserError(f"{what}: distill trains one student and no more; start llmdistill train")
         config = on_main(lambda: given.saved(config), world)
         quiet_libraries()
         plans = make_plans(config)

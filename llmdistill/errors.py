@@ -75,11 +75,11 @@ def check_most(settings: object, most: float, *keys: str, prefix: str = "", why:
 
 
 def check_server(settings: Any, prefix: str) -> None:
-    """Raise a ValueError if a server's `url` is no address, or the seconds to `wait` for it are not over 0."""
+    """Raise a ValueError if a server's `url` is no address, or the seconds to `wait` for it are out of range."""
     if settings.url is not None and not settings.url.startswith(("http://", "https://")):
         raise ValueError(f"{prefix}url is {settings.url}: give an address such as http://localhost:8000")
-    if not settings.wait > 0:
-        raise ValueError(f"{prefix}wait is {settings.wait}: give a number over 0")
+    if not 0 < settings.wait <= 1e6:  # of more seconds sockets know nothing
+        raise ValueError(f"{prefix}wait is {settings.wait}: give a number over 0, and of 1,000,000 seconds at most")
 
 
 def check_least(

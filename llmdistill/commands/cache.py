@@ -55,7 +55,8 @@ def cache(arguments: Sequence[str]) -> None:
 
     quiet_transformers()
     plan = make_plans(config)[0]
-    with process_group(needed=config.teacher.is_sharded) as world:
+    asked = config.teacher.others.get(settings.teacher, config.teacher)
+    with process_group(needed=asked.is_sharded) as world:
         data = plan.task.read_on_all(plan.models, world).prepared(world)
         record = make_cache(plan, data, settings, parsed.output, world)
     if world.is_main:

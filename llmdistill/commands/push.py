@@ -66,7 +66,7 @@ def push(arguments: Sequence[str]) -> None:
 
 def _content(file: Path, name: str) -> str | bytes:
     """Return what is uploaded of a file: a path, or the text of a card with the name of its repository."""
-    if file.name != CARD or file.parent.name[:1].isdigit():
+    if file.name != CARD:
         return str(file)
     return file.read_text(encoding="utf-8").replace(f'"{PLACE}"', f'"{name}"').encode()
 

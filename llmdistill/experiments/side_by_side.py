@@ -168,7 +168,7 @@ class ModelSuite:
         """Print the table and the warnings."""
         print_table(*self.table(results), turned=self.turned)
         for warning in results.get("warnings", []):
-            Console().print(f"Warning: {warning}", highlight=False)
+            Console().print(f"Warning: {warning}", highlight=False, markup=False)
 
 
 def named_models(references: Sequence[str]) -> dict[str, Path]:

@@ -6,6 +6,7 @@ The weights travel as a folder that trainer and server both see. What loads them
 from __future__ import annotations
 
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from llmdistill.runtime.distributed import World, on_every, on_main
 
 _REQUESTS = 64
 """Requests that a rank has under way at the same time: vLLM answers them together."""
+_TRIES = 30
+"""How often a server is told to forget its cache, a second apart."""
 _WHOSE = {"method": "weights_stamp"}
 
 
@@ -76,7 +79,13 @@ class RolloutServer:
         what = f"the weights in {folder.absolute()}"
         # It answers 500 where it cannot read them, which no repetition changes.
         self._server.insist("/collective_rpc", body, what=what, remedy=remedy, final=501)
-        self._server.insist("/reset_prefix_cache", {}, what="to forget its cache", remedy=remedy)
+        # vLLM keeps its cache, with what older weights have computed, as long as it answers somebody else.
+        for _ in range(_TRIES):
+            said = self._server.insist("/reset_prefix_cache", {}, what="to forget its cache", remedy=remedy)
+            if not isinstance(said, dict) or said.get("success", True):
+                return
+            time.sleep(1)
+        raise UserError(f"{self._server.name}: it goes on answering others; give the run a server of its own")
 
     def ask(self, prompt: Prompt) -> Future[Written]:
         """Ask for an answer, which is there later; raises as `ModelServer.complete` does."""
@@ -140,8 +149,14 @@ class ServerWriter:
         while True:
             asked = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
             written = on_every(partial(_results, asked), self.world)
-            if on_main(self.server.stamp, self.world) == self._stamp:
+            stamp = on_main(self.server.stamp, self.world)
+            if stamp == self._stamp:
                 return written
+            if stamp is not None:
+                raise UserError(
+                    "data.rollout.url: another training has handed its weights to this server: give each a server of "
+                    "its own"
+                )
             self._hand_over()  # it was started again since, and has answered with the weights of its start
 
     def _hand_over(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TaughtRows, TopK
+from llmdistill.losses.head import cut
 from llmdistill.losses.other_tokens import exact_logits
 from llmdistill.losses.several import averaged_logits
 
@@ -20,6 +21,7 @@ def top_tokens(taught: TaughtRows, k: int, vocabulary: int | None) -> Tensor | N
     if isinstance(taught, OtherTokens):
         return None
     if isinstance(taught, SeveralHeads):
+        taught = taught._replace(heads=tuple(cut(head, vocabulary) for head in taught.heads))
         size = len(taught.heads[0].rows) if taught.places is None else sum(map(len, taught.places))
         parts = [averaged_logits(taught, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
     else:

@@ -96,17 +96,17 @@ class _TokenLosses(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         whole = HeadInputs(rows_NK, weight_VK, bias_V)
-        student = _cut(whole, vocabulary)
+        student = cut(whole, vocabulary)
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
         taught: HeadInputs | TopK | SpanRows | SeveralHeads | None
         if isinstance(teacher, HeadInputs):
-            taught = _cut(teacher, vocabulary)
+            taught = cut(teacher, vocabulary)
         elif isinstance(teacher, OtherTokens):
-            whole_teacher = teacher._replace(head=_cut(teacher.head, None))
+            whole_teacher = teacher._replace(head=cut(teacher.head, None))
             taught = SpanRows.of(student, whole_teacher, labels_N, terms, exact)
         elif isinstance(teacher, SeveralHeads):
-            taught = teacher._replace(heads=tuple(_cut(head, vocabulary) for head in teacher.heads))
+            taught = teacher._replace(heads=tuple(cut(head, vocabulary) for head in teacher.heads))
         else:
             taught = teacher
         factors = factors.to(device=rows_NK.device, dtype=exact)
@@ -211,7 +211,7 @@ class _Gradients:
         return [None if x is None else x.to(kind) for x, kind in zip(gradients, self.types, strict=True)]
 
 
-def _cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
+def cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
     """The head restricted to the first `vocabulary` tokens, with rows and bias in the dtype of the weight."""
     if head.weight is None:
         return head._replace(rows=head.rows[:, :vocabulary])

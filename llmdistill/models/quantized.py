@@ -31,6 +31,8 @@ def bits_of(config: PreTrainedConfig) -> str | None:
     saved: Any = getattr(config, "quantization_config", None) or {}
     values = saved if isinstance(saved, dict) else saved.to_dict()
     if values.get("quant_method") == "torchao":
+        if isinstance(values["quant_type"], str):  # of transformers before version 5
+            return str(values["quant_type"])
         of_torchao = values["quant_type"]["default"]
         return str(of_torchao["_data"].get("weight_dtype", {}).get("_data", of_torchao["_type"]))
     return cast("str | None", (values.get("quantize") or {}).get("weights"))

@@ -37,20 +37,24 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
     samples = []
     for number, name in enumerate(sets):
         files = {model: folder / f"{name}.jsonl" for model, folder in folders.items()}
-        answers = {model: json_lines(file) for model, file in files.items() if file.is_file()}
-        rows = next(iter(answers.values()), [])
+        # By the prompt: models with different tokenizers drop different ones for their length.
+        answers = {
+            model: {(_prompt(row), *row["references"]): row for row in json_lines(file)}
+            for model, file in files.items()
+            if file.is_file()
+        }
+        rows = list(next(iter(answers.values()), {}).items())
         wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
         for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
+            key, row = rows[index]
             said = {
-                model: next(iter(each[index]["predictions"].values()))
-                for model, each in answers.items()
-                if index < len(each)
+                model: next(iter(each[key]["predictions"].values())) for model, each in answers.items() if key in each
             }
             samples.append(
                 Sample(
                     set=name,
-                    prompt=_shortened(_prompt(rows[index])),
-                    reference=_shortened(rows[index]["references"][0]),
+                    prompt=_shortened(_prompt(row)),
+                    reference=_shortened(row["references"][0]),
                     answers={model: _shortened(text) for model, text in said.items()},
                 )
             )

@@ -170,4 +170,4 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
     title = f"{score.title}, {count_seeds(most)}"
     print_table(title, ["method", "average", "to teacher", *references, *heads, "params"], rows, console=terminal)
     for warning in results["warnings"]:
-        terminal.print(f"WARNING: {warning}", style="bold yellow")
+        terminal.print(f"WARNING: {warning}", style="bold yellow", markup=False)

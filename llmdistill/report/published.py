@@ -185,4 +185,4 @@ def print_published(report: PublishedReport, console: Console | None = None) -> 
     for row in run:
         error = report.measured[row.name].error
         if error is not None:
-            (console or Console()).print(f"{row.label} FAILED: {error}", highlight=False)
+            (console or Console()).print(f"{row.label} FAILED: {error}", highlight=False, markup=False)

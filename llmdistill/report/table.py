@@ -39,7 +39,7 @@ def run_record(decoding: str, world: World, log: Log, teacher_params: int) -> di
 
 def training_cost(log: Log) -> dict[str, float] | None:
     """Return the tokens, the median tokens per second and the peak memory of the training; None without training."""
-    rows = [row for row in log if row["step"] > 0]
+    rows = [row for row in log if "tokens" in row]  # others have a validation alone
     if not rows:
         return None
     return {

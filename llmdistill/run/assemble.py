@@ -35,7 +35,7 @@ from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.compile import check_compilers
-from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.distributed import World, is_there, on_every, on_main
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
@@ -113,9 +113,9 @@ def check_machine(plan: Plan, world: World) -> None:
     """Raise a UserError if this machine, DeepSpeed or a server does not support a setting; warn of slow losses."""
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if plan.is_remote:
-        on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+        on_every(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
     if plan.config.data.rollout.url is not None:
-        on_main(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
+        on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
     on_main(lambda: check_access(plan.config.train.report_to or []), world)
     if plan.config.train.compile:
         check_compilers(world.device)

@@ -155,6 +155,8 @@ def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[An
     items, collate = data.taught_examples()
     if plan.config.teacher.average == "rows":
         items = [item for item in items if item.teacher == name]
+        if not items:
+            raise UserError(f"data.train: no row asks for the teacher {name!r}: name another one by --cache.teacher")
     if plan.models.translates:
         return translated_examples(items, collate, make_translation(plan, data))
     return items, collate
@@ -227,6 +229,8 @@ def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:
 
 def _data_record(config: RunConfig) -> dict[str, Any]:
     values = to_dict(config)
+    # The caches that a recipe names may be the ones that are made.
+    values["teacher"] = {**values["teacher"], "cache": None, "others": {}}
     contents = input_fingerprints(values, made_below=None)
     settings = {f"data.{key}": values["data"][key] for key in _DATA_KEYS}
     if values["data"]["kind"] == "text":

@@ -180,7 +180,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
     """Return what determines the statistics of a calibration, as plain JSON values."""
     calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
     read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
-    unused = ("train", "valid", "tests", "on_policy")
+    unused = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
     return plain(
         {
             "content of teacher": teacher,

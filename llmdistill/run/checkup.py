@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
-            plan = make_plans(_quick(config, folder))[-1]
+            plan = make_plans(_quick(config, folder))[0]  # of a run with assistants the first one's
             world = World.alone()
             data = plan.task.read(plan.models).prepared(world)
             yield Finding("ok", "settings and data", data.report or "read")
@@ -74,7 +75,8 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
             if asks and not plan.models.translates:
                 for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
                     yield Finding("warning", "tokenizers", gap, GAP_REMEDY)
-            yield from _check_models(plan, data, world)
+            if plan.trains:
+                yield from _check_models(plan, data, world)
     except UserError as error:
         yield Finding("failure", "the run", "it cannot start", str(error))
 
@@ -86,9 +88,12 @@ def _quick(config: RunConfig, folder: str) -> RunConfig:
     layers = None if student.layers == "important" else student.layers
     init = "slice" if student.init == "important" else student.init
     few = max(number for number in range(1, _MOST_SEQUENCES + 1) if size % number == 0)
+    whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}  # in one process
+    others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
     return replace(
         config,
         output_dir=folder,
+        teacher=replace(config.teacher, others=others, **whole),
         student=replace(student, factorize=plain, init=init, layers=layers),
         train=replace(config.train, micro_batch_size=few),
     )

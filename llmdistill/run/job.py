@@ -213,8 +213,8 @@ def _training(
         # Each callback reads what those before it found; see `TrainState`.
         remote = trainer.teacher if isinstance(trainer.teacher, RemoteTeacher) else None
         callbacks: list[Callback] = [
-            *([Answers(trainer, remote)] if remote is not None or plan.config.data.rollout.url is not None else []),
             Stopping(world),
+            *([Answers(trainer, remote)] if remote is not None or plan.config.data.rollout.url is not None else []),
             finite,
             LossWatch(plan.method.weights, world, log.rows),
             UnevenTerms(trainer),

@@ -15,12 +15,12 @@ def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -
 
     The models are named as they are called, in the order in which they run: teacher, student.
     """
-    for called, model in models.items():
-        # Under ZeRO-3 a rank looks at its own shard of a parameter.
-        named = ((name, getattr(each, "ds_tensor", each)) for name, each in model.named_parameters())
-        wrong = next((name for name, each in named if not each.isfinite().all()), None)
-        if wrong is not None:
-            return f"the {called}'s parameter {wrong} is not finite"
+    wrong = [
+        f"the {called}'s parameter {name} is not finite"
+        for called, model in models.items()
+        for name, each in model.named_parameters()
+        if not getattr(each, "ds_tensor", each).isfinite().all()  # under ZeRO-3 a rank looks at its own shard
+    ]
     places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
     found: list[tuple[str, str]] = []
 
@@ -31,9 +31,11 @@ def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -
 
     handle = register_module_forward_hook(look)
     try:
-        run()
+        run()  # in any case: the other ranks may find nothing wrong with their shards
     finally:
         handle.remove()
+    if wrong:
+        return wrong[0]
     names = " and ".join(models)
     if not found:
         return f"the outputs of {names} are finite"

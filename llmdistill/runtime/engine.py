@@ -23,7 +23,7 @@ from llmdistill.models.quantized import quantize
 from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.runtime.devices import best_dtype, default_device
-from llmdistill.runtime.distributed import World, is_there
+from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
 
 
@@ -231,7 +231,9 @@ def save_student(
     trained = ((name, each) for name, each in engine.module.named_parameters() if each.requires_grad)
     state = _gather(engine, world, trained) if has_adapters else full_state_dict(engine, world)
     dense = getattr(engine.module, DENSE, None)
-    if state is not None:
+
+    def write() -> None:
+        assert state is not None, "rank 0 has it"
         prefix = f"{DENSE}."
         of_dense = {name.removeprefix(prefix): state.pop(name) for name in [*state] if name.startswith(prefix)}
         with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten
@@ -254,4 +256,6 @@ def save_student(
                 save_pooling(partial, model.config.hidden_size, pooling)  # not the teacher's
             if prompt is not None:
                 record_prompt(partial, prompt)
+
+    on_main(write, world)
     is_there(output / "config.json", world)

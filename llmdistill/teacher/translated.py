@@ -55,7 +55,7 @@ class Translation:
         """
         self._student, self._teacher = TokenBytes(student), TokenBytes(teacher)
         self._prompts, self._longest = prompts, longest
-        self._pad = int(teacher.pad_token_id)
+        self._pad = int(teacher.pad_token_id or 0)  # which is masked
         alone = self._teacher.encode("a")
         whole: list[int] = teacher("a")["input_ids"]
         self._starts = whole[: whole.index(alone[0])]
@@ -113,6 +113,7 @@ class Translation:
             begin = begin if sample_id(ids[:begin]) in self._prompts else 0
             context = list(self._prompts[sample_id(ids[:begin])])
         found, student_spans, spans = self._translate(ids[begin:].tolist())
+        context = context or ([] if found else [self._pad])  # a model reads one token at least
         theirs = np.array([*context, *found], dtype=np.int64)[: self._longest]
         spans = np.concatenate([np.full(len(context), -1), spans])
         student_spans = np.concatenate([np.full(begin, -1), student_spans])
@@ -154,6 +155,10 @@ class Translation:
                         count += 1
                 continue
             pieces = self._student.split(part)
+            if not student_spans:  # a window of a text may begin within a character, whose rest no text has
+                rest = next((n for n, piece in enumerate(pieces) if not 0x80 <= (piece or b" ")[0] < 0xC0), len(pieces))
+                student_spans.append(np.full(rest, -1))
+                pieces = pieces[rest:]
             text = _text(b"".join(pieces))
             theirs = self._teacher.encode(text)
             of_student, of_teacher = equal_spans(pieces, self._teacher.split(theirs, text))

@@ -24,7 +24,7 @@ class Answers:
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: find whether a server is lost, or refuses an example. Every rank must call it."""
-        if state.is_last:
+        if state.is_last or state.signal:
             return
         try:
             batches = self.trainer.micro_batches(state.step)

@@ -11,6 +11,7 @@ from stand_in_server import serving
 from tiny import save_decoder
 
 from llmdistill.errors import ServerLost, UserError
+from llmdistill.generation import rollout_server
 from llmdistill.generation.rollout import Prompt
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.load import load_model
@@ -88,6 +89,33 @@ def test_a_server_that_was_started_again_gets_the_weights_again(server, tmp_path
     server.start_again()
     assert made.write(1, PROMPTS) == first
     assert len(saved) == 2
+
+
+def test_two_trainings_do_not_share_a_server(server, tmp_path):
+    made, _ = writer(server, tmp_path, every=100)
+    made.write(0, PROMPTS)
+    other, _ = writer(server, tmp_path / "other", every=100)
+    other.write(0, PROMPTS)
+    with pytest.raises(UserError, match="another training has handed its weights to this server"):
+        made.write(1, PROMPTS)
+
+
+def test_a_server_that_keeps_its_cache_is_told_again(server, tmp_path, monkeypatch):
+    answer, told = server._answer, []
+
+    def keeps(path, body):
+        told.extend([path] if path == "/reset_prefix_cache" else [])
+        return (200, {"success": len(told) > 2}) if path == "/reset_prefix_cache" else answer(path, body)
+
+    monkeypatch.setattr(server, "_answer", keeps)
+    monkeypatch.setattr(rollout_server.time, "sleep", lambda _: None)
+    made, _ = writer(server, tmp_path)
+    made.write(0, PROMPTS)
+    assert len(told) == 3
+    told.clear()
+    monkeypatch.setattr(rollout_server, "_TRIES", 2)
+    with pytest.raises(UserError, match="it goes on answering others"):
+        made.write(1, PROMPTS)
 
 
 def test_a_server_is_lost_after_the_time_without_an_answer(server, tmp_path):

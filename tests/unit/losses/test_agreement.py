@@ -42,6 +42,10 @@ def test_other_ways_of_teaching_give_their_most_likely_tokens() -> None:
     places = tuple(torch.arange(start, N, 2) for start in range(2))
     assert torch.equal(agreement.top_tokens(SeveralHeads(parts, places=places), K, None), best)
     assert torch.equal(agreement.top_tokens(SeveralHeads((teacher, teacher), (0.5, 0.5)), K, None), best)
+    # Of teachers whose vocabularies are padded differently the tokens that both know count.
+    more = [torch.cat([each, torch.full((5, *each.shape[1:]), 9.0)]) for each in (teacher.weight, teacher.bias)]
+    padded = HeadInputs(teacher.rows, *more)
+    assert torch.equal(agreement.top_tokens(SeveralHeads((teacher, padded), (0.5, 0.5)), K, V), best)
 
 
 def test_the_log_probabilities_of_the_labels(monkeypatch) -> None:

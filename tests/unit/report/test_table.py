@@ -65,6 +65,7 @@ def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak():
         for n, speed in enumerate([1, 100, 7], start=1)
     ]
     assert training_cost(rows) == {"tokens": 60, "tokens_per_second": 7, "peak_memory_bytes": 100}
+    assert training_cost([*rows, {"step": 4, "valid_loss": 1.0}]) == training_cost(rows)
 
 
 def text_row(step, loss, **more):

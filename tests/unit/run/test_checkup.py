@@ -40,6 +40,14 @@ def test_embedded_run_is_sound():
     assert sum(shares) == pytest.approx(100, abs=0.2)
 
 
+def test_what_one_process_cannot_do_is_left_out(tmp_path):
+    sharded = findings("--method", "kd", "--teacher.sharding", "zero3")
+    assert {state for state, _ in sharded.values()} == {"ok"}
+    assert {state for state, _ in findings("--method", "none").values()} == {"ok"}
+    several = ("--student.assistants", "[4x128x4]", "--student.shape", "2x64x4", "--student.factorize.rank", "null")
+    assert "failure" not in {state for state, _ in findings("--method", "kd", *several).values()}
+
+
 def test_teacher_that_knows_nothing_and_term_that_does_not_vanish_for_the_same_models(ignorant, monkeypatch):
     right = losses.matrix_mse
 

@@ -112,8 +112,9 @@ class TestOrigin:
         # A parameter is named before any output.
         student = tiny_model("llama")
         student.model.layers[1].mlp.up_proj.weight.data[3, 4] = math.nan
-        said = first_not_finite({"student": student}, lambda: None)
-        assert said == "the student's parameter model.layers.1.mlp.up_proj.weight is not finite"
+        ran: list[int] = []  # as on the ranks that find nothing wrong with their shards
+        said = first_not_finite({"student": student}, lambda: ran.append(1))
+        assert (said, ran) == ("the student's parameter model.layers.1.mlp.up_proj.weight is not finite", [1])
 
 
 class TestLossWatch:

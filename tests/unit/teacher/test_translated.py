@@ -241,3 +241,24 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert max(float(each.abs().max()) for each in found[0]) > 1e-3
+
+
+def test_a_window_may_begin_within_a_character():
+    """Its first tokens are the rest of a character, which no text has; what follows is compared."""
+    teacher = TEACHERS["byte-level"]
+    whole = STUDENT("\u6f22 the cat sat on the mat", add_special_tokens=False)["input_ids"]
+    pieces = TokenBytes(STUDENT).pieces
+    start = next(n for n, index in enumerate(whole) if 0x80 <= pieces[index][0] < 0xC0)
+    batch = collate_text([whole[start:]])
+    _, others = translation(teacher, prompts=False)(batch)
+    rest = sum(0x80 <= pieces[index][0] < 0xC0 for index in whole[start:])
+    compared = int(((others.pairs >= 0) | (others.student_spans >= 0)).sum())
+    assert compared == len(whole) - start - max(rest, 1)
+    taught, others = translation(sentencepiece_like(), prompts=False)(collate_text([whole[start : start + rest]]))
+    assert taught.input_ids.numel() > 0  # the teacher reads a token in any case
+    assert int((others.pairs >= 0).sum()) == 0
+
+
+def collate_text(rows):
+    ids = torch.tensor(rows)
+    return Batch(ids, torch.ones_like(ids), ids.clone()).with_label_rows(shift=True)
