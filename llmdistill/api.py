@@ -222,7 +222,7 @@ def distill(
         student: the model to train; with None the run creates one from the teacher, according to the settings
             (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
         data: rows with instruction, input and output, with prompt and completion, or with messages; or texts.
-        method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft or seqkd.
+        method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, embedding, sft or seqkd.
         valid: the validation set, whose loss is logged; if it has instructions, the ROUGE-L of all models is also
             measured on it.
         tests: instruction sets by name, on which all models are scored (see the settings `scoring.*`).
@@ -240,7 +240,8 @@ def distill(
         The trained student and the measurements of the run.
 
     Raises:
-        UserError: a setting, a model or a row is invalid; this is raised before training starts.
+        UserError: a setting, a model or a row is invalid, which nearly always is found before training starts; or the
+            training cannot go on.
     """
     from llmdistill.experiments.distillation import distill_plans  # the other functions need no libraries of training
 

@@ -32,7 +32,8 @@ class TextConfig:
     two segments apart (BERT, not RoBERTa), or next_sentence is learned."""
     next_sentence: bool | None = dataclasses.field(default=None, metadata=replaces("data.text.pairs", by=(True,)))
     """Whether an encoder also predicts whether the second segment follows the first (BERT), which needs pairs. Default:
-    yes if the teacher is a BERT and the method uses its next-sentence head, unless pairs is false."""
+    yes if the teacher was saved with BERT's next-sentence head (BertForPreTraining) and the method uses it, unless
+    pairs is false."""
     fraction: float = 1.0
     """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
     1/fraction successive ones, drawn by seed. Only these documents are tokenized. The validation text is always used
@@ -112,8 +113,8 @@ class TaskConfig:
     """Folder of the task's files: the one of the task, or one with a folder for each task (GLUE's own download:
     RTE/train.tsv ...; SQuAD's files: squad2/train-v2.0.json ...); default: the data set on the hub."""
     metric: str | None = None
-    """The metric by which settings are chosen on dev, of those that the task has, such as accuracy for mrpc; default:
-    the task's first."""
+    """GLUE and XNLI alone: the metric by which settings are chosen on dev, of those that the task has, such as accuracy
+    for mrpc; default: the task's first."""
     limit: int | None = None
     """Train only on the first so many training examples, for a quick test."""
     copy_classifier: bool | None = None
@@ -202,7 +203,8 @@ class DataConfig:
     train: str = field(default="embedded:train", metadata=COMMON)
     """Training set; if an instruction has several answers, the first one is the label."""
     valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
-    """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
+    """Validation set, for choosing settings: its loss is logged, and at the end instructions are also scored on it by
+    ROUGE-L, sentences by Spearman's correlation; never trained on."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
     """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
     measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of
@@ -212,17 +214,18 @@ class DataConfig:
     shuffle_buffer: int = 10_000
     """Number of examples in the buffer that a streamed set is shuffled in."""
     bucket_steps: int = 1
-    """Number of successive steps whose examples are sorted by length together, so that the examples of each step
-    have about the same length. 1: each step keeps its examples, and only its micro batches are sorted, which changes
-    no result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank,
-    but it gives the tokens of short answers a larger weight, because the loss of a step is the mean over its tokens.
-    At most a quarter of the training set is sorted together; the setting has no effect with packing."""
+    """Number of successive steps whose examples are sorted by length together, so that the examples of each step have
+    about the same length. 1: each step keeps its examples, and only its micro batches are sorted, which changes no
+    result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank, but it
+    gives the tokens of short answers a larger weight, because the loss of a step is the mean over its tokens. At most a
+    quarter of a training set that is not streamed is sorted together; the setting has no effect with packing."""
     packing: bool = field(default=False, metadata=replaces("data.on_policy", by=(True,)))
     """Put several examples into one row of up to max_length tokens, where no example attends to another: nearly no
     padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
     on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)))
-    """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1."""
+    """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for the methods
+    kd and makd."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Settings of these answers."""
     prompt: str | None = None
@@ -230,7 +233,7 @@ class DataConfig:
     template, and any other value is a text with {instruction} and usually {input} in it. Default: a teacher that is a
     student of an earlier run is asked as it was trained, another by its chat template, and one without a template by
     MiniLLM's prompt.
-    Messages and prompts without template stay as they are."""
+    Rows of messages are always put by the chat template, and rows of prompt and completion as they are."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
     max_length: int = field(default=512, metadata=COMMON)
@@ -238,7 +241,7 @@ class DataConfig:
     packed into sequences of this length."""
     pad_to_multiple_of: int | None = field(default=None, metadata=FREE)
     """Batches of training are padded to a length that is a multiple of this number, but not beyond max_length, which
-    suits the matrix units of a GPU; no result changes. Default: 64 on a GPU, 1 on a CPU."""
+    suits the matrix units of a GPU; no result changes. Not with on_policy. Default: 64 on a GPU, 1 on a CPU."""
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""

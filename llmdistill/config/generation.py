@@ -16,7 +16,7 @@ PROMPT_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How answers are generated and scored. All defaults except `decoding` follow MiniLLM's protocol."""
+    """How answers and texts are scored. The defaults are MiniLLM's protocol, and for texts that of the SVD papers."""
 
     decoding: Literal["sample", "greedy"] = "sample"
     """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
@@ -25,7 +25,7 @@ class GenerationConfig:
     no_repeat_ngram_size: int = 6
     """No n-gram of this length occurs twice in an answer; 0 switches it off."""
     batch_size: int = 32
-    """Number of prompts in a generation batch on each rank."""
+    """Number of prompts in a generation batch on each rank. Sampled answers depend on it."""
     limit: int | None = None
     """Score only the first so many examples of each set, and windows of a text."""
     window: int | None = None

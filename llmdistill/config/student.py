@@ -36,7 +36,8 @@ class CalibrationConfig:
     activations for a student of a smaller shape (student.init important)."""
 
     data: str | None = None
-    """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set."""
+    """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set (`llmdistill compress`
+    has none)."""
     examples: int = 512
     """Number of examples."""
     held_out: int | None = None
@@ -51,10 +52,11 @@ class CalibrationConfig:
     the data, each for some of the layers."""
     folder: str | None = field(default=None, metadata=FREE)
     """Folder that keeps what was measured, and the factors of every matrix: students of other sizes, allocations and
-    forms, and with gradients those of weighting activations too, are made from them without another pass over the data.
-    A measurement that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as
-    the statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default:
-    nothing is kept."""
+    forms, and with gradients those of weighting activations too, are made from them without another pass over the data
+    (but for the token embedding of embedding_rank and the held-out examples; not for Kronecker products). A measurement
+    that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as the
+    statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default: nothing is
+    kept."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
@@ -165,7 +167,7 @@ class QuantizeConfig:
 
     weights: Literal["none", "int8", "int4"] = "none"
     """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is
-    saved with them."""
+    saved with them. Not under ZeRO-3."""
     group_size: int | None = None
     """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of
     inputs it does not divide, such as a factor of another rank, has one scale a row."""
@@ -192,9 +194,9 @@ class StudentConfig:
         default=None,
         metadata=COMMON | _NO_WEIGHTS | replaces("student.shape", "student.assistants", "student.assistant_training"),
     )
-    """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone);
-    student.shape and student.factorize are then ignored. If neither model nor shape is given, the teacher is
-    factorized."""
+    """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone). It takes back
+    the shape and the weighting of a recipe; to give them beside it is an error, and the other settings of
+    student.factorize are not used. If neither model nor shape is given, the teacher is factorized."""
     method: FactorizeMethod = field(default="svd", metadata=_OTHER_SIZES | _NO_WEIGHTS | _OF_KRONECKER | _OF_SVD)
     """Factorization that makes the student from the teacher, if the student is factorized: low-rank (svd) or
     Kronecker products."""

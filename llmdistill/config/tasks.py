@@ -101,8 +101,9 @@ class TasksConfig(GridConfig):
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
     no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""
     teacher: str | None = None
-    """Fine-tuned teachers: the folder of an earlier run of eval/glue.py, a path with {task} in it, or, for one task,
-    the folder of a model. Default: the run's own teacher is first fine-tuned on each task, with the same settings."""
+    """Fine-tuned teachers: the folder of an earlier `llmdistill evaluate --suite glue`, a path with {task} in it, or,
+    for one task, the folder of a model. Default: the run's own teacher is first fine-tuned on each task, with the same
+    settings."""
     method: str | None = None
     """Method by which the student learns from the fine-tuned teacher; default: the run's method, and its `also`."""
     also: list[str] | None = None

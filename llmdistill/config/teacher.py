@@ -33,7 +33,8 @@ class OneTeacher:
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
     cache: str | None = field(default=None, metadata=_NO_SERVER)
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
-    there, and the teacher is neither loaded nor scored. Default: the teacher runs in every step."""
+    there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
+    teacher runs in every step."""
     weight: float = 1.0
     """Weight of this teacher in the average of several; only the proportions matter."""
 
@@ -60,7 +61,8 @@ class TeacherConfig(OneTeacher):
     url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache"))
     """Address of a server that runs the teacher, such as http://localhost:8000: it speaks OpenAI's protocol, gives the
     log-probabilities of a prompt as vLLM does, and has the model under the name in teacher.model. Of that model only
-    the configuration and the tokenizer are read here, and it is not scored."""
+    the configuration and the tokenizer are read here, and its weights where the student is made from them; it is not
+    scored."""
     top_k: int | None = field(default=None, metadata=replaces("teacher.cache"))
     """Number of most likely tokens that the server of teacher.url is asked for, beside which all others are one more
     class; the server must allow so many (vLLM: --max-logprobs)."""
@@ -68,8 +70,9 @@ class TeacherConfig(OneTeacher):
     """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
     request that failed is repeated."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
-    """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has the
-    settings above. The student is made from teacher.model, and the table scores only this one."""
+    """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has its own
+    model, dtype, sharding, zero, cache and weight. The student is made from teacher.model, and the table scores only
+    this one."""
     average: Literal["probabilities", "log_probabilities", "rows"] = "probabilities"
     """How several teachers teach. probabilities: by the average of their distributions, the mixture;
     log_probabilities: by the average of their log-probabilities, the geometric mean; rows: each teaches the rows of

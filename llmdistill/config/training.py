@@ -58,26 +58,30 @@ class TrainConfig:
     end the run; stop ends it at the first. The batch is kept in the run's folder. A step that DeepSpeed applies anyway
     (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the student's forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
+    """Number format of the student's forward and backward pass; auto takes what the ds_config says
+    (bf16.enabled); where that is "auto", as in those that ship, bf16 on a GPU that supports it, else fp32."""
     activation_checkpointing: bool = field(default=False, metadata=FREE)
     """Recompute the student's activations in the backward pass: less memory, more time."""
     compile: bool = field(default=False, metadata=FREE)
     """Compile the layers of student and teacher (torch.compile): the first steps take minutes, later steps are
-    faster. Not available under ZeRO-3. With dropout the random numbers differ from those without compile."""
+    faster. Not available under ZeRO-3 or with a sharded teacher, for architectures without masks of ours, and without
+    a C++ compiler. With dropout the random numbers differ from those without compile."""
     log_every: int | None = field(default=10, metadata=FREE)
-    """Steps between two lines of the log; null writes four lines in total."""
+    """Steps between two lines of the log; null writes about four; a validation has a line of its own."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(default=None, metadata=FREE)
     """Where the figures of the log go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere.
     Default: to the monitors that ds_config enables, which is TensorBoard in those that ship."""
     validate_every: int = field(default=100, metadata=FREE)
-    """Steps between two validations on data.valid, if it is given; the last step is always validated."""
+    """Steps between two validations on data.valid, if it is given; the first step is preceded by one, and the last
+    step is always validated."""
     keep_best: Literal["loss", "score"] | None = None
     """Keep the student of the best validation instead of the last one: loss is the validation loss, score the mean
-    ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM. Of equal validations
+    ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM, or for sentences
+    Spearman's correlation. Of equal validations
     the first is kept."""
     save_every: int | None = field(default=100, metadata=FREE)
-    """Steps between two checkpoints; the last step is always saved. null saves no checkpoint, so an interrupted run
-    starts again from the beginning."""
+    """Steps between two checkpoints; the last step is always saved. null saves none meanwhile: a run that is killed
+    starts again from the beginning, while one that is stopped by a signal or a lost server saves its last step."""
     keep_checkpoints: int = field(default=2, metadata=FREE)
     """Number of checkpoints to keep."""
 

@@ -50,8 +50,9 @@ class Minilmv2Config:
     """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5). hh,
     which is not in the paper, relates the layer's outputs, its hidden states."""
     relation_heads: int = 48
-    """The number of heads that queries, keys and values are split into again; it must divide the width of both
-    models. The paper takes 48 for base-size and 64 for large teachers."""
+    """The number of heads that queries, keys and values are split into again; it must divide the widths of what is
+    related in both models (of grouped queries that of the keys and values). The paper takes 48 for base-size and 64 for
+    large teachers."""
     teacher_layer: int | Literal["last", "auto"] = field(
         default="last", metadata=replaces("minilmv2.teacher_layers", unless=("last",))
     )

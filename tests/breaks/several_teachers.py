@@ -28,7 +28,7 @@ BREAKS = [
     Break(
         "padding-of-one-teacher-is-compared",
         "llmdistill/losses/head.py",
-        "_cut(head, vocabulary) for head in",
+        "cut(head, vocabulary) for head in",
         "head for head in",
         SEEN_LOSSES,
     ),
