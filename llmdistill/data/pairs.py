@@ -91,8 +91,10 @@ def encode_pairs(
     return [EncodedPair(ids, type_ids, example.target, example.index) for ids, type_ids, example in rows]
 
 
-def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
-    """Collate examples into a right-padded batch (B, T) with targets for sequences, no labels; see Batch.targets.
+def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
+    """Collate examples into a right-padded batch (B, T) with targets for sequences (of windows (B, 2), start and end).
+
+    There are no labels; see Batch.targets.
 
     Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown).
     """
@@ -103,13 +105,13 @@ def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
         input_ids,
         padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
-        token_type_ids=padded([item.token_type_ids or [] for item in items], 0) if has_types else None,
+        token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,
         targets=_targets([item.target for item in items]),
         sample_ids=tuple((item.sample_id,) for item in items),
     )
 
 
-def _targets(targets: Sequence[int | float | None]) -> Tensor:
+def _targets(targets: Sequence[Any]) -> Tensor:
     if any(isinstance(target, float) for target in targets):
         return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
     return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)

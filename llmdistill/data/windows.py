@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.collate import sample_id
 from llmdistill.data.columns import TOKEN_IDS, Layout, in_pieces
 from llmdistill.errors import UserError
 
@@ -212,18 +211,3 @@ def _target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]
     is_inside = (characters[:, 0] >= 0) & (characters[:, 1] > first) & (characters[:, 0] <= last)
     tokens = is_inside.nonzero()[0]
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else (NO_ANSWER, NO_ANSWER)
-
-
-def collate_windows(items: Sequence[EncodedWindow], pad_token_id: int) -> Batch:
-    """Collate windows into a right-padded batch (B, T) with the targets (B, 2), start and end; no labels."""
-    rows = [item.input_ids for item in items]
-    input_ids = padded(rows, pad_token_id)
-    has_types = items[0].token_type_ids is not None
-    return Batch(
-        input_ids,
-        padding_mask(rows),
-        labels=torch.full_like(input_ids, IGNORE_INDEX),
-        token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,  # type: ignore[misc]
-        targets=torch.tensor([item.target for item in items], dtype=torch.long),
-        sample_ids=tuple((item.sample_id,) for item in items),
-    )

@@ -201,28 +201,19 @@ def _training(
             on_main(lambda: best.begin(start), world)
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.validated(0, {"valid_loss": validation.loss()})
-        finite = FiniteSteps(
-            engine=trainer.engine,
-            world=world,
-            terms=list(plan.method.weights),
-            folder=plan.folder,
-            policy=trainer.settings.not_finite,
-            learning_rate=trainer.settings.learning_rate,
-            origin=trainer.origin,
-        )
         # Each callback reads what those before it found; see `TrainState`.
         remote = trainer.teacher if isinstance(trainer.teacher, RemoteTeacher) else None
         callbacks: list[Callback] = [
             Stopping(world),
             *([Answers(trainer, remote)] if remote is not None or plan.config.data.rollout.url is not None else []),
-            finite,
+            FiniteSteps(trainer, plan.folder),
             LossWatch(plan.method.weights, world, log.rows),
             UnevenTerms(trainer),
             *([OwnAnswers(trainer, plan.models.vocabulary)] if plan.config.data.on_policy > 0 else []),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
-            LogRows(log, trainer.engine, plan.method, trainer.teaching, world.device),
-            Checkpoints(trainer.engine, plan.folder, world, loss_modes),
+            LogRows(log, trainer),
+            Checkpoints(trainer, plan.folder, loss_modes),
         ]
         with signals.waiting():
             yield trainer, start, callbacks

@@ -129,9 +129,9 @@ class Benchmark(StoredTask):
         return self.metrics[:1]
 
     @property
-    @abstractmethod
     def main_column(self) -> str:
         """The column that stands for the task in an average over tasks."""
+        return self.column("dev")
 
     @abstractmethod
     def column(self, name: str) -> str:
@@ -166,10 +166,6 @@ class Benchmark(StoredTask):
 
     def loader(self, share: Share) -> Loader:
         return TrainLoader(self.train, share, self.collate)
-
-    def collate(self, items: Sequence[Any]) -> Batch:
-        """Collate encoded examples."""
-        raise AssertionError(f"{type(self).__name__} has a loader of its own")
 
     def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
         """Return the metrics that `summary` shows of the score of a set."""

@@ -10,10 +10,9 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
 from llmdistill.data.columns import SplitWriter, in_pieces
-from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
@@ -161,11 +160,6 @@ class Glue(Benchmark):
         first = self.config.data.task.metric or self.task.metrics[0]
         return (first, *(each for each in self.task.metrics if each != first))
 
-    @property
-    def main_column(self) -> str:
-        """See Benchmark: the column of the matched split."""
-        return self.column("dev")
-
     def column(self, name: str) -> str:
         return name if name in self.labels else column_of(self.name, cast(Split, name))
 
@@ -189,10 +183,6 @@ class Glue(Benchmark):
         answers = self._answers(scored, items)
         if scored.world.is_main:
             write_submission(path, self.task, items, answers)
-
-    def collate(self, items: Sequence[EncodedPair]) -> Batch:
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_pairs(items, padding)
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See Task: the task's metrics on a dev split, the accuracy of the labels on a further set."""

@@ -181,7 +181,7 @@ class Sentences(StoredTask):
         rows = Grouped(self.train, self.rows_per_example)
 
         def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
-            return self._collate(list(chain.from_iterable(rows)))
+            return self.collate(list(chain.from_iterable(rows)))
 
         return TrainLoader(rows, share, collate, bucket_steps=self.config.data.bucket_steps)
 
@@ -189,18 +189,14 @@ class Sentences(StoredTask):
         """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""
         sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
         examples: Any = ConcatDataset(sets)
-        return examples, self._collate
-
-    def _collate(self, items: Sequence[EncodedPair]) -> Batch:
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_pairs(items, padding)
+        return examples, self.collate
 
     def validation(self, share: Share) -> list[Batch]:
         """See Task: the sentences of the validation set."""
         if VALID not in self.encoded:
             return []
         rank = {"rank": share.rank, "world_size": share.world_size}
-        batches = scoring_batches(self.encoded[VALID], self._collate, batch_size=share.micro_batch_size, **rank)
+        batches = scoring_batches(self.encoded[VALID], self.collate, batch_size=share.micro_batch_size, **rank)
         return [batch for _, batch in batches]
 
     def validation_score(self, scored: ScoredModel) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -11,14 +11,11 @@ from typing import Any, cast
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
-from llmdistill.batch import Batch
 from llmdistill.data.columns import SplitWriter
 from llmdistill.data.windows import (
     WINDOWS,
-    EncodedWindow,
     QuestionExample,
     WindowLimits,
-    collate_windows,
     encode_in_pieces,
 )
 from llmdistill.errors import UserError
@@ -183,10 +180,6 @@ class Squad(Benchmark):
         """See Task: dev, and for MLQA the test set of each language or pair of languages."""
         asked = {"examples": self.digest, "max_answer_length": self.config.data.task.max_answer_length}
         return dict.fromkeys(self.about, asked)
-
-    def collate(self, items: Sequence[EncodedWindow]) -> Batch:
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_windows(items, padding)
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See Task: the metrics, and the predictions in the formats of the official scripts.

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from llmdistill.batch import Batch
 from llmdistill.data.columns import Layout, MappedItems, SplitWriter, StoredSplits
+from llmdistill.data.pairs import collate_pairs
 from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
@@ -66,6 +68,11 @@ class StoredTask(Task):
     """Reads what `write` has written of a split beside its tokens."""
     digest: str
     """Identifies the examples and their tokens."""
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        """Collate encoded examples or windows."""
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
 
     @abstractmethod
     def read_files(self) -> TaskFiles[Any, Any]:

@@ -174,11 +174,6 @@ class Writing(Benchmark):
         """See Benchmark: all metrics."""
         return self.metrics
 
-    @property
-    def main_column(self) -> str:
-        """See Benchmark: dev."""
-        return self.column("dev")
-
     def column(self, name: str) -> str:
         title = WRITING_TASKS[self.key].title
         return title if name == "dev" else f"{title}-{name}"

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmdistill.errors import Stopped
 from llmdistill.run.callbacks.base import TrainState
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.loss_check import LossModes
-from llmdistill.runtime.distributed import World
+from llmdistill.run.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """Saves every `train.save_every` steps, after the last step, and when a signal or a failure ends the training."""
 
-    engine: Any
+    trainer: Trainer
     folder: Path
     """The run's folder."""
-    world: World
     loss_modes: LossModes
     """How the token losses of the models are computed, which a checkpoint keeps."""
 
@@ -32,8 +30,8 @@ class Checkpoints:
             UserError: the training cannot go on, and the step is saved.
         """
         if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
-            keep = state.settings.keep_checkpoints
-            save_checkpoint(self.engine, self.folder, state.step, keep, self.world, loss_modes=self.loss_modes)
+            keep, trainer = state.settings.keep_checkpoints, self.trainer
+            save_checkpoint(trainer.engine, self.folder, state.step, keep, trainer.world, loss_modes=self.loss_modes)
         if state.signal:
             raise Stopped(state.signal, f"after step {state.step}")
         if state.failure is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -19,9 +19,12 @@ from llmdistill.errors import UserError
 from llmdistill.files import sync, write_json
 from llmdistill.run.callbacks.base import StepTerms, TrainState
 from llmdistill.runtime.devices import to_host_later
-from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
+from llmdistill.runtime.distributed import all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import fragments
+
+if TYPE_CHECKING:
+    from llmdistill.run.trainer import Trainer  # which a study, that reads ENDED, does without
 
 LIMIT = 3
 """Skipped steps in a row that end the run."""
@@ -60,17 +63,9 @@ class FiniteSteps:
     next step runs, and are read after it: the device never waits for the host.
     """
 
-    engine: Any
-    world: World
-    terms: Sequence[str]
-    """The names of the terms of the loss."""
+    trainer: Trainer
     folder: Path
     """The run's folder."""
-    policy: Literal["skip", "stop"]
-    learning_rate: float
-    """The peak learning rate, for the record of a run that was ended."""
-    origin: Callable[[int, Sequence[Batch]], str]
-    """Runs a step's forward passes again and says where the first value that is not finite came from, on this rank."""
     in_a_row: int = 0
     _last: _Step | None = None
 
@@ -102,10 +97,14 @@ class FiniteSteps:
             _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
         )
         remedy = f"fix or remove these samples, or {_LOWER}"
-        if self.policy == "stop" or self.in_a_row == LIMIT:
-            why = "train.not_finite is stop" if self.policy == "stop" else f"it is the {LIMIT}rd in a row"
+        if self.trainer.settings.not_finite == "stop" or self.in_a_row == LIMIT:
+            why = (
+                "train.not_finite is stop"
+                if self.trainer.settings.not_finite == "stop"
+                else f"it is the {LIMIT}rd in a row"
+            )
             self._end(step, f"{found}; {why}: {remedy}; the student is as it was before")
-        warn_main(f"{found}; the student is unchanged", self.world)
+        warn_main(f"{found}; the student is unchanged", self.trainer.world)
         return before
 
     def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
@@ -115,7 +114,7 @@ class FiniteSteps:
         """
         before = self.check_last()
         self.in_a_row = 0
-        norm = self.engine.get_global_grad_norm()
+        norm = self.trainer.engine.get_global_grad_norm()
         # A norm of 0 stands for one that DeepSpeed has not computed.
         norm = norm if isinstance(norm, Tensor) else torch.full((), float(norm or 0.0), device=losses.device)
         totals = all_reduce_sum(losses.detach().sum(0))
@@ -133,7 +132,7 @@ class FiniteSteps:
         if step is None:
             return None
         *values, norm = step.figures()
-        terms = dict(zip(self.terms, values, strict=True))
+        terms = dict(zip(self.trainer.method.weights, values, strict=True))
         if all(map(math.isfinite, (*values, norm))):
             return StepTerms(step.number, terms)
         named = (*((f"term {name}", value) for name, value in terms.items()), ("norm of the gradient", norm))
@@ -150,10 +149,10 @@ class FiniteSteps:
         Raises:
             UserError: a weight or a state of the optimizer is not finite.
         """
-        held = fragments(self.engine)
+        held = fragments(self.trainer.engine)
         is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
         own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
-        found = gather_objects(None if own is None else f"{own.kind} of {own.name}", self.world)
+        found = gather_objects(None if own is None else f"{own.kind} of {own.name}", self.trainer.world)
         wrong = next((each for each in found if each is not None), None)
         if wrong is not None:
             self._end(
@@ -166,24 +165,24 @@ class FiniteSteps:
         # Such a step is rare, so the host may wait for the values of the terms here.
         is_wrong = (~step.losses.isfinite()).tolist()
         own = [
-            Cause(self.world.rank, name, [each for row in batch.sample_ids for each in row])
+            Cause(self.trainer.world.rank, name, [each for row in batch.sample_ids for each in row])
             for batch, of_batch in zip(step.batches, is_wrong, strict=True)
-            for name, wrong in zip(self.terms, of_batch, strict=True)
+            for name, wrong in zip(self.trainer.method.weights, of_batch, strict=True)
             if wrong
         ]
-        causes = [each for of_rank in gather_objects(own, self.world) for each in of_rank]
-        origins = gather_objects(self.origin(step.number, step.batches), self.world)
+        causes = [each for of_rank in gather_objects(own, self.trainer.world) for each in of_rank]
+        origins = gather_objects(self.trainer.origin(step.number, step.batches), self.trainer.world)
         guilty = causes[0].rank if causes else 0
         folder = self.folder / NOT_FINITE / f"step-{step.number}"
         kept = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
-        on_every(partial(_keep, folder, kept, self.world.rank), self.world)
+        on_every(partial(_keep, folder, kept, self.trainer.world.rank), self.trainer.world)
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
-        on_main(lambda: write_json(folder / "about.json", about), self.world)
+        on_main(lambda: write_json(folder / "about.json", about), self.trainer.world)
         return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
 
     def _end(self, step: int, why: str) -> NoReturn:
-        record = {"step": step, "learning_rate": self.learning_rate}
-        on_main(lambda: write_json(self.folder / NOT_FINITE / ENDED, record), self.world)
+        record = {"step": step, "learning_rate": self.trainer.settings.learning_rate}
+        on_main(lambda: write_json(self.folder / NOT_FINITE / ENDED, record), self.trainer.world)
         error = UserError(why)
         error.everywhere = True
         raise error

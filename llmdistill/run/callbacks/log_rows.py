@@ -5,14 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from typing import Any
 
 import torch
 
-from llmdistill.methods import Method
 from llmdistill.run.callbacks.base import TrainState
 from llmdistill.run.callbacks.loss_watch import LOWEST, is_diverged
-from llmdistill.run.log import RunLog, Stopwatch
+from llmdistill.run.log import RunLog
+from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 
@@ -20,9 +19,8 @@ from llmdistill.runtime.engine import learning_rate
 class LogRows:
     """Logs a row every `train.log_every` steps, after a validation and after the last step."""
 
-    def __init__(self, log: RunLog, engine: Any, method: Method, teaching: Stopwatch, device: torch.device) -> None:
-        """`teaching` measures the time of the teacher; each row takes it."""
-        self._log, self._engine, self._method, self._teaching, self._device = log, engine, method, teaching, device
+    def __init__(self, log: RunLog, trainer: Trainer) -> None:
+        self._log, self._trainer, self._method = log, trainer, trainer.method
         self._first_step: int | None = None
         self._began = time.perf_counter()
         self._restart()
@@ -30,7 +28,7 @@ class LogRows:
     def _restart(self) -> None:
         self._terms = dict.fromkeys(self._method.weights, 0.0)
         # The counts stay on the device until the row is due.
-        self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self._trainer.world.device)
         self._positions = self._steps = 0
         self._row_began = time.perf_counter()
 
@@ -61,16 +59,16 @@ class LogRows:
         loss = sum(self._method.weights[name] * value for name, value in terms.items())
         tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
         seconds = time.perf_counter() - self._row_began - state.validation_seconds
-        skipped = self._engine.skipped_steps
+        skipped = self._trainer.engine.skipped_steps
         return {
             "loss": loss,
             "learning_rate": learning_rate(state.settings, state.step - 1),
-            "grad_norm": float(self._engine.get_global_grad_norm() or 0.0),
+            "grad_norm": float(self._trainer.engine.get_global_grad_norm() or 0.0),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "padding_share": 1 - tokens / positions,
-            "teacher_share": self._teaching.take() / seconds,
-            "peak_memory_bytes": peak_memory(self._device),
+            "teacher_share": self._trainer.teaching.take() / seconds,
+            "peak_memory_bytes": peak_memory(self._trainer.world.device),
             **({"skipped_steps": skipped} if skipped else {}),
             **terms,
             **({LOWEST: state.lowest_loss} if is_diverged(loss, state.lowest_loss) else {}),

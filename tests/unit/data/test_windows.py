@@ -7,7 +7,8 @@ import pytest
 from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.windows import NO_ANSWER, Answer, QuestionExample, WindowLimits, collate_windows, encode_windows
+from llmdistill.data.pairs import collate_pairs
+from llmdistill.data.windows import NO_ANSWER, Answer, QuestionExample, WindowLimits, encode_windows
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", "what", *(f"w{n}" for n in range(40))]
 LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
@@ -73,7 +74,7 @@ def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer):
 
 def test_batches(tokenizer):
     windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learned=True)
-    batch = collate_windows(windows, 0)
+    batch = collate_pairs(windows, 0)
     assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
     assert batch.targets.tolist() == [[5, 6], [0, 0]]
     assert batch.attention_mask.sum(1).tolist() == [8, 10]

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,14 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 def make_steps(folder: Path, policy: str = "skip") -> FiniteSteps:
-    origin = lambda step, _batches: f"looked at step {step}"  # noqa: E731
-    given = {"world": WORLD, "terms": ["label", "logits"], "folder": folder, "learning_rate": 0.5, "origin": origin}
-    return FiniteSteps(engine=SimpleNamespace(get_global_grad_norm=lambda: 1.0), policy=policy, **given)
+    trainer: Any = SimpleNamespace(
+        engine=SimpleNamespace(get_global_grad_norm=lambda: 1.0),
+        world=WORLD,
+        method=SimpleNamespace(weights={"label": 1.0, "logits": 1.0}),
+        settings=SimpleNamespace(not_finite=policy, learning_rate=0.5),
+        origin=lambda step, _batches: f"looked at step {step}",
+    )
+    return FiniteSteps(trainer, folder)
 
 
 def batches() -> list[Batch]:
@@ -66,11 +72,11 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path)
 
 def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Path) -> None:
     steps = make_steps(tmp_path)
-    steps.engine.get_global_grad_norm = lambda: None  # which DeepSpeed does not compute
+    steps.trainer.engine.get_global_grad_norm = lambda: None  # which DeepSpeed does not compute
     steps.applied(1, batches(), FINE)
     assert steps.check_last() is not None
     assert steps.check_last() is None, "a step is read once"
-    steps.engine.get_global_grad_norm = lambda: torch.tensor(math.inf)
+    steps.trainer.engine.get_global_grad_norm = lambda: torch.tensor(math.inf)
     steps.applied(2, batches(), FINE)
     with pytest.raises(UserError, match=r"the norm of the gradient is inf at step 2: every term is finite"):
         steps.check_last()

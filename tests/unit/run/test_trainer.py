@@ -110,13 +110,9 @@ def make_trainer(micro_batch_size, steps=4):
 
 def train(trainer, folder, *validation):
     """Train to the end with the callbacks of a run, but those that need a real model, and a log in the folder."""
-    settings, engine = trainer.settings, trainer.engine
-    given = {"policy": settings.not_finite, "learning_rate": settings.learning_rate, "origin": trainer.origin}
-    finite = FiniteSteps(engine=engine, world=WORLD, terms=list(trainer.method.weights), folder=folder, **given)
-    log = RunLog(folder, start=0, steps=settings.steps, world=WORLD)
-    watches = [Stopping(WORLD), finite, LossWatch(trainer.method.weights, WORLD), *validation]
-    rows = LogRows(log, engine, trainer.method, trainer.teaching, WORLD.device)
-    trainer.run(0, [*watches, rows, Checkpoints(engine, folder, WORLD, {})])
+    log = RunLog(folder, start=0, steps=trainer.settings.steps, world=WORLD)
+    watches = [Stopping(WORLD), FiniteSteps(trainer, folder), LossWatch(trainer.method.weights, WORLD), *validation]
+    trainer.run(0, [*watches, LogRows(log, trainer), Checkpoints(trainer, folder, {})])
 
 
 def naive(steps=4):

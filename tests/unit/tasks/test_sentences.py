@@ -67,7 +67,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path):
 def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path):
     data = read(Sentences(run_of(tmp_path)), encoder(tmp_path / "teacher"), tmp_path)
     assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
-    batch = data._collate(list(data.encoded["train"]))
+    batch = data.collate(list(data.encoded["train"]))
     assert int(batch.counts()["sequences"]) == 3
     assert int(batch.counts()["labels"]) == 0
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from llmdistill.batch import IGNORE_INDEX, Outputs, Taps
-from llmdistill.data.windows import EncodedWindow, QuestionExample, collate_windows
+from llmdistill.data.pairs import collate_pairs
+from llmdistill.data.windows import EncodedWindow, QuestionExample
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.spans import best_spans, predict_spans
 
-COLLATE = partial(collate_windows, pad_token_id=0)
+COLLATE = partial(collate_pairs, pad_token_id=0)
 QUESTIONS = [QuestionExample(f"q{n}", "who", " ".join(f"{n}w{i}" for i in range(12)), ()) for n in range(3)]
 
 
