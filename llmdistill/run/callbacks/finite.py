@@ -32,7 +32,7 @@ NOT_FINITE = "not_finite"
 """Folder in the run's folder for the batches of the steps whose numbers were not finite, one subfolder for each."""
 ENDED = "ended.json"
 """File in it: the step and the peak learning rate of a run that such a step has ended."""
-_LOWER = "give the same command with a lower train.learning_rate, which goes on from the last checkpoint"
+LOWER = "give the same command with a lower train.learning_rate, which goes on from the last checkpoint"
 _SHOWN_SAMPLES = 4
 
 
@@ -96,14 +96,11 @@ class FiniteSteps:
         found = self._report(
             _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
         )
-        remedy = f"fix or remove these samples, or {_LOWER}"
-        if self.trainer.settings.not_finite == "stop" or self.in_a_row == LIMIT:
-            why = (
-                "train.not_finite is stop"
-                if self.trainer.settings.not_finite == "stop"
-                else f"it is the {LIMIT}rd in a row"
-            )
-            self._end(step, f"{found}; {why}: {remedy}; the student is as it was before")
+        remedy = f"fix or remove these samples, or {LOWER}"
+        stops = self.trainer.settings.not_finite == "stop"
+        if stops or self.in_a_row == LIMIT:
+            why = "train.not_finite is stop" if stops else f"it is the {LIMIT}rd in a row"
+            end_run(self.trainer, self.folder, step, f"{found}; {why}: {remedy}; the student is as it was before")
         warn_main(f"{found}; the student is unchanged", self.trainer.world)
         return before
 
@@ -138,10 +135,8 @@ class FiniteSteps:
         named = (*((f"term {name}", value) for name, value in terms.items()), ("norm of the gradient", norm))
         name, value = next((name, value) for name, value in named if not math.isfinite(value))
         found = self._report(step, f"the {name} is {value} at step {step.number}")
-        self._end(
-            step.number,
-            f"{found}; nothing is saved any more: fix or remove these samples, or {_LOWER}",
-        )
+        why = f"{found}; nothing is saved any more: fix or remove these samples, or {LOWER}"
+        end_run(self.trainer, self.folder, step.number, why)
 
     def check_student(self, step: int) -> None:
         """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights.
@@ -155,10 +150,8 @@ class FiniteSteps:
         found = gather_objects(None if own is None else f"{own.kind} of {own.name}", self.trainer.world)
         wrong = next((each for each in found if each is not None), None)
         if wrong is not None:
-            self._end(
-                step,
-                f"the {wrong} is not finite after step {step}, so nothing is saved any more: {_LOWER}",
-            )
+            why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
+            end_run(self.trainer, self.folder, step, why)
 
     def _report(self, step: _Step, what: str) -> str:
         """Keep the batches of a step whose numbers are not finite, and say which they are and how it came to it."""
@@ -180,12 +173,18 @@ class FiniteSteps:
         on_main(lambda: write_json(folder / "about.json", about), self.trainer.world)
         return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
 
-    def _end(self, step: int, why: str) -> NoReturn:
-        record = {"step": step, "learning_rate": self.trainer.settings.learning_rate}
-        on_main(lambda: write_json(self.folder / NOT_FINITE / ENDED, record), self.trainer.world)
-        error = UserError(why)
-        error.everywhere = True
-        raise error
+
+def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
+    """End a run on every rank, so that the same command goes on with a lower learning rate.
+
+    Raises:
+        UserError: always.
+    """
+    record = {"step": step, "learning_rate": trainer.settings.learning_rate}
+    on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record), trainer.world)
+    error = UserError(why)
+    error.everywhere = True
+    raise error
 
 
 def _keep(folder: Path, batches: Sequence[Batch], rank: int) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from llmdistill.batch import Batch
-from llmdistill.errors import UserError
 from llmdistill.methods import Method
 from llmdistill.progress import progress
 from llmdistill.run.callbacks.base import TrainState
+from llmdistill.run.callbacks.finite import LOWER, end_run
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import all_reduce_sum
 
@@ -42,10 +42,12 @@ class Validation:
         began = time.perf_counter()
         loss = self.loss()
         if not math.isfinite(loss):
-            raise UserError(
-                f"the validation loss is {loss} at step {state.step}, and the training loss is finite: look for a "
-                "sample in data.valid that the models cannot read; checkpoints up to the last save are in "
-                f"{self.folder / 'checkpoints'}"
+            end_run(
+                self.trainer,
+                self.folder,
+                state.step,
+                f"the validation loss is {loss} at step {state.step}, and the loss before it was finite: look for a "
+                f"sample in data.valid that the models cannot read, or {LOWER}",
             )
         state.validation = {"valid_loss": loss}
         state.validation_seconds = time.perf_counter() - began

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +17,7 @@ from llmdistill.batch import LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import scoring_batches
+from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.run.callbacks.checkpoints import Checkpoints
@@ -190,6 +193,15 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path, monkeypatch):
     train(trainer, tmp_path, validation)
     rows = log_rows(tmp_path)
     assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
+
+
+def test_a_run_whose_validation_overflows_goes_on_with_a_lower_learning_rate(tmp_path, monkeypatch):
+    _, trainer = make_trainer(8)
+    validation = Validation(trainer, [object()], trainer.method, tmp_path)
+    monkeypatch.setattr(Validation, "loss", lambda _: math.inf)
+    with pytest.raises(UserError, match=r"the validation loss is inf at step 4, .*a lower train\.learning_rate"):
+        train(trainer, tmp_path, validation)
+    assert json.loads((tmp_path / "not_finite/ended.json").read_text()) == {"step": 4, "learning_rate": 1e-3}
     assert sum(row["tokens"] for row in rows) == sum(
         int(batch.attention_mask.sum()) for step in range(5) for batch in trainer.loader.micro_batches(step)
     )
