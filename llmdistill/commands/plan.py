@@ -144,10 +144,13 @@ def count_data(plan: Plan) -> PositionCounts | None:
     from llmdistill.run.cache import count_examples
     from llmdistill.run.checks import can_cache
     from llmdistill.run.forecast.cached import PositionCounts
+    from llmdistill.run.plan import make_plan
     from llmdistill.runtime.distributed import World
 
     if not can_cache(plan):
         return None
+    if plan.before is None:  # a plan from configurations alone has not looked for the tokenizer
+        plan = make_plan(plan.config)
     data = plan.task.read(plan.models).prepared(World.alone())
     return PositionCounts(**count_examples(plan, data))
 

@@ -13,6 +13,7 @@ from llmdistill.artifacts import MANIFEST, compare_records, plain, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
+from llmdistill.config.teacher import OneTeacher
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint
@@ -102,6 +103,9 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             block = block[parent]
         block.pop(name, None)
+    for other in shaping["teacher"].get("others", {}).values():
+        for name in marked(OneTeacher, "free"):
+            other.pop(name, None)
     return dict(shaping)
 
 

@@ -16,7 +16,7 @@ from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import temporary_folder
 from llmdistill.methods import METHODS
-from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints, scores_asked
+from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints, scores_asked, shaping_settings
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -59,6 +59,12 @@ def test_another_configuration_a_second_start_and_other_folders_are_refused_and_
     with pytest.raises(UserError, match="not empty and holds no run"):
         claim(parse(folder="other"))
     assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_how_any_teacher_is_sharded_does_not_shape_the_student(parse):
+    words = ("--method", "kd", "--teacher.others.a.model", "embedded:teacher", "--teacher.others.a.sharding")
+    one, other = (shaping_settings(to_dict(parse(*words, each))) for each in ("replicated", "zero3"))
+    assert one == other
 
 
 def test_contents_of_files_count_beside_their_names(parse, tmp_path):
