@@ -223,11 +223,9 @@ def distill(
             (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
         data: rows with instruction, input and output, with prompt and completion, or with messages; or texts.
         method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, embedding, sft or seqkd.
-        valid: the validation set, whose loss is logged; if it has instructions, the ROUGE-L of all models is also
-            measured on it.
+        valid: the validation set, whose loss is logged; instructions are also scored on it by ROUGE-L.
         tests: instruction sets by name, on which all models are scored (see the settings `scoring.*`).
-        tokenizer: the tokenizer of teacher and student; by default the tokenizer of the folders or names that they were
-            loaded from.
+        tokenizer: the tokenizer of teacher and student; by default that of the folders or names of the models.
         ds_config: a DeepSpeed configuration, as a file or a dict; by default ZeRO-2 in the dtype of the run.
         output_dir: the run folder; the same call with the same folder resumes an interrupted run. By default the run
             uses a new temporary folder, which is not deleted, and saves no checkpoints.
@@ -240,8 +238,7 @@ def distill(
         The trained student and the measurements of the run.
 
     Raises:
-        UserError: a setting, a model or a row is invalid, which nearly always is found before training starts; or the
-            training cannot go on.
+        UserError: a setting, a model or a row is invalid, or the training cannot go on.
     """
     from llmdistill.experiments.distillation import distill_plans  # the other functions need no libraries of training
 
@@ -251,8 +248,7 @@ def distill(
     with guest():
         world = init_distributed(given.command(method))
         if config.tasks.names or method == "none":
-            what = "tasks.names" if config.tasks.names else "method none"
-            raise UserError(f"{what}: distill trains one student and no more; start llmdistill train")
+            raise UserError("distill trains a student and no more: for tasks.names or method none start the main job")
         config = on_main(lambda: given.saved(config), world)
         quiet_libraries()
         plans = make_plans(config)
