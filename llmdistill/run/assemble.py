@@ -100,7 +100,7 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
     `shard` loads it in shards if the run trains it at ZeRO stage 3; every rank must then call this function.
     """
     load = load_model
-    if shard and plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3 and not is_adapter(folder):
+    if shard and plan.zero_stage == 3 and not is_adapter(folder):
         load = partial(load_sharded, ds_config=plan.ds_config)
     model = load(
         str(folder), dtype=dtype, head=plan.models.student_head, new_head=True, num_classes=plan.task.num_outputs

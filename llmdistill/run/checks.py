@@ -102,9 +102,8 @@ def _check_step(plan: Plan) -> None:
                 "left to transformers: set it to false"
             )
     sharding = config.teacher.sharding
-    is_zero3 = plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3
-    if config.train.compile and (is_zero3 or sharding != "replicated"):
-        which = "ds_config: zero_optimization.stage 3" if is_zero3 else f"teacher.sharding {sharding}"
+    if config.train.compile and (plan.zero_stage == 3 or sharding != "replicated"):
+        which = "ds_config: zero_optimization.stage 3" if plan.zero_stage == 3 else f"teacher.sharding {sharding}"
         raise UserError(
             f"train.compile is true, but {which} gathers parameters module by module, which a compiled layer hides: "
             "set train.compile to false, or shard less (ZeRO stage 2, a replicated teacher)"
@@ -134,7 +133,7 @@ def _check_bits(plan: Plan) -> None:
     if weights == "none":
         return
     check_torchao(key)
-    if plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3:
+    if plan.zero_stage == 3:
         raise UserError(
             f"{key}: the scales of a matrix need all of it, and ZeRO-3 keeps shares: take ZeRO-2, or none as weights"
         )

@@ -34,7 +34,7 @@ def headline(plan: Plan, data_report: str) -> str:
     adapted += "" if bits == "none" else f", linears in {bits}"
     own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
     prompt = plan.config.data.prompt
-    stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
+    stage = plan.zero_stage
     return (
         f"Run folder  {plan.folder}\n"
         f"Teacher     {teacher_line}\n"

@@ -64,6 +64,12 @@ class Plan:
         return Path(self.config.output_dir)
 
     @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO in which the student is trained."""
+        stage: int = self.ds_config.get("zero_optimization", {}).get("stage", 0)
+        return stage
+
+    @property
     def trains(self) -> bool:
         """Whether the run trains the student."""
         return METHODS[self.config.method].trains
