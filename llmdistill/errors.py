@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import signal
-from typing import Any
 
 _LONGEST = 3000
 """Characters of a message; its end, which holds the remedy, is always kept."""
@@ -64,45 +62,6 @@ class FieldError(ValueError):
     The message begins with the name of the field. The settings may be used alone or as part of a run configuration, so
     the code that builds them adds the prefix that the user types before the name.
     """
-
-
-def check_most(settings: object, most: float, *keys: str, prefix: str = "", why: str) -> None:
-    """Raise a ValueError if one of these settings is above its largest value; a setting may be None."""
-    for key in keys:
-        value = getattr(settings, key)
-        if value is not None and value > most:
-            raise ValueError(f"{prefix}{key} is {value}: give {most} or less, {why}")
-
-
-def check_server(settings: Any, prefix: str) -> None:
-    """Raise a ValueError if a server's `url` is no address, or the seconds to `wait` for it are out of range."""
-    if settings.url is not None and not settings.url.startswith(("http://", "https://")):
-        raise ValueError(f"{prefix}url is {settings.url}: give an address such as http://localhost:8000")
-    if not 0 < settings.wait <= 1e6:  # of more seconds sockets know nothing
-        raise ValueError(f"{prefix}wait is {settings.wait}: give a number over 0, and of 1,000,000 seconds at most")
-
-
-def check_least(
-    settings: object, least: float, *keys: str, prefix: str = "", error: type[ValueError] = ValueError
-) -> None:
-    """Raise an error if one of these settings is below its least value; a setting may be None."""
-    for key in keys:
-        value = getattr(settings, key)
-        if value is not None and value < least:
-            raise error(f"{prefix}{key} is {value}: give {least} or more")
-
-
-def check_list(settings: object, *keys: str, prefix: str = "--", wanted: str = "", least: float = -math.inf) -> None:
-    """Raise a ValueError if one of these settings is an empty list or repeats a value; a setting may be None.
-
-    `wanted` says which values there are; numbers must not be below the `least`.
-    """
-    for key in keys:
-        values = getattr(settings, key)
-        if values is None:
-            continue
-        if not values or len(set(values)) < len(values) or (least > -math.inf and min(values) < least):
-            raise ValueError(f"{prefix}{key} {list(values)}: give one or more, each once{wanted}")
 
 
 _LONGEST_NAME = 200

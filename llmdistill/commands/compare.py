@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
-from llmdistill.errors import Stopped, UserError, check_least
+from llmdistill.config.marks import at_least, takes
+from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
     Suite,
@@ -48,13 +49,15 @@ class CompareConfig:
     """Ways to make the untrained student, separated by commas: plain (plain SVD, one rank), activations or gradients
     (weighted by them, one rank), loss (weighted by gradients, ranks by predicted loss). Every method is trained from
     every start, all of them with equally many parameters; default: only the recipe's own."""
-    seeds: int = 3
+    seeds: int = field(default=3, metadata=at_least(1))
     """Number of seeds with which the chosen settings of each method are trained; the first seed also tries the grid."""
-    learning_rates: list[float] | None = None
+    learning_rates: list[float] | None = field(
+        default=None, metadata=takes(lambda rates: rates and min(rates) > 0, "give at least one, all over 0")
+    )
     """Peak learning rates that every method tries; default: half, once and twice the recipe's."""
     sizes: list[str | int] = field(default_factory=list)
     """Further sizes of the student for the plot of quality against size: ranks (20) or parameters (0.69B, 40%)."""
-    trials_at_once: int = 1
+    trials_at_once: int = field(default=1, metadata=at_least(1))
     """Number of runs at the same time. The runs share the GPUs of the machine evenly (8 at once on 8 GPUs: one each),
     or its CPU cores if it has no GPU."""
     output_dir: str | None = None
@@ -64,17 +67,14 @@ class CompareConfig:
         """Check the settings.
 
         Raises:
-            ValueError: a setting is out of range, or two settings contradict each other.
+            ValueError: two settings contradict each other.
         """
-        check_least(self, 1, "seeds", "trials_at_once", prefix="--")
         if self.suite is not None and self.methods is not None:
             raise ValueError("--suite and --methods both say what is compared: leave one out")
         if self.rows is not None and self.suite not in table_names():
             raise ValueError("--rows names rows of a table of encoders: name that table with --suite, or leave it out")
         if self.suite in table_names():
             self._check_table()
-        if self.learning_rates is not None and (not self.learning_rates or min(self.learning_rates) <= 0):
-            raise ValueError(f"--learning_rates {self.learning_rates}: give at least one, all over 0")
 
     def _check_table(self) -> None:
         """Raises ValueError for a setting that is only for comparisons of decoders."""
@@ -117,7 +117,7 @@ def compare(arguments: Sequence[str]) -> int:
     command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     own, rest = split_own(arguments)
     parsed = parse(build_parser(), own)
-    settings = build(parsed, CompareConfig)
+    settings = build(parsed, CompareConfig, prefix="--")
     if settings.suite in table_names():
         rows = None if settings.rows is None else _listed(settings.rows)
         return compare_table(parsed, rest, launcher_flags, rows=rows, command=command)

@@ -50,7 +50,7 @@ def evaluate(
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
-    config = build(parsed, FineTuningConfig, METHODS)
+    config = build(parsed, FineTuningConfig, METHODS, prefix="--")
     if launcher_flags and launch is not None and config.trials_at_once == 1:
         launch()
     # Imported here so that --help and errors in the arguments do not wait for transformers and DeepSpeed.

@@ -94,7 +94,7 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(suite, prog), arguments)
-    config = build(parsed, SUITES[suite].config)
+    config = build(parsed, SUITES[suite].config, prefix="--")
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()

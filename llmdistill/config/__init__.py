@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingConfig
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
-from llmdistill.config.marks import COMMON, FREE, replaces
+from llmdistill.config.marks import COMMON, FREE, at_least, replaces
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.student import (
     CalibrationConfig,
@@ -20,7 +20,6 @@ from llmdistill.config.student import (
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.config.training import TrainConfig
-from llmdistill.errors import check_least
 
 __all__ = [
     "DEFAULT_DS_CONFIG",
@@ -58,7 +57,7 @@ class RunConfig:
     """Folder of the run; default: runs/<recipe>-<ds_config>, and runs/own-<ds_config> without a recipe."""
     resume: Literal["auto", "never"] = field(default="auto", metadata=FREE)
     """auto: continue from the last checkpoint in the folder; never: stop if the folder already holds a run."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=at_least(0))
     """Seed of the data order and of all random numbers in training."""
     method: str = field(
         default="makd",
@@ -84,8 +83,7 @@ class RunConfig:
     """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:
-        """Check the settings that do not depend on the methods; raises ValueError if a number is out of its range."""
-        check_least(self, 0, "seed")
+        """Check the settings that do not depend on the methods; raises ValueError if they contradict each other."""
         if self.train.epochs is not None and self.data.kind == "instructions":
             raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         if len(set(self.methods())) < len(self.methods()):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.errors import check_least
+from llmdistill.config.marks import at_least
 
 Content = Literal["hidden_states", "top_k"]
 """What is kept of a teacher's distribution over tokens."""
@@ -19,22 +19,18 @@ class CacheConfig:
     """What is kept for each predicted token. hidden_states: the input of the last matrix of the LM head, from which the
     exact logits follow; top_k: the most likely tokens with their log-probabilities, and the mass of all others, which
     gives a lower bound of each divergence."""
-    top_k: int = 64
+    top_k: int = field(default=64, metadata=at_least(1))
     """top_k: number of tokens."""
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """What runs the teacher. hf: the run's own teacher, on one or several ranks; vllm: vLLM, one process for all GPUs,
     which gives top_k at temperature 1 and nothing else; auto: vLLM if it is installed and can do it, else hf."""
     teacher: str = ""
     """Of several teachers the one that is run, by its name in teacher.others. Default: teacher.model."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = field(default=8, metadata=at_least(1))
     """hf: examples per rank and forward pass of the teacher."""
-    shard_tokens: int = 65536
+    shard_tokens: int = field(default=65536, metadata=at_least(1))
     """Tokens of the examples of one shard, approximately. A shard is written at once, from memory, and an interrupted
     command repeats at most one shard a rank."""
-
-    def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        check_least(self, 1, "top_k", "micro_batch_size", "shard_tokens", prefix="--cache.")
 
     @property
     def kept_top_k(self) -> int | None:

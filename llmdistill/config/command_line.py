@@ -19,7 +19,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.help import asked_help, help_of, hide_stubs
-from llmdistill.config.marks import VALUES, settings_of
+from llmdistill.config.marks import VALUES, check_taken, settings_of
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
@@ -217,19 +217,19 @@ def build(
     given = values.as_dict() if isinstance(values, Namespace) else values
     built: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        part = field.default_factory
+        part, key = field.default_factory, f"{prefix}{field.name}"
         if field.name in given:
             value = given[field.name]
             # The type of a nested section is the default factory of its field.
             if is_dataclass(part):
-                built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.")
+                built[field.name] = build(value, part, prefix=f"{key}.")
             else:
                 if value is None and "None" not in str(field.type):
-                    raise UserError(f"{prefix}{field.name} is null: give a value, or leave it out")
-                check_plain(value, f"{prefix}{field.name}")
+                    raise UserError(f"{key} is null: give a value, or leave it out")
+                check_plain(value, key)
+                check_taken(field, value, key)
                 section = field.metadata.get(VALUES)
                 if section is not None:
-                    key = f"{prefix}{field.name}"
                     value = {name: build(each, section, prefix=f"{key}.{name}.") for name, each in value.items()}
                 built[field.name] = value
     if "betas" in built:

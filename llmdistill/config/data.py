@@ -6,8 +6,20 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.errors import check_least, check_name, check_server
+from llmdistill.config.marks import (
+    ADDRESS,
+    COMMON,
+    FREE,
+    PATIENCE,
+    SHARE,
+    SHARE_BELOW_1,
+    SHARE_OVER_0,
+    at_least,
+    each_once,
+    replaces,
+    takes,
+)
+from llmdistill.errors import check_name
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
 """The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
@@ -20,7 +32,9 @@ class TextConfig:
     field: str = "text"
     """Key of the text in rows of JSONL, JSON, Parquet, CSV or a data set on the hub; each row is a document. In a
     plain text file a line is a segment, and an empty line ends a document."""
-    mask_share: float = 0.15
+    mask_share: float = dataclasses.field(
+        default=0.15, metadata=takes(lambda value: 0 < value < 1, "give a share between 0 and 1, 0.15 is usual")
+    )
     """Share of the tokens that an encoder has to predict; of these 80 % are masked, 10 % are replaced by random
     tokens and 10 % stay as they are."""
     whole_words: bool = False
@@ -34,68 +48,54 @@ class TextConfig:
     """Whether an encoder also predicts whether the second segment follows the first (BERT), which needs pairs. Default:
     yes if the teacher was saved with BERT's next-sentence head (BertForPreTraining) and the method uses it, unless
     pairs is false."""
-    fraction: float = 1.0
+    fraction: float = dataclasses.field(
+        default=1.0, metadata=takes(lambda value: 0 < value <= 1, "give a share over 0 and up to 1, 0.1 for a tenth")
+    )
     """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
     1/fraction successive ones, drawn by seed. Only these documents are tokenized. The validation text is always used
     as a whole."""
-    sampling_exponent: float | None = None
+    sampling_exponent: float | None = dataclasses.field(
+        default=None, metadata=takes(lambda value: 0 <= value <= 1, "give 0 to 1, 0.3 is XLM-R's")
+    )
     """Sample the parts of the training text, which are the files and folders directly in the folder data.train, one for
     each language, with probabilities proportional to the power of their size to this exponent, from 0 (all parts
     alike) to 1 (as they are); XLM-R takes 0.3, so that small languages are seen more often. Default: the folder is one
     text."""
-    valid_sequences: int = 512
+    valid_sequences: int = dataclasses.field(default=512, metadata=at_least(1))
     """Number of sequences of data.valid that are used, from its beginning."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a share is out of its range."""
-        if not 0 < self.mask_share < 1:
-            raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
-        if self.sampling_exponent is not None and not 0 <= self.sampling_exponent <= 1:
-            raise ValueError(f"data.text.sampling_exponent is {self.sampling_exponent}: give 0 to 1, 0.3 is XLM-R's")
+        """Raise a ValueError if a next sentence is learned without pairs."""
         if self.next_sentence and self.pairs is False:
             raise ValueError(
                 "data.text.next_sentence is true, but data.text.pairs is false: a next sentence needs pairs, leave one "
                 "of them out"
             )
-        check_least(self, 1, "valid_sequences", prefix="data.text.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritingConfig:
     """How an encoder learns to write the target of a source (UniLM's fine-tuning), and how it searches a text."""
 
-    mask_share: float = 0.7
+    mask_share: float = field(default=0.7, metadata=SHARE_OVER_0)
     """Share of the tokens of a target that are predicted, drawn anew in each epoch; the end token may be one of them.
     Of these 80 % are masked, 10 % are replaced by random tokens and 10 % stay as they are."""
-    label_smoothing: float = 0.1
+    label_smoothing: float = field(default=0.1, metadata=SHARE_BELOW_1)
     """Share of each label that is spread evenly over the vocabulary; 0 switches it off."""
-    max_length: int = 48
+    max_length: int = field(default=48, metadata=at_least(2))
     """Largest number of tokens of a text, end token included; a longer target is cut. The source gets the rest of
     data.max_length, and its end is cut."""
-    min_length: int = 0
+    min_length: int = field(default=0, metadata=at_least(0))
     """Smallest number of tokens that are written before the end token."""
-    beams: int = 5
+    beams: int = field(default=5, metadata=at_least(1))
     """Number of unfinished texts that the search keeps; 1 is greedy decoding."""
-    length_penalty: float = 0.0
+    length_penalty: float = field(default=0.0, metadata=at_least(0))
     """The log-probability of a text is divided by ((5 + length) / 6)^length_penalty (GNMT); 0 prefers short texts."""
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = field(default=0, metadata=at_least(0))
     """No n-gram of this length occurs twice in a written text; 0 switches this off."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        if not 0 < self.mask_share <= 1:
-            raise ValueError(f"data.task.writing.mask_share is {self.mask_share}: give a share over 0 and up to 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"data.task.writing.label_smoothing is {self.label_smoothing}: give a share from 0 and under 1"
-            )
-        if not self.length_penalty >= 0:
-            raise ValueError(f"data.task.writing.length_penalty is {self.length_penalty}: give 0 or more")
-        check_least(self, 0, "min_length", "no_repeat_ngram_size", prefix="data.task.writing.")
-        check_least(self, 1, "beams", prefix="data.task.writing.")
-        check_least(self, 2, "max_length", prefix="data.task.writing.")
+        """Raise a ValueError if the shortest text leaves no place for the end token."""
         if self.min_length >= self.max_length:
             raise ValueError(
                 f"data.task.writing.min_length is {self.min_length} and max_length {self.max_length}: the end token "
@@ -115,18 +115,18 @@ class TaskConfig:
     metric: str | None = None
     """GLUE and XNLI alone: the metric by which settings are chosen on dev, of those that the task has, such as accuracy
     for mrpc; default: the task's first."""
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=at_least(1))
     """Train only on the first so many training examples, for a quick test."""
     copy_classifier: bool | None = None
     """Initialize the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
-    stride: int = 128
+    stride: int = field(default=128, metadata=at_least(1))
     """Question answering: tokens from one window in a long context to the next one; a window has data.max_length."""
-    max_question_length: int = 64
+    max_question_length: int = field(default=64, metadata=at_least(1))
     """Question answering: tokens of a question; a longer one is cut."""
-    max_answer_length: int = 30
+    max_answer_length: int = field(default=30, metadata=at_least(1))
     """Question answering: largest number of tokens of a predicted answer."""
-    languages: list[str] | None = None
+    languages: list[str] | None = field(default=None, metadata=each_once(wanted=", such as en,de"))
     """Languages of a multilingual task that are scored, separated by commas, such as en,de,zh; default: all for which
     the folder has data, and on the hub all of the task."""
     out_of_domain: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -142,12 +142,9 @@ class TaskConfig:
     """Settings of tasks in which an encoder writes texts: question_generation, summarization, xsum, cnn_dailymail."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        check_least(self, 1, "limit", "stride", "max_question_length", "max_answer_length", prefix="data.task.")
+        """Raise a ValueError if a set's name cannot be that of a file."""
         for name in self.out_of_domain:
             check_name(name, "data.task.out_of_domain")
-        if self.languages is not None and (not self.languages or len(set(self.languages)) < len(self.languages)):
-            raise ValueError(f"data.task.languages is {self.languages}: give one or more, each once, such as en,de")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,19 +165,14 @@ class SentencesConfig:
 class RolloutConfig:
     """What writes the answers of the student (data.on_policy)."""
 
-    url: str | None = field(default=None, metadata=FREE)
+    url: str | None = field(default=None, metadata=FREE | ADDRESS)
     """Address of a vLLM server that writes them, such as http://localhost:8000, to which the weights of the student are
     handed over; docs/methods.md says how it is started. Default: the student itself, by transformers' generate."""
-    every: int = 1
+    every: int = field(default=1, metadata=at_least(1))
     """The weights are handed over to the server every so many steps; with more than 1 an older student writes."""
-    wait: float = field(default=600.0, metadata=FREE)
+    wait: float = field(default=600.0, metadata=FREE | PATIENCE)
     """Seconds without any answer of the server after which the training saves its last step and ends; until then every
     request that failed is repeated."""
-
-    def __post_init__(self) -> None:
-        """Raise a ValueError for an address that is none, or a number out of its range."""
-        check_server(self, "data.rollout.")
-        check_least(self, 1, "every", prefix="data.rollout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +203,13 @@ class DataConfig:
     the name wikitext2 is joined as the papers on SVD do."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: int = field(
+        default=10_000, metadata=takes(lambda value: value >= 1, "give 1 or more (1 does not shuffle)")
+    )
     """Number of examples in the buffer that a streamed set is shuffled in."""
-    bucket_steps: int = 1
+    bucket_steps: int = field(
+        default=1, metadata=takes(lambda value: value >= 1, "give 1 or more (1 sorts each step by itself)")
+    )
     """Number of successive steps whose examples are sorted by length together, so that the examples of each step have
     about the same length. 1: each step keeps its examples, and only its micro batches are sorted, which changes no
     result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank, but it
@@ -223,7 +219,7 @@ class DataConfig:
     """Put several examples into one row of up to max_length tokens, where no example attends to another: nearly no
     padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
-    on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)))
+    on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)) | SHARE)
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for the methods
     kd and makd."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -236,10 +232,10 @@ class DataConfig:
     Rows of messages are always put by the chat template, and rows of prompt and completion as they are."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
-    max_length: int = field(default=512, metadata=COMMON)
+    max_length: int = field(default=512, metadata=COMMON | at_least(1))
     """Largest number of tokens of a prompt and its answer together; a longer answer is cut and counted. Text is
     packed into sequences of this length."""
-    pad_to_multiple_of: int | None = field(default=None, metadata=FREE)
+    pad_to_multiple_of: int | None = field(default=None, metadata=FREE | at_least(1))
     """Batches of training are padded to a length that is a multiple of this number, but not beyond max_length, which
     suits the matrix units of a GPU; no result changes. Not with on_policy. Default: 64 on a GPU, 1 on a CPU."""
     long_prompts: Literal["error", "drop", "truncate"] = "error"
@@ -270,18 +266,11 @@ class DataConfig:
                 f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
                 "the prompt's limit must be positive and leave room for an answer"
             )
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"data.on_policy is {self.on_policy}: give a share from 0 to 1")
         if self.rollout.url is not None and self.on_policy == 0:
             raise ValueError(
                 f"data.rollout.url is {self.rollout.url}, but data.on_policy is 0: set it to the share of the steps in "
                 "which the student writes the answers, such as 1, or leave the url out"
             )
-        check_least(self, 1, "pad_to_multiple_of", prefix="data.")
-        if self.shuffle_buffer < 1:
-            raise ValueError(f"data.shuffle_buffer is {self.shuffle_buffer}: give 1 or more (1 does not shuffle)")
-        if self.bucket_steps < 1:
-            raise ValueError(f"data.bucket_steps is {self.bucket_steps}: give 1 or more (1 sorts each step by itself)")
         if self.packing and self.on_policy > 0:
             raise ValueError(
                 f"data.packing is true and data.on_policy {self.on_policy}: answers that the student writes itself are "
@@ -291,8 +280,6 @@ class DataConfig:
     def _check_task(self) -> None:
         if self.task.name is None:
             raise ValueError("data.kind is task, but data.task.name is missing: name a task, such as rte")
-        if self.max_length < 1:
-            raise ValueError(f"data.max_length is {self.max_length}: give 1 or more, 128 is usual")
         if self.train != DataConfig.train or self.valid is not None:
             key = "valid" if self.train == DataConfig.train else "train"
             raise ValueError(f"data.{key} names a file, but a task brings its own splits: leave it out")
@@ -306,7 +293,6 @@ class DataConfig:
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
 
     def _check_sentences(self) -> None:
-        check_least(self, 1, "max_length", prefix="data.")
         self._check_unused("tests", "bucket_steps")
         if self.train.startswith("embedded:"):
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is sentences: name a file")

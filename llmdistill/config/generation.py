@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.errors import FieldError, check_least
+from llmdistill.config.marks import SHARE_OVER_0, at_least, each_once, takes
 
 PROMPT_HELP = (
     "How instructions are put to the model: minillm (MiniLLM's prompt), chat (the tokenizer's chat template), or a "
@@ -20,32 +20,24 @@ class GenerationConfig:
 
     decoding: Literal["sample", "greedy"] = "sample"
     """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
-    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50])
+    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=each_once(0, ", none below 0"))
     """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
-    no_repeat_ngram_size: int = 6
+    no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))
     """No n-gram of this length occurs twice in an answer; 0 switches it off."""
-    batch_size: int = 32
+    batch_size: int = field(default=32, metadata=at_least(1))
     """Number of prompts in a generation batch on each rank. Sampled answers depend on it."""
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=at_least(1))
     """Score only the first so many examples of each set, and windows of a text."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=at_least(2))
     """Tokens of a window of a text whose perplexity is measured; what is left at the end of the text is dropped.
     Default: 2048, as in the papers on SVD, or the positions of a model that has fewer."""
-    stride: int | None = None
+    stride: int | None = field(default=None, metadata=at_least(1))
     """Tokens from one window of a text to the next; those that a window shares with the one before it are only
     context. Default: the tokens of a window."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )
     """The models of a run to score."""
-
-    def __post_init__(self) -> None:
-        """Raise a FieldError if a number is out of its range, or sampling has no seed."""
-        check_least(self, 0, "no_repeat_ngram_size", error=FieldError)
-        check_least(self, 1, "batch_size", "limit", "stride", error=FieldError)
-        check_least(self, 2, "window", error=FieldError)
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise FieldError(f"seeds is {self.seeds}: give at least one, each once and none below 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +46,22 @@ class ResponseConfig:
 
     decoding: Literal["sample", "greedy"] = "sample"
     """sample: sample from the teacher's distribution; greedy: take the most likely token at each position."""
-    temperature: float = 1.0
+    temperature: float = field(
+        default=1.0, metadata=takes(lambda value: value > 0, "give a number over 0 (or decode greedily)")
+    )
     """The logits are divided by this temperature before a token is sampled."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, metadata=SHARE_OVER_0)
     """Sample from the smallest set of tokens whose total probability is at least top_p; 1 keeps all tokens."""
-    top_k: int = 0
+    top_k: int = field(default=0, metadata=at_least(0))
     """Sample from the top_k most likely tokens; 0 keeps all tokens."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=at_least(0))
     """Seed of the samples; the samples do not depend on the number of ranks."""
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = field(default=0, metadata=at_least(0))
     """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
-    batch_size: int | None = None
+    batch_size: int | None = field(default=None, metadata=at_least(1))
     """Number of prompts answered at once on each rank and saved together: an interrupted run loses at most these
     answers. The samples depend on batch_size. Default: 32, or 1024 with vLLM."""
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=at_least(1))
     """Answer only this number of prompts, from the first one on."""
     prompt: str | None = None
     """How instructions are put to the teacher; as data.prompt of a run."""
@@ -83,8 +77,3 @@ class ResponseConfig:
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """hf: transformers' generate, on one or several ranks; vllm: vLLM, one process for all GPUs; auto: vLLM if it is
     installed and can run this request, else hf."""
-
-    def __post_init__(self) -> None:
-        """Raise a FieldError if a number is out of its range; `Decoding` checks the settings of the sampling."""
-        check_least(self, 0, "seed", error=FieldError)
-        check_least(self, 1, "limit", "batch_size", error=FieldError)

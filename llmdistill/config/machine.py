@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from llmdistill.errors import FieldError, check_least
+from llmdistill.config.marks import OVER_0, SHARE_BELOW_1, SHARE_OVER_0, at_least
+from llmdistill.errors import FieldError
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -15,56 +16,45 @@ class MachineConfig:
     """The machine that a training is planned for. The defaults are those of A100 nodes with NVLink and InfiniBand. With
     none of these settings, on a machine without a GPU, its CPU is planned for."""
 
-    gpus: int = 8
+    gpus: int = field(default=8, metadata=at_least(0))
     """GPUs of each node; 0 is the CPU of this machine, whose memory and speed are measured where they are not given."""
-    nodes: int = 1
+    nodes: int = field(default=1, metadata=at_least(1))
     """Number of nodes."""
     gpu_memory: str = "80GB"
     """Memory of a GPU, or what is free beside a CPU, in MB, GB, TB (powers of ten) or MiB, GiB, TiB (powers of two)."""
-    tflops: float = 312.0
+    tflops: float = field(default=312.0, metadata=OVER_0)
     """Peak of a GPU's dense matrix products in the number format of the run, in TFLOP/s; bf16 by default."""
-    product_share: float = 0.6
+    product_share: float = field(default=0.6, metadata=SHARE_OVER_0)
     """Share of `tflops` that matrix products reach."""
-    memory_bandwidth: float = 2039.0
+    memory_bandwidth: float = field(default=2039.0, metadata=OVER_0)
     """Bandwidth of a GPU's memory in GB/s."""
-    bandwidth_share: float = 0.75
+    bandwidth_share: float = field(default=0.75, metadata=SHARE_OVER_0)
     """Share of each bandwidth that is reached."""
-    nvlink: float = 300.0
+    nvlink: float = field(default=300.0, metadata=OVER_0)
     """Bandwidth between a GPU and the others of its node in one direction, in GB/s."""
-    infiniband: float = 25.0
+    infiniband: float = field(default=25.0, metadata=OVER_0)
     """Bandwidth between the nodes in one direction, in GB/s for each GPU."""
-    pcie: float = 25.0
+    pcie: float = field(default=25.0, metadata=OVER_0)
     """Bandwidth between a GPU and the memory of its node in one direction, in GB/s, for offloading and a teacher's
     cache."""
-    host_bandwidth: float = 200.0
+    host_bandwidth: float = field(default=200.0, metadata=OVER_0)
     """Bandwidth of a node's memory in GB/s, which its GPUs share; only offloading uses it."""
-    disk: float = 2.0
+    disk: float = field(default=2.0, metadata=OVER_0)
     """Bandwidth of each node's disk or shared file system in GB/s, which its GPUs share, for a teacher's cache."""
     cache_space: str = "1TB"
     """Room on that disk for a teacher's cache; a larger one is not proposed, nor one of more than a hundred times the
     bytes of the teacher, unless nothing else fits."""
-    launch: float = 6.0
+    launch: float = field(default=6.0, metadata=at_least(0))
     """Time that the CPU takes to launch one operation on a GPU, in microseconds."""
     reserved: str = "2GB"
     """Memory of a GPU that no tensor can have: the CUDA context, and the buffers of NCCL and cuBLAS."""
-    fragmentation: float = 0.05
+    fragmentation: float = field(default=0.05, metadata=SHARE_BELOW_1)
     """Share of the tensors that the allocator holds in addition, because free blocks do not fit what is needed."""
-    margin: float = 0.1
+    margin: float = field(default=0.1, metadata=SHARE_BELOW_1)
     """Share of a GPU's memory that a proposal leaves free where it can, because the forecast is not exact."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a value is out of its range."""
-        check_least(self, 1, "nodes", prefix="--")
-        check_least(self, 0, "gpus", "launch", prefix="--")
-        for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth", "disk"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name} is {getattr(self, name)}: give a number over 0")
-        for name in ("product_share", "bandwidth_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}: give a share over 0 and up to 1")
-        for name in ("fragmentation", "margin"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}: give a share from 0 to below 1")
+        """Raise a FieldError if a text is no number of bytes."""
         for name in ("gpu_memory", "reserved", "cache_space"):
             parse_bytes(getattr(self, name), field=name)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_type_hints
+
+from llmdistill.errors import UserError
 
 FREE = {"free": True}
 """The setting cannot change the student, or only by rounding: a run that goes on may have another value."""
@@ -13,6 +16,43 @@ COMMON = {"common": True}
 
 VALUES = "values"
 """The setting is a mapping with free keys, and each of its values a section of this class."""
+
+
+def takes(fits: Callable[[Any], object], wanted: str) -> dict[Any, Any]:
+    """Mark the values that a setting takes beside None: those of which `fits` is true; `wanted` says so to the user."""
+    return {"takes": (fits, wanted)}
+
+
+def at_least(number: int) -> dict[Any, Any]:
+    """Mark the least value of a setting."""
+    return takes(lambda value: value >= number, f"give {number} or more")
+
+
+def each_once(least: float = -math.inf, wanted: str = "") -> dict[Any, Any]:
+    """Mark a list that has a value, each once, and none below the least."""
+    return takes(
+        lambda values: values and len(set(values)) == len(values) and (least == -math.inf or min(values) >= least),
+        f"give one or more, each once{wanted}",
+    )
+
+
+OVER_0 = takes(lambda value: value > 0, "give a number over 0")
+SHARE = takes(lambda value: 0 <= value <= 1, "give a share from 0 to 1")
+SHARE_OVER_0 = takes(lambda value: 0 < value <= 1, "give a share over 0 and up to 1")
+SHARE_BELOW_1 = takes(lambda value: 0 <= value < 1, "give a share from 0 to below 1")
+
+ADDRESS = takes(
+    lambda value: value.startswith(("http://", "https://")), "give an address such as http://localhost:8000"
+)
+PATIENCE = takes(lambda value: 0 < value <= 1e6, "give a number over 0, and of 1,000,000 seconds at most")
+"""Of more seconds sockets know nothing."""
+
+
+def check_taken(setting: Field[Any], value: Any, key: str) -> None:
+    """Raise a UserError if a setting, which the user calls `key`, does not take a value."""
+    fits, wanted = setting.metadata.get("takes", (None, ""))
+    if fits is not None and value is not None and not fits(value):
+        raise UserError(f"{key} is {value}: {wanted}")
 
 
 def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[Any] = (None,)) -> dict[Any, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.errors import check_least
+from llmdistill.config.marks import COMMON, FREE, OVER_0, SHARE_BELOW_1, at_least, replaces, takes
 
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
@@ -38,16 +37,16 @@ class CalibrationConfig:
     data: str | None = None
     """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set (`llmdistill compress`
     has none)."""
-    examples: int = 512
+    examples: int = field(default=512, metadata=at_least(1))
     """Number of examples."""
-    held_out: int | None = None
+    held_out: int | None = field(default=None, metadata=at_least(0))
     """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
     otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=at_least(0))
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
-    micro_batch_size: int = field(default=8, metadata=FREE)
+    micro_batch_size: int = field(default=8, metadata=FREE | at_least(1))
     """Examples per rank and pass."""
-    memory: float = field(default=16.0, metadata=FREE)
+    memory: float = field(default=16.0, metadata=FREE | OVER_0)
     """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
     the data, each for some of the layers."""
     folder: str | None = field(default=None, metadata=FREE)
@@ -57,13 +56,6 @@ class CalibrationConfig:
     that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as the
     statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default: nothing is
     kept."""
-
-    def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        check_least(self, 1, "examples", "micro_batch_size", prefix="student.factorize.calibration.")
-        check_least(self, 0, "held_out", "seed", prefix="student.factorize.calibration.")
-        if self.memory <= 0:
-            raise ValueError(f"student.factorize.calibration.memory is {self.memory}: give a number over 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +94,7 @@ class FactorizeConfig:
     allocation: Allocation = "uniform"
     """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the lowest predicted
     loss, which needs weighting gradients."""
-    rank_multiple: int = 1
+    rank_multiple: int = field(default=1, metadata=at_least(1))
     """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     """The data of a weighted factorization; student.init important uses the same settings."""
@@ -132,7 +124,6 @@ class FactorizeConfig:
                 f"student.factorize.sigma is {self.sigma}, but pivoted factors have no singular values: set it back to "
                 "left, or form to plain"
             )
-        check_least(self, 1, "rank_multiple", prefix="student.factorize.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,24 +131,17 @@ class LoraConfig:
     """Low-rank adapters (peft): only the adapters are trained and saved in checkpoints, and they are merged into the
     final student."""
 
-    rank: int | None = None
+    rank: int | None = field(
+        default=None, metadata=takes(lambda value: value >= 1, "give 1 or more, or leave it out to train all weights")
+    )
     """Rank of the adapters; default: no adapters, the whole student is trained."""
-    alpha: float = 16.0
+    alpha: float = field(default=16.0, metadata=takes(lambda value: value > 0, "give a number over 0, 16 is usual"))
     """The output of the adapters is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata=SHARE_BELOW_1)
     """Dropout before the adapters."""
     targets: list[str] | None = None
     """Ends of the names of the linears that get adapters, such as q_proj; default: every linear of the layers,
     including the two factors of a factorized linear."""
-
-    def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"student.lora.rank is {self.rank}: give 1 or more, or leave it out to train all weights")
-        if not self.alpha > 0:
-            raise ValueError(f"student.lora.alpha is {self.alpha}: give a number over 0, 16 is usual")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"student.lora.dropout is {self.dropout}: give a number from 0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +152,7 @@ class QuantizeConfig:
     weights: Literal["none", "int8", "int4"] = "none"
     """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is
     saved with them. Not under ZeRO-3."""
-    group_size: int | None = None
+    group_size: int | None = field(default=None, metadata=at_least(2))
     """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of
     inputs it does not divide, such as a factor of another rank, has one scale a row."""
     packed: bool = False
@@ -176,8 +160,7 @@ class QuantizeConfig:
     byte. Factorized students, which need llmdistill anyway, are always packed."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if there are no weights for a setting, or a group is too small for a scale."""
-        check_least(self, 2, "group_size", prefix="student.quantize.")
+        """Raise a ValueError if there are no weights for a setting."""
         if self.weights == "none" and (self.group_size is not None or self.packed):
             raise ValueError(
                 "student.quantize has settings, but no weights: give student.quantize.weights int8 or int4"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from llmdistill.config.marks import SHARE, at_least, each_once, takes
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.training import MOST_LEARNING_RATE, WHY_MOST
-from llmdistill.errors import check_least, check_list, check_name
+from llmdistill.config.training import MOST_LEARNING_RATE
+from llmdistill.errors import check_name
 
+_RATES = takes(
+    lambda rates: rates and len(set(rates)) == len(rates) and all(0 < rate <= MOST_LEARNING_RATE for rate in rates),
+    f"give one or more, each once, all over 0 and {MOST_LEARNING_RATE:g} or less",
+)
 ProtocolName = Literal["makd", "minilm", "minilm_v1", "minilmv2", "kroneckerbert", "custom"]
 
 RowName = Literal["two_stages", "no_pretraining", "no_kd"]
@@ -38,24 +42,24 @@ class GridConfig:
     batches of 64. Question generation, CNN/DailyMail and XSum have the settings of the recipes minilm/finetune-* and 1
     seed; minilm has the rates of the paper's students of 6 layers, all others those of 12 layers. The metric of the
     choice is that of the paper's table. The settings below override the protocol."""
-    learning_rates: list[float] | None = None
+    learning_rates: list[float] | None = field(default=None, metadata=_RATES)
     """Peak learning rates to try, separated by commas; the one with the best dev score is used."""
-    epochs: list[int] | None = None
+    epochs: list[int] | None = field(default=None, metadata=each_once(1, ", all 1 or more"))
     """Numbers of epochs to try, separated by commas."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = field(default=None, metadata=each_once(0, ", none below 0"))
     """Seeds of each setting, separated by commas, for the classifier's initial weights, data order and dropout."""
-    batch_size: int | None = None
+    batch_size: int | None = field(default=None, metadata=at_least(1))
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = field(default=None, metadata=at_least(1))
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
-    max_length: int | None = None
+    max_length: int | None = field(default=None, metadata=at_least(1))
     """Largest number of tokens of an example; the longer sentence is cut first. For questions, the tokens of a window
     of the context, with the question."""
-    warmup_ratio: float | None = None
+    warmup_ratio: float | None = field(default=None, metadata=SHARE)
     """Share of the steps in which the learning rate rises; in the other steps it falls linearly to 0."""
-    weight_decay: float | None = None
+    weight_decay: float | None = field(default=None, metadata=at_least(0))
     """AdamW's weight decay; biases and norms have no weight decay."""
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=at_least(1))
     """Train only on the first so many training examples of each task, for a quick test."""
     out_of_domain: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Sets of other data on which the fine-tuned models are scored too, as in data.task.out_of_domain of a run: {PAWS:
@@ -63,7 +67,7 @@ class GridConfig:
     copy_classifier: bool | None = None
     """Initialize the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: with method kroneckerbert, if both classifiers have the same shape."""
-    tsne_layer: int | None = None
+    tsne_layer: int | None = field(default=None, metadata=at_least(1))
     """Layer, counted from 1, whose output t-SNE draws, read as kroneckerbert.ffn_output says; default: the middle
     layer of each model."""
     run_settings: dict[str, Any] = field(default_factory=dict)
@@ -74,20 +78,9 @@ class GridConfig:
     """The text before the name of a setting as a user types it."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
+        """Raise a UserError if a set's name cannot be that of a file."""
         for name in self.out_of_domain:
             check_name(name, f"{self.prefix}out_of_domain")
-        sizes = ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer")
-        check_least(self, 1, *sizes, prefix=self.prefix)
-        check_least(self, 0, "weight_decay", prefix=self.prefix)
-        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"{self.prefix}warmup_ratio {self.warmup_ratio}: give a share between 0 and 1")
-        check_list(self, "learning_rates", prefix=self.prefix, wanted=", all over 0", least=sys.float_info.min)
-        if any(rate > MOST_LEARNING_RATE for rate in self.learning_rates or []):
-            rates = list(self.learning_rates or [])
-            raise ValueError(f"{self.prefix}learning_rates {rates}: give {MOST_LEARNING_RATE} or less, {WHY_MOST}")
-        check_list(self, "epochs", prefix=self.prefix, wanted=", all 1 or more", least=1)
-        check_list(self, "seeds", prefix=self.prefix, wanted=", none below 0", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +90,9 @@ class TasksConfig(GridConfig):
 
     names: list[str] = field(default_factory=list)
     """Tasks such as rte, cola, sst2 and squad2; without tasks there is no second stage."""
-    rows: list[RowName] = field(default_factory=lambda: ["two_stages"])
+    rows: list[RowName] = field(
+        default_factory=lambda: ["two_stages"], metadata=each_once(wanted=" of two_stages, no_pretraining and no_kd")
+    )
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
     no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""
     teacher: str | None = None
@@ -116,12 +111,6 @@ class TasksConfig(GridConfig):
 
     prefix: ClassVar[str] = "tasks."
 
-    def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range, there is no row, or a row occurs twice."""
-        super().__post_init__()
-        if not self.rows or len(set(self.rows)) < len(self.rows):
-            raise ValueError(f"tasks.rows is {self.rows}: give two_stages, no_pretraining, no_kd, or some, each once")
-
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(GridConfig):
@@ -134,7 +123,7 @@ class FineTuningConfig(GridConfig):
     for one task, the folder of a model. Default: no teacher, only the labels."""
     baseline: str | None = None
     """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
-    tasks: list[str] | None = None
+    tasks: list[str] | None = field(default=None, metadata=each_once(wanted=", such as rte,cola"))
     """Tasks, separated by commas, such as rte,cola,sst2 of GLUE, squad1, squad2 and mlqa; default: all nine of
     GLUE."""
     output_dir: str | None = None
@@ -151,12 +140,12 @@ class FineTuningConfig(GridConfig):
     """Number format of forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     keep_models: bool = False
     """Keep the model of every run; by default only the best model of each task is kept."""
-    trials_at_once: int = 1
+    trials_at_once: int = field(default=1, metadata=at_least(1))
     """Number of runs at the same time, each in its own process. The runs share the GPUs of the machine evenly (8 at
     once on 8 GPUs: one each), or its CPU cores if it has no GPU. With 1, the runs share this process."""
     speed: bool = True
     """Measure latency and throughput."""
-    tsne: list[str] | None = None
+    tsne: list[str] | None = field(default=None, metadata=each_once(wanted=", such as runs/glue/TEACHER"))
     """Draw the outputs of a layer for the dev set of each task (t-SNE, KroneckerBERT Figure 4): for the best model
     of this run and for those of earlier runs, such as the teacher's. Give the folders of the earlier runs, separated
     by commas."""
@@ -169,14 +158,8 @@ class FineTuningConfig(GridConfig):
         return [default if self.method is None else self.method, *self.also]
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range, or the methods contradict the teacher or each other."""
+        """Raise a ValueError if the methods contradict the teacher or each other."""
         super().__post_init__()
-        check_least(self, 1, "trials_at_once", prefix="--")
-        check_list(self, "tasks", wanted=", such as rte,cola")
-        check_list(self, "tsne", wanted=", such as runs/glue/TEACHER")
-        self._check_methods()
-
-    def _check_methods(self) -> None:
         methods = self.methods()
         if "sft" in methods and self.also:
             raise ValueError(f"--also {self.also}: method sft has no teacher; make one of them the method")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, VALUES, replaces
-from llmdistill.errors import FieldError, check_least, check_name, check_server
+from llmdistill.config.marks import ADDRESS, COMMON, FREE, OVER_0, PATIENCE, VALUES, at_least, replaces
+from llmdistill.errors import FieldError, check_name
 
 _NO_SERVER = replaces("teacher.url", "teacher.top_k")
 _OTHER_TEACHERS = replaces("teacher.cache") | _NO_SERVER
@@ -35,13 +35,11 @@ class OneTeacher:
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
     there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
     teacher runs in every step."""
-    weight: float = 1.0
+    weight: float = field(default=1.0, metadata=OVER_0)
     """Weight of this teacher in the average of several; only the proportions matter."""
 
     def __post_init__(self) -> None:
-        """Raise a FieldError for settings of a sharded teacher that do not fit, and for a weight that is not over 0."""
-        if not self.weight > 0:
-            raise FieldError(f"weight is {self.weight}: give a number over 0")
+        """Raise a FieldError for settings of a sharded teacher that do not fit."""
         if self.zero and not self.is_sharded:
             raise FieldError("zero shapes a sharded teacher: set sharding to node or zero3 as well")
         if "stage" in self.zero:
@@ -58,15 +56,15 @@ class TeacherConfig(OneTeacher):
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
     model: str | None = field(default="embedded:teacher", metadata=COMMON | _OTHER_TEACHERS)
-    url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache"))
+    url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache") | ADDRESS)
     """Address of a server that runs the teacher, such as http://localhost:8000: it speaks OpenAI's protocol, gives the
     log-probabilities of a prompt as vLLM does, and has the model under the name in teacher.model. Of that model only
     the configuration and the tokenizer are read here, and its weights where the student is made from them; it is not
     scored."""
-    top_k: int | None = field(default=None, metadata=replaces("teacher.cache"))
+    top_k: int | None = field(default=None, metadata=replaces("teacher.cache") | at_least(1))
     """Number of most likely tokens that the server of teacher.url is asked for, beside which all others are one more
     class; the server must allow so many (vLLM: --max-logprobs)."""
-    wait: float = field(default=60.0, metadata=FREE)
+    wait: float = field(default=60.0, metadata=FREE | PATIENCE)
     """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
     request that failed is repeated."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
@@ -87,13 +85,11 @@ class TeacherConfig(OneTeacher):
                 f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
                 "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
             )
-        check_server(self, "teacher.")
         if self.url is not None and (self.model is None or self.cache is not None):
             wrong = "teacher.model is null" if self.model is None else f"teacher.cache is {self.cache}"
             raise ValueError(f"teacher.url is {self.url}, but {wrong}: name the server's model, and no cache")
         if self.url is not None and self.others:
             raise ValueError(f"teacher.url is {self.url}, but there is teacher.others too: leave one of them out")
-        check_least(self, 1, "top_k", prefix="teacher.")
         if self.average == "rows" and not self.others:
             raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
         for name, other in self.others.items():

@@ -6,16 +6,19 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from llmdistill.config.marks import COMMON, FREE, replaces
-from llmdistill.errors import check_least, check_most
+from llmdistill.config.marks import COMMON, FREE, SHARE, at_least, replaces, takes
 
 DEFAULT_STEPS = 1000
 """The number of steps if neither steps nor epochs is given."""
 
 
 MOST_LEARNING_RATE = 10.0
-"""The largest learning rate."""
-WHY_MOST = "because a step of AdamW changes each weight by about the learning rate, and weights are mostly below 1"
+"""The largest learning rate: a step of AdamW changes each weight by about the rate, and weights are mostly below 1."""
+LEARNING_RATE = takes(
+    lambda value: 0 <= value <= MOST_LEARNING_RATE,
+    f"give {MOST_LEARNING_RATE:g} or less and 0 at least, because a step of AdamW changes each weight by about the "
+    "learning rate, and weights are mostly below 1",
+)
 
 LOG_LINES = 4
 """The number of log lines if log_every is null."""
@@ -25,33 +28,38 @@ LOG_LINES = 4
 class TrainConfig:
     """Optimization. The user sets the global batch size; its split over ranks and accumulation is derived."""
 
-    steps: int = field(default=DEFAULT_STEPS, metadata=COMMON | replaces("train.epochs"))
+    steps: int = field(default=DEFAULT_STEPS, metadata=COMMON | replaces("train.epochs") | at_least(1))
     """Number of optimizer steps of the whole run."""
-    epochs: int | None = field(default=None, metadata=replaces("train.steps"))
+    epochs: int | None = field(default=None, metadata=replaces("train.steps") | at_least(1))
     """Passes over the training set, instead of steps; give only one of the two. The number of steps is computed
     after the set is read, and rounded up (for a task each pass is rounded up on its own). Not available if data.kind
     is instructions."""
-    global_batch_size: int = field(default=64, metadata=COMMON)
+    global_batch_size: int = field(default=64, metadata=COMMON | at_least(1))
     """Sequences per optimizer step, over all ranks and accumulation steps."""
-    micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON)
+    micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON | at_least(1))
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
-    learning_rate: float = field(default=5e-4, metadata=COMMON)
+    learning_rate: float = field(default=5e-4, metadata=COMMON | LEARNING_RATE)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
-    warmup_steps: int = field(default=0, metadata=replaces("train.warmup_ratio"))
+    warmup_steps: int = field(default=0, metadata=replaces("train.warmup_ratio") | at_least(0))
     """Steps of linear warm-up; a shorter run ends during the warm-up."""
-    warmup_ratio: float | None = field(default=None, metadata=replaces("train.warmup_steps"))
+    warmup_ratio: float | None = field(default=None, metadata=replaces("train.warmup_steps") | SHARE)
     """Share of the steps that are warm-up, rounded up to whole steps, instead of warmup_steps."""
-    min_learning_rate: float = 0.0
+    min_learning_rate: float = field(default=0.0, metadata=LEARNING_RATE)
     """Learning rate at the end of a cosine or linear decay."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=at_least(0))
     """AdamW's weight decay; biases and norms have no weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.999),
+        metadata=takes(
+            lambda value: all(0 <= beta < 1 for beta in value), "give two numbers from 0 to below 1, (0.9, 0.999) usual"
+        ),
+    )
     """AdamW's β1 and β2."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=takes(lambda value: value > 0, "give a number over 0, 1e-8 is usual"))
     """AdamW's ε."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = field(default=1.0, metadata=at_least(0))
     """Gradients are clipped to this norm; 0 switches it off."""
     not_finite: Literal["skip", "stop"] = field(default="skip", metadata=FREE)
     """What a step does whose gradient is inf or NaN: skip leaves the student as it was, and three such steps in a row
@@ -66,12 +74,14 @@ class TrainConfig:
     """Compile the layers of student and teacher (torch.compile): the first steps take minutes, later steps are
     faster. Not available under ZeRO-3 or with a sharded teacher, for architectures without masks of ours, and without
     a C++ compiler. With dropout the random numbers differ from those without compile."""
-    log_every: int | None = field(default=10, metadata=FREE)
+    log_every: int | None = field(default=10, metadata=FREE | at_least(1))
     """Steps between two lines of the log; null writes about four; a validation has a line of its own."""
-    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(default=None, metadata=FREE)
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(
+        default=None, metadata=FREE | takes(lambda names: len(set(names)) == len(names), "name each of them once")
+    )
     """Where the figures of the log go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere.
     Default: to the monitors that ds_config enables, which is TensorBoard in those that ship."""
-    validate_every: int = field(default=100, metadata=FREE)
+    validate_every: int = field(default=100, metadata=FREE | at_least(1))
     """Steps between two validations on data.valid, if it is given; the first step is preceded by one, and the last
     step is always validated."""
     keep_best: Literal["loss", "score"] | None = None
@@ -79,24 +89,14 @@ class TrainConfig:
     ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM, or for sentences
     Spearman's correlation. Of equal validations
     the first is kept."""
-    save_every: int | None = field(default=100, metadata=FREE)
+    save_every: int | None = field(default=100, metadata=FREE | at_least(1))
     """Steps between two checkpoints; the last step is always saved. null saves none meanwhile: a run that is killed
     starts again from the beginning, while one that is stopped by a signal or a lost server saves its last step."""
-    keep_checkpoints: int = field(default=2, metadata=FREE)
+    keep_checkpoints: int = field(default=2, metadata=FREE | at_least(1))
     """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a number is out of its range."""
-        sizes = ("steps", "epochs", "global_batch_size", "micro_batch_size")
-        rhythms = ("log_every", "validate_every", "save_every", "keep_checkpoints")
-        check_least(self, 1, *sizes, *rhythms, prefix="train.")
-        if self.report_to is not None and len(set(self.report_to)) < len(self.report_to):
-            raise ValueError(f"train.report_to is {self.report_to}: name each of them once")
-        self._check_optimizer()
-        rates = ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm")
-        check_least(self, 0, *rates, prefix="train.")
-        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"train.warmup_ratio is {self.warmup_ratio}: give a share between 0 and 1")
+        """Raise a ValueError if settings contradict each other."""
         if self.warmup_ratio is not None and self.warmup_steps != 0:
             raise ValueError(
                 f"train.warmup_ratio is {self.warmup_ratio} and train.warmup_steps {self.warmup_steps}: both say how "
@@ -107,16 +107,6 @@ class TrainConfig:
                 f"train.epochs is {self.epochs} and train.steps {self.steps}: both say how long to train; leave one "
                 f"out (a recipe's is undone by --train.epochs null, or by --train.steps {DEFAULT_STEPS}, the default)"
             )
-
-    def _check_optimizer(self) -> None:
-        """Raise a ValueError if AdamW cannot compute with a number."""
-        check_most(self, MOST_LEARNING_RATE, "learning_rate", "min_learning_rate", prefix="train.", why=WHY_MOST)
-        if any(not 0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"train.betas is {list(self.betas)}: give two numbers from 0 to below 1, (0.9, 0.999) usual"
-            )
-        if not self.eps > 0:
-            raise ValueError(f"train.eps is {self.eps}: give a number over 0, 1e-8 is usual")
         if self.weight_decay * self.learning_rate > 1:
             raise ValueError(
                 f"train.weight_decay is {self.weight_decay} and train.learning_rate {self.learning_rate}: a step takes "

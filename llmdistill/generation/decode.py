@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.chat import answer_ends
 from llmdistill.data.instruct import check_lengths
-from llmdistill.errors import UserError, check_least
+from llmdistill.errors import UserError
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
 
@@ -38,15 +38,6 @@ class Decoding:
     """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int = 32
     """Prompts generated at once on each rank."""
-
-    def __post_init__(self) -> None:
-        """Raise a UserError if a number is out of its range."""
-        if not self.temperature > 0:
-            raise UserError(f"temperature is {self.temperature}: give a number over 0 (or decode greedily)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}: give a number over 0 and up to 1")
-        check_least(self, 0, "top_k", "no_repeat_ngram_size", error=UserError)
-        check_least(self, 1, "batch_size", error=UserError)
 
 
 @dataclass(frozen=True)

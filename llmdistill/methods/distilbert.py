@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmdistill import losses
 from llmdistill.batch import LossSum, Taps
+from llmdistill.config.marks import OVER_0
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
@@ -26,7 +27,7 @@ class DistilbertConfig:
     """Weight of the cross-entropy on the labels (the masked tokens)."""
     cosine: float = 1.0
     """Weight of 1 - cos between the last hidden states; teacher and student must have the same width."""
-    temperature: float = 2.0
+    temperature: float = field(default=2.0, metadata=OVER_0)
     """Temperature that softens both distributions."""
     positions: SoftPositions = "all"
     """Tokens of an encoder at which the soft term is computed: all real tokens, as its authors' distiller does by

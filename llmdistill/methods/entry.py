@@ -74,15 +74,12 @@ class MethodEntry:
 
 
 def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> None:
-    """Raise a ValueError for a negative weight, if all weights are 0, or for a temperature that is not positive."""
+    """Raise a ValueError for a negative weight, or if all weights are 0."""
     for key in weights:
         if getattr(settings, key) < 0:
             raise ValueError(f"{method}.{key} is {getattr(settings, key)}: a weight is 0 (the term is off) or more")
     if not any(getattr(settings, key) for key in weights):
         raise ValueError(f"{method}: no term is left to train with: give one of {', '.join(weights)} a weight over 0")
-    temperature = getattr(settings, "temperature", 1.0)
-    if not temperature > 0:
-        raise ValueError(f"{method}.temperature is {temperature}: give a number over 0")
 
 
 def check_one_map(method: str, layer: int | str, layers: str | None) -> None:

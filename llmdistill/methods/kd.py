@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from llmdistill import losses
 from llmdistill.config import RunConfig
+from llmdistill.config.marks import OVER_0, takes
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, Preset, check_settings
+from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.layers import same_direction
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.objective import TOKENS, Objective
+
+_MIXED = takes(lambda value: 0 < value < 1, "give a number between 0 and 1, both excluded")
+_RATIO = takes(lambda value: 0 < value <= 1, "give a number over 0 and up to 1 (method sft has no teacher)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +29,13 @@ class KdConfig:
     """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon; skew_*:
     DistiLLM's, against a mixture; tvd: total variation distance; log_ratio: reverse_kl by nothing but the tokens
     that the student has sampled (a policy gradient), with data.on_policy; on given answers it is reverse_kl."""
-    beta: float = 0.5
+    beta: float = field(default=0.5, metadata=_MIXED)
     """Share of the teacher in the mixture of jsd, between 0 and 1."""
-    alpha: float = 0.1
+    alpha: float = field(default=0.1, metadata=_MIXED)
     """Share in the mixture of skew_forward_kl (of the teacher) and skew_reverse_kl (of the student)."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=OVER_0)
     """Temperature that softens both distributions; the divergence is multiplied by its square (Hinton et al. 2015)."""
-    ratio: float = 0.5
+    ratio: float = field(default=0.5, metadata=_RATIO)
     """Weight of the divergence; the cross-entropy on the labels has weight 1 - ratio. With 1 the student learns from
     the teacher alone."""
     spans: Literal["alm", "uld"] = "alm"
@@ -41,15 +45,6 @@ class KdConfig:
     positions: SoftPositions = "masked"
     """Tokens of an encoder at which the divergence is computed: the masked ones, as in MiniLM's MLM-KD (§4.2.2), or all
     real tokens. A decoder's are always those of the answers."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a number is out of its range."""
-        for key in ("beta", "alpha"):
-            if not 0 < getattr(self, key) < 1:
-                raise ValueError(f"kd.{key} is {getattr(self, key)}: give a number between 0 and 1, both excluded")
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"kd.ratio is {self.ratio}: give a number over 0 and up to 1 (method sft has no teacher)")
-        check_settings("kd", self, ("ratio",))
 
 
 def divergence_of(settings: KdConfig) -> losses.Divergence:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmdistill import losses
 from llmdistill.batch import Aspect
+from llmdistill.config.marks import OVER_0
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, like_pairs, mse_term, weighted
@@ -39,7 +40,7 @@ class KroneckerbertConfig:
     """Weight of the soft cross-entropy on the logits, of tokens and of sequences."""
     label: float = 1.0
     """Weight of the loss on the labels: masked tokens and next sentences, next tokens, or the labels of a task."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=OVER_0)
     """Temperature of the soft cross-entropy (not in the paper)."""
     scale: Scale = "token"
     """What the squared errors of embedding and feed-forward outputs are divided by. token: the mean square of the

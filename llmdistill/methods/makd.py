@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmdistill import losses
 from llmdistill.batch import Aspect
+from llmdistill.config.marks import OVER_0
 from llmdistill.errors import UserError
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
@@ -48,7 +49,7 @@ class MakdConfig:
     """Weight of the soft cross-entropy on the logits (eq. 18)."""
     label: float = 0.0
     """Weight of the cross-entropy on the labels (not in the paper)."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=OVER_0)
     """Temperature of the soft cross-entropy (t in eq. 18)."""
     positions: SoftPositions = "masked"
     """Tokens of an encoder at which the soft cross-entropy is computed: the masked ones, where masked-word prediction

@@ -9,7 +9,7 @@ from typing import Literal
 
 from llmdistill.batch import Aspect
 from llmdistill.config import RunConfig
-from llmdistill.config.marks import replaces
+from llmdistill.config.marks import at_least, each_once, replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
@@ -27,16 +27,10 @@ class SearchConfig:
 
     layers: str = "all"
     """Candidates: lower, upper, all, or numbers from 1 such as 9-12."""
-    steps: int = 1000
+    steps: int = field(default=1000, metadata=at_least(1))
     """Steps of distillation for each candidate."""
-    probe_steps: int = 200
+    probe_steps: int = field(default=200, metadata=at_least(1))
     """Steps on the labels (masked tokens for an encoder, next tokens for a decoder) before the score is computed."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a number of steps is not positive."""
-        for key in ("steps", "probe_steps"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"minilmv2.search.{key} is {getattr(self, key)}: give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +39,11 @@ class Minilmv2Config:
     the models may differ."""
 
     relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv", "hh"]] = field(
-        default_factory=lambda: ["qq", "kk", "vv"]
+        default_factory=lambda: ["qq", "kk", "vv"], metadata=each_once()
     )
     """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5). hh,
     which is not in the paper, relates the layer's outputs, its hidden states."""
-    relation_heads: int = 48
+    relation_heads: int = field(default=48, metadata=at_least(1))
     """The number of heads that queries, keys and values are split into again; it must divide the widths of what is
     related in both models (of grouped queries that of the keys and values). The paper takes 48 for base-size and 64 for
     large teachers."""
@@ -68,12 +62,7 @@ class Minilmv2Config:
     """The search, if teacher_layer is auto."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError without relations, relation heads or weight, if a relation occurs twice, or if both
-        teacher_layer and teacher_layers are set."""
-        if not self.relations or len(set(self.relations)) < len(self.relations):
-            raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the ten, each once")
-        if self.relation_heads < 1:
-            raise ValueError(f"minilmv2.relation_heads is {self.relation_heads}: give 1 or more")
+        """Raises ValueError without a weight, or if both teacher_layer and teacher_layers are set."""
         check_settings("minilmv2", self, ("weight",))
         check_one_map("minilmv2", self.teacher_layer, self.teacher_layers)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, Mapped
+from llmdistill.config.marks import OVER_0
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
@@ -35,7 +36,7 @@ class TinybertConfig:
     """Weight of the MSE of the embedding's output."""
     soft: float = 0.0
     """Weight of the soft cross-entropy on the logits (eq. 10): for a task, not for general distillation."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=OVER_0)
     """Temperature of the soft cross-entropy."""
     scale: layers.Scale = "token"
     """What the squared errors of hidden states and embedding are divided by. token: the mean square of the teacher's
