@@ -198,7 +198,7 @@ BREAKS = [
         f"{TASKS}/perplexity.py",
         "statistics.geometric_mean(",
         "statistics.fmean(",
-        f"{REPORT_TESTS}/test_comparison.py::test_what_is_printed",
+        f"{REPORT_TESTS}/test_comparison.py::test_results_are_the_statistics_of_the_runs",
     ),
     # reports
     Break(
@@ -220,7 +220,7 @@ BREAKS = [
         f"{REPORT}/results.py",
         "return statistics.median(values)",
         "return statistics.fmean(values)",
-        f"{REPORT_TESTS}/test_comparison.py::test_costs_are_medians_over_seeds",
+        f"{REPORT_TESTS}/test_comparison.py::test_results_are_the_statistics_of_the_runs",
     ),
     Break(
         "higher-perplexity-better",

@@ -100,7 +100,7 @@ BREAKS = [
         f"{REPORT}/results.py",
         "trained = [row for row in rows if row.trained and row.average is not None]",
         "trained = [row for row in rows if row.average is not None]",
-        f"{REPORT_TESTS}/test_comparison.py::test_only_the_best_method_is_bold_and_ties_are_all",
+        f"{REPORT_TESTS}/test_comparison.py::test_page_stands_alone_and_only_the_best_method_is_bold",
     ),
     Break(
         "curves-with-infinities",

@@ -17,12 +17,10 @@ from word_models import save_tokenizer
 import llmdistill
 from llmdistill.cli import main
 from llmdistill.data.pairs import EncodedPair
-from llmdistill.losses import attention_kl
-from llmdistill.losses.attention import AttentionInputs
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "mistral"])
 def test_maps_are_those_of_transformers(name: str) -> None:
     model = tiny_model(name, scale=20.0)
     eager = tiny_model(name, scale=20.0)
@@ -38,17 +36,8 @@ def test_maps_are_those_of_transformers(name: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_divergence_is_the_loss_of_minilm_and_survives_shares_near_nothing() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sides = [torch.randn(1, 3, 6, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
-    student, teacher = AttentionInputs(sides[0], sides[1], 2.0), AttentionInputs(sides[2], sides[3], 2.0)
-    maps = [(2.0 * each.query @ each.key.transpose(2, 3))[0].log_softmax(-1) for each in (student, teacher)]
-    loss = attention_kl(student, teacher, torch.ones(1, 6), causal=False, direction="teacher_student")
-    found = map_divergence(maps[1], maps[0])
-    assert found.mean().item() == pytest.approx((loss.sum / loss.count).item())
-    expected = rel_entr(maps[1].exp().numpy(), maps[0].exp().numpy()).sum(-1).mean(-1)
-    np.testing.assert_allclose(found.numpy(), expected)
-    # The student's share of the first key is e^-900, which is 0 in any float.
+def test_divergence_survives_shares_near_nothing() -> None:
+    """The student's share of the first key is e^-900, which is 0 in any float."""
     far = torch.tensor([[[-900.0, 0.0]]], dtype=torch.float64).log_softmax(-1)
     half = torch.tensor([[[0.0, 0.0]]], dtype=torch.float64).log_softmax(-1)
     assert map_divergence(half, far).item() == pytest.approx(450 - np.log(2))
@@ -65,6 +54,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def student(teacher: Path) -> Path:
+    llmdistill.compress(str(teacher), rank=4, output=str(teacher.parent / "student"))
+    return teacher.parent / "student"
+
+
 def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
     """(H, T, T), by transformers."""
     model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
@@ -73,9 +68,8 @@ def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
         return model(**inputs, output_attentions=True).attentions[layer - 1][0].double().numpy()
 
 
-def test_teacher_and_student_stand_side_by_side(teacher, tmp_path, capsys):
-    student, two = tmp_path / "student", tmp_path / "two"
-    llmdistill.compress(str(teacher), rank=4, output=str(student))
+def test_teacher_and_student_stand_side_by_side(teacher, student, tmp_path, capsys):
+    two = tmp_path / "two"
     BertModel(tiny_config("bert", num_attention_heads=2, initializer_range=0.5)).save_pretrained(two)
     for file in teacher.glob("tokenizer*"):
         shutil.copy(file, two)
@@ -106,9 +100,8 @@ def test_teacher_and_student_stand_side_by_side(teacher, tmp_path, capsys):
     assert (tmp_path / "out" / "attention-2.png").is_file()
 
 
-def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    student, out = tmp_path / "student", tmp_path / "out"
-    llmdistill.compress(str(teacher), rank=4, output=str(student))
+def test_chosen_heads_have_a_row_each(teacher, student, tmp_path, capsys):
+    out = tmp_path / "out"
     words = ["evaluate", "--suite", "attention", "--model", f"{teacher},{student}", "--text", "a b, c"]
     assert main([*words, "--heads", "4,2", "--output_dir", str(out)]) == 0
     (entry,) = json.loads((out / "results.json").read_text(encoding="utf-8"))["texts"]

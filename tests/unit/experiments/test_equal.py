@@ -26,40 +26,32 @@ def recipe(*arguments):
     return parse_run(words, METHODS)[0]
 
 
-RANK = ("--student.factorize.target_params", "null", "--student.factorize.rank", "30")
-TARGET = ("--student.factorize.rank", "null", "--student.factorize.target_params", "40%")
-
-
-@pytest.mark.parametrize(
-    ("own", "size", "plain"),
-    [
-        (RANK, None, {"rank": 30}),
-        (TARGET, None, {"target_params": "40%"}),
-        (TARGET, "20", {"rank": 20}),
-        (RANK, "25%", {"target_params": "25%"}),
-    ],
-)
-def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
-    settings = {key.rsplit(".", 1)[-1]: value for key, value in equal_size(recipe(*own), size).items()}
+def test_all_starts_have_the_parameters_of_the_plain_student():
+    rank = recipe("--student.factorize.target_params", "null", "--student.factorize.rank", "30")
+    target = recipe("--student.factorize.rank", "null", "--student.factorize.target_params", "40%")
     teacher = locate("embedded:teacher")
-    expected = summarize(teacher, FactorizeConfig(**plain))
-    assert settings == {"rank": None, "ranks": None, "target_params": expected["student_params"]}
-    # The largest single rank below this number is the plain student's rank again.
-    assert summarize(teacher, FactorizeConfig(**settings))["rank"] == expected["rank"]
+    for own, size, plain in (
+        (rank, None, {"rank": 30}),
+        (target, None, {"target_params": "40%"}),
+        (target, "20", {"rank": 20}),
+        (rank, "25%", {"target_params": "25%"}),
+    ):
+        settings = {key.rsplit(".", 1)[-1]: value for key, value in equal_size(own, size).items()}
+        expected = summarize(teacher, FactorizeConfig(**plain))
+        assert settings == {"rank": None, "ranks": None, "target_params": expected["student_params"]}
+        # The largest single rank below this number is the plain student's rank again.
+        assert summarize(teacher, FactorizeConfig(**settings))["rank"] == expected["rank"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_starts_need_a_teacher_that_is_cut_to_one_size():
+    for arguments, said in (
         (["--student.shape", "3x64x2"], r"student\.shape is 3x64x2: leave one"),
         (["--student.model", "somewhere"], r"student\.model is somewhere: leave one"),
         (["--student.factorize.ranks", '{"*": 20}'], r"instead of ranks"),
         (["--student.method", "kronecker"], r"student\.method is kronecker"),
-    ],
-)
-def test_starts_need_a_teacher_that_is_cut_to_one_size(arguments, said):
-    with pytest.raises(UserError, match=said):
-        check_starts(recipe(*arguments).student)
+    ):
+        with pytest.raises(UserError, match=said):
+            check_starts(recipe(*arguments).student)
 
 
 def test_steps_count_the_tokens_that_the_runs_see(tmp_path):

@@ -77,9 +77,8 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
         for (line, at), figure in published.items()
     ]
     scores = {"A6": [80.0, 82.0], "A3": [70.0], "B3": [60.0]}
-    measured = {key: Measured(folder="f", scores={("MNLI-m", "accuracy"): each}) for key, each in scores.items()}
-    columns = (Column(label="MNLI-m", column="MNLI-m", metric="accuracy"),)
-    table = PublishedTable(name="t", title="T", tasks=("mnli",), columns=columns, rows=tuple(rows), axis="layer")
+    measured = {key: Measured(folder="f", scores={("MRPC", "accuracy"): each}) for key, each in scores.items()}
+    table = PublishedTable(name="t", title="T", tasks=("mrpc",), columns=COLUMNS[1:], rows=tuple(rows), axis="layer")
     report = PublishedReport(table=table, measured=measured, facts={})
 
     (drawing,) = draw_rows(report)
@@ -88,6 +87,7 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
     assert drawn == {"A, ours": ([3, 6], [70.0, 81.0]), "A, paper": ([6, 9], [79.0, 78.0]), "B, ours": ([3], [60.0])}
     band = {tuple(point) for point in panel.collections[0].get_paths()[0].vertices}
     assert band == {(3, 70.0), (6, 80.0), (6, 82.0)}
+    assert panel.get_yscale() == "linear", "scores are never on a logarithm"
     assert draw_rows(replace(report, table=replace(table, rows=[replace(each, at=None) for each in rows]))) == []
 
 
@@ -156,19 +156,16 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
 NOWHERE = ("--teacher.model", "nowhere/at/all", "--tasks.data_dir", "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_mistakes(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, said in (
         (["--rows", "teacher,minlm"], "no row 'minlm' in this table; did you mean minilm? (there are teacher, bert"),
         (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
         (["--methods", "kd"], "--suite and --methods both say what is compared"),
         (["--seeds", "2"], "--seeds is for comparisons of decoders"),
         (["--rows", "teacher", *NOWHERE], "nowhere/at/all: no such folder"),
         (["--rows", "minilm", *NOWHERE, "--tasks.names", "rte"], "3 things are missing for the table: (1) "),
-    ],
-)
-def test_mistakes(capsys, arguments: list[str], said: str, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", "--suite", "minilm-table2", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    ):
+        assert main(["compare", "--suite", "minilm-table2", *arguments]) == 2
+        assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -46,22 +46,15 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    for name, rank in (("untrained", 4), ("student", 24)):
-        llmdistill.compress("embedded:teacher", rank=rank, output=str(folder / name))
-    config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
-    (folder / "run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
-    (folder / "metrics.json").write_text("{}", encoding="utf-8")
-    return folder
-
-
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+def run(tmp_path: Path) -> Path:
+    """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
+    for name, rank in (("untrained", 4), ("student", 24)):
+        llmdistill.compress("embedded:teacher", rank=rank, output=str(tmp_path / "run" / name))
+    config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
+    (tmp_path / "run/run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    (tmp_path / "run/metrics.json").write_text("{}", encoding="utf-8")
+    return tmp_path / "run"
 
 
 @torch.no_grad()

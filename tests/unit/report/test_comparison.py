@@ -51,7 +51,7 @@ def make_row(name, label, scores, **more):
 
 
 def sized(method, params):
-    run = make_run(method, 0, (params / 10,) * 2, folder=f"cells/{params}", command="")
+    run = make_run(method, 0, (params / 10,) * 2, folder=f"cells/{params}")
     return make_row(method, f"rank {params}", [], params=params, runs=[run])
 
 
@@ -124,12 +124,9 @@ class Page(HTMLParser):
             self._classes.append((values.get("class") or "").split())
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        self._classes.pop()
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.addresses += [value for key, value in attributes if key in ("href", "src", "xlink:href")]
+        if tag not in VOID:
+            assert self.open.pop() == tag
+            self._classes.pop()
 
     def handle_data(self, data):
         classes = {name for each in self._classes for name in each}
@@ -139,7 +136,7 @@ class Page(HTMLParser):
             self.correct.append(data)
 
 
-def test_results_are_the_statistics_of_the_runs(report):
+def test_results_are_the_statistics_of_the_runs(report, capsys):
     results = json.loads((report / "results.json").read_text(encoding="utf-8"))
     assert results["sets"] == SETS
     assert list(results["methods"]) == ["teacher", "none", "sft", "makd"]
@@ -156,13 +153,14 @@ def test_results_are_the_statistics_of_the_runs(report):
     teacher = results["methods"]["teacher"]
     assert teacher["difference_to_teacher"] == 0
     assert teacher["average_std"] is teacher["rougeL"]["seen"]["std"] is teacher["perplexity"]["std"] is None
-
-
-def test_costs_are_medians_over_seeds(report):
+    # Costs are medians over seeds.
     costs = json.loads((report / "costs.json").read_text(encoding="utf-8"))
     held = {"bytes": 2_097_152, "formats": {"F32": 500}, "parts": {"embeddings and head": 1500, "factors": 500}}
     checkpoint = {f"checkpoint_{name}": value for name, value in held.items()}
     assert costs["sft"] == {"params": 500, "training_tokens": 4000, **checkpoint, **COSTS}
+    print_comparison(results, Console(width=200))
+    printed = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
+    assert printed.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
 
 
 def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(report, tmp_path):
@@ -181,7 +179,7 @@ def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(
         assert (tmp_path / file).read_bytes() == (report / file).read_bytes(), file
 
 
-def test_page_stands_alone(report):
+def test_page_stands_alone_and_only_the_best_method_is_bold(report):
     text = (report / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.tags.count("svg") == 6
@@ -196,12 +194,8 @@ def test_page_stands_alone(report):
         assert said in text
     assert "Teacher ✓" in page.correct
     assert not any("dog" in text for text in page.correct)
-
-
-def test_only_the_best_method_is_bold_and_ties_are_all(report):
-    page = Page((report / "report.html").read_text(encoding="utf-8"))
-    # Both are 31.2 on the second set; the teacher is better everywhere and the chosen grid point's score is bold, too.
-    # Of perplexities the lowest is the best.
+    # Only the best method is bold, and ties are all: both are 31.2 on the second set. The teacher is better everywhere,
+    # and the chosen grid point's score is bold, too. Of perplexities the lowest is the best.
     assert [text for text in page.bold if text] == ["31.2", "31", "41.2", "−33.8", "51.2", "31.2", "45.0"]
     text = (report / "report.md").read_text(encoding="utf-8")
     assert "**[51.2](cells/makd-seed0)** ± 1.3" in text
@@ -214,9 +208,8 @@ def test_text_of_users_is_escaped(tmp_path, written):
     sample = Sample(set="seen", prompt=attack, reference=attack, answers={"makd": attack})
     run = make_run("sft", 0, (1.0, 2.0), command=f'x "{attack}', folder="javascript:alert(1)")
     attacked = replace_row(make_comparison(), "sft", label=attack, runs=[run], terms=["a", "b"])
-    facts = {attack: attack}
-    attacked = dataclasses.replace(attacked, title=attack, samples=[sample], facts=facts, warnings=[attack])
-    page = Page(written(attacked))
+    about = {"title": attack, "facts": {attack: attack}, "warnings": [attack]}
+    page = Page(written(dataclasses.replace(attacked, samples=[sample], **about)))
     assert "script" not in page.tags
     assert "javascript:alert(1)" not in page.addresses
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -247,13 +240,6 @@ def test_what_failed_is_there_with_its_reason_and_does_not_lose_the_rest(tmp_pat
         page = (tmp_path / name).read_text(encoding="utf-8")
         for said in ("it broke (exit code 1", "no memory 1", "1 failed", "rank 99 is too large"):
             assert said in page
-
-
-def test_what_is_printed(report, capsys):
-    print_comparison(json.loads((report / "results.json").read_text(encoding="utf-8")), Console(width=200))
-    printed = capsys.readouterr().out
-    teacher = next(line for line in printed.splitlines() if line.split()[:1] == ["teacher"])
-    assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
 
 
 def on_text():

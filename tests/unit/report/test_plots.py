@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmdistill.report import plots
-from llmdistill.report.panels import plot_panels, plot_terms
+from llmdistill.report.panels import plot_terms
 from llmdistill.report.score import ROUGE_L
 
 
@@ -52,15 +52,10 @@ def test_scores_stand_where_their_numbers_are():
     assert any(list(line.get_xdata()) == [50.0, 50.0] for line in axes.lines)
 
 
-def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):
-    texts = []
-    for name in ("one", "two"):
-        figure = plots.plot_curves([("$5 <b> $6", styles(1)["m0"], curve([3.0, 1.0]))], "loss & more")
-        texts.append(plots.save_plot(figure, tmp_path / name, "plot"))
-    assert texts[0] == texts[1]
-    for kind in ("svg", "png"):
-        assert (tmp_path / "one" / f"plot.{kind}").read_bytes() == (tmp_path / "two" / f"plot.{kind}").read_bytes()
-    items = [item for item in ElementTree.fromstring(texts[0]).iter() if item.tag.endswith("}text")]
+def test_the_text_of_a_saved_plot_is_text(tmp_path):
+    figure = plots.plot_curves([("$5 <b> $6", styles(1)["m0"], curve([3.0, 1.0]))], "loss & more")
+    text = plots.save_plot(figure, tmp_path, "plot")
+    items = [item for item in ElementTree.fromstring(text).iter() if item.tag.endswith("}text")]
     assert {"$5 <b> $6", "loss & more"} <= {"".join(item.itertext()).strip() for item in items}
 
 
@@ -70,16 +65,3 @@ def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread() -> None:
     assert [panel.get_title(loc="left") for panel in figure.axes if panel.get_visible()] == [*terms, "fourth", "fifth"]
     assert [panel.get_yscale() for panel in figure.axes[:3]] == ["log", "linear", "linear"]
     assert not figure.legends
-
-
-def test_scores_are_never_on_a_logarithm_and_share_a_legend() -> None:
-    lines = {
-        "CoLA": [("A", styles(2)["m0"], curve([1.0, 50.0]))],
-        "RTE": [("A", styles(2)["m0"], curve([60.0])), ("B", styles(2)["m1"]._replace(fill="none"), curve([61.0]))],
-    }
-    figure = plot_panels(lines, "layer", scores=True)
-    assert [panel.get_yscale() for panel in figure.axes] == ["linear", "linear"]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["A", "B"]
-    assert [line.get_fillstyle() for line in figure.axes[1].lines] == ["full", "none"]
-    assert figure.get_supxlabel() == "layer"

@@ -24,10 +24,8 @@ def test_matrices_have_layer_kind_rank_and_what_is_kept():
     found = matrices(weighting())
     assert [(each.layer, each.kind, each.rank) for each in found] == [(1, "k", 2), (2, "k", None), (1, "up", 1)]
     assert [each.kept for each in found] == pytest.approx([2 * 16 / 48, 1.0, 16 / 48])
-
-
-def test_ranks_stand_in_their_fields_and_a_dense_matrix_has_a_cross():
-    axes = plot_ranks(matrices(weighting())).axes[0]
+    # In the plot a dense matrix has a cross.
+    axes = plot_ranks(found).axes[0]
     assert {(*text.get_position(), text.get_text()) for text in axes.texts} == {(0, 0, "2"), (0, 1, "1")}
     (crosses,) = axes.lines
     assert (crosses.get_marker(), list(crosses.get_xdata()), list(crosses.get_ydata())) == ("x", [1], [0])
@@ -53,8 +51,7 @@ def test_only_what_says_something_is_drawn():
     one_rank = dict.fromkeys(SAVED, 2)
     assert [drawing.name for drawing in draw_weighting(weighting(ranks=one_rank))] == ["spectra"]
     # Outputs of different matrices have no common unit.
-    assert draw_weighting(weighting(ranks=one_rank, weighting="activations")) == []
-    assert draw_weighting({}) == []
+    assert draw_weighting(weighting(ranks=one_rank, weighting="activations")) == draw_weighting({}) == []
     assert draw_weighting({"ranks": one_rank, "tokens": 5}) == []
 
 

@@ -37,7 +37,10 @@ def metrics():
     }
 
 
-def test_report_is_markdown_and_json(tmp_path, metrics):
+def test_report_is_markdown_and_json_with_what_the_weighting_measured(tmp_path, metrics):
+    spectra = {f"layers.{layer}.q": {"shape": [8, 8], "costs": [[0, 2.0], [1, 1.0], [2, 0.5]]} for layer in (0, 1)}
+    weighting = {"weighting": "gradients", "ranks": {"layers.0.q": 1, "layers.1.q": 2}, "spectra": spectra}
+    (tmp_path / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
     finish_report(tmp_path, metrics, rouge_table(metrics))
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     report = (tmp_path / "report.md").read_text()
@@ -45,14 +48,6 @@ def test_report_is_markdown_and_json(tmp_path, metrics):
     assert "| trained | 521,152 | 43% | 97.3 | 48.6 | 32.4 | 3,585 | 1,234 |" in report
     assert "`deepspeed llmdistill/train.py`" in report
     assert "Warning" not in report
-
-
-def test_ranks_and_spectra_of_a_weighted_student_are_in_the_report(tmp_path, metrics):
-    spectra = {f"layers.{layer}.q": {"shape": [8, 8], "costs": [[0, 2.0], [1, 1.0], [2, 0.5]]} for layer in (0, 1)}
-    weighting = {"weighting": "gradients", "ranks": {"layers.0.q": 1, "layers.1.q": 2}, "spectra": spectra}
-    (tmp_path / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
-    finish_report(tmp_path, metrics, rouge_table(metrics))
-    report = (tmp_path / "report.md").read_text()
     for name in ("ranks", "spectra"):
         assert f"]({name}.png)" in report
         assert (tmp_path / f"{name}.png").is_file()
@@ -68,27 +63,13 @@ def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak():
     assert training_cost([*rows, {"step": 4, "valid_loss": 1.0}]) == training_cost(rows)
 
 
-def text_row(step, loss, **more):
-    costs = {"tokens": 5, "tokens_per_second": 9.0, "peak_memory_bytes": 1}
-    return {"step": step, "loss": loss, "qq": loss, **costs, **more}
-
-
-def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
-    rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scores = {"teacher": {"params": 200}, "untrained": {"params": 50}, "student": {"params": 50}}
-    shown = {"teacher": [""], "untrained": ["3.5000"], "student": ["1.2500"]}
-    table = ScoreTable(title="Loss", columns=["validation loss"], rows=shown, legend="The method's own loss.")
-    finish_report(tmp_path, {**scores, "warnings": [], "run": {**metrics["run"], "teacher_params": 200}}, table)
-    assert (tmp_path / "curves.png").is_file()
-    report = (tmp_path / "report.md").read_text()
-    assert "| untrained | 50 | 25% | 3.5000 |  |" in report
-    assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report
-    assert "gen tok/s" not in report + capsys.readouterr().out
-
-
 def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsys):
-    rows = [text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
+    costs = {"tokens": 5, "tokens_per_second": 9.0, "peak_memory_bytes": 1}
+    losses = ((10, 2.0, 1.75), (20, 1.0, 1.25))
+    trained = [{"step": step, "loss": loss, "valid_loss": valid, **costs} for step, loss, valid in losses]
+    rows = [{"step": 0, "valid_loss": 3.5}, *trained]
+    for name in MODELS:
+        del metrics[name]["generation_tokens_per_second"]
     log = tmp_path / "metrics.jsonl"
     for kept, name, value in ((("valid_loss",), "validation loss", "1.25"), ((), "training loss", "1")):
         found = [{key: row[key] for key in row if key in kept or key != "valid_loss"} for row in rows]
@@ -98,7 +79,10 @@ def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsy
         report = (tmp_path / "report.md").read_text()
         assert f"| model | params | size | {name} |" in report
         assert f"| trained | 521,152 | 43% | {value} | 3,585 |" in report
-        assert name in capsys.readouterr().out
+        assert (tmp_path / "curves.png").is_file()
+        printed = capsys.readouterr().out
+        assert name in printed
+        assert "gen tok/s" not in report + printed
         finish_report(tmp_path, {key: metrics[key] for key in ("warnings", "run")}, replace(table, rows={}))
         assert f"The {name} at the end is {value}." in capsys.readouterr().out
 

@@ -14,7 +14,6 @@ CLASSIFIERS = {
     "roberta": {f"classifier.{part}.{name}" for part in ("dense", "out_proj") for name in ("weight", "bias")},
     "distilbert": {f"{part}.{name}" for part in ("pre_classifier", "classifier") for name in ("weight", "bias")},
     "gpt2": {"score.weight"},
-    "llama": {"score.weight"},
 }
 
 
@@ -47,11 +46,13 @@ def classifier(folder: Path) -> torch.Tensor:
     return load_file(folder / "RTE/best/model.safetensors")["classifier.weight"]
 
 
-def test_it_starts_as_the_teacher_s(evaluate, teacher, tmp_path) -> None:
+def test_it_starts_as_the_teacher_s(evaluate, make_encoder, teacher, tmp_path) -> None:
     taught = [*START, "--teacher", teacher]
-    _, said = evaluate(*taught, "--method", "kroneckerbert")
+    results, said = evaluate(*taught, "--method", "kroneckerbert")
     torch.testing.assert_close(classifier(tmp_path / "out"), classifier(teacher))
     assert "the classifier starts as the teacher's" in said
+    assert "scores at chance on RTE" in results["warnings"][0]
+    assert "Warning: the teacher" in (tmp_path / "out/report.md").read_text()
     _, said = evaluate(*taught, folder="drawn")  # by method kd
     assert (classifier(tmp_path / "drawn") - classifier(teacher)).abs().max() > 1e-3
     assert "starts as the teacher's" not in said
@@ -60,12 +61,9 @@ def test_it_starts_as_the_teacher_s(evaluate, teacher, tmp_path) -> None:
     # It is part of what makes a run the same.
     _, error = evaluate(*taught, "--copy_classifier", "true", folder="drawn", code=2)
     assert "copy_classifier was None and is now True" in error
-
-
-def test_a_classifier_that_cannot_be_copied_is_refused(evaluate, make_encoder, teacher) -> None:
-    wide = make_encoder(width=24)
-    _, error = evaluate(*START, "--teacher", teacher, "--copy_classifier", "true", model=wide, code=2)
+    # One that cannot be copied is refused.
+    _, error = evaluate(*taught, "--copy_classifier", "true", model=make_encoder(width=24), folder="wide", code=2)
     for said in ("classifier.weight 2 x 16", "classifier.weight 2 x 24", "or leave it out"):
         assert said in error
-    _, error = evaluate(*START, "--copy_classifier", "true", code=2)
+    _, error = evaluate(*START, "--copy_classifier", "true", folder="alone", code=2)
     assert "--copy_classifier true: there is no teacher" in error

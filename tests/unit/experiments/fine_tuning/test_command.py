@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 from planted import plant
@@ -32,23 +33,16 @@ def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
 
 
 def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
-    started: list[list[str]] = []
-
-    def start(words: list[str], count: int) -> None:
-        assert count == 2
-        started.append(words)
-        sys.exit(0)
-
+    start = Mock(side_effect=SystemExit)
     monkeypatch.setattr(cli, "run_ranks", start)
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--suite=glue", "--num_gpus", "2", "--model", "m"])
     module = [sys.executable, "-u", "-m", "llmdistill.cli"]
-    assert started == [[*module, "evaluate", "--suite=glue", "--model", "m"]]
+    start.assert_called_once_with([*module, "evaluate", "--suite=glue", "--model", "m"], 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_mistakes_are_one_sentence(evaluate, engine) -> None:
+    for arguments, said in (
         (["--tasks", "rta"], "did you mean rte?"),
         (["--tasks", "wnli"], "it has no folder WNLI"),
         (["--method", "kd"], "method kd needs a teacher"),
@@ -56,13 +50,11 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
         (["--teacher", "t", "--method", "minilmv2", "--minilmv2.teacher_layer", "auto"], "name a layer"),
         (["--teacher", "nowhere/at/all", "--tasks", "rte,cola"], "one model, but 2 tasks"),
         (["--batch_size", "6", "--micro_batch_size", "4"], "train.global_batch_size 6 does not divide by"),
-    ],
-)
-def test_mistakes_are_one_sentence(evaluate, engine, arguments, said) -> None:
-    _, error = evaluate("--tasks", "rte", *CUSTOM, *arguments, code=2)
-    assert error.startswith("error: ") or "\nerror: " in error
-    assert said in error
-    assert "Traceback" not in error
+    ):
+        _, error = evaluate("--tasks", "rte", *CUSTOM, *arguments, code=2)
+        assert error.startswith("error: ") or "\nerror: " in error
+        assert said in error
+        assert "Traceback" not in error
     assert engine.built == 0
 
 

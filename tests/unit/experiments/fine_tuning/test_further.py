@@ -6,20 +6,13 @@ import json
 import math
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from llmdistill.commands import fine_tuning
-
 LANGUAGES = ("de", "en", "sw")
-SHARED = ("--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "4", "--batch_size", "8", "--speed", "false")
-
-
-def run(*words: object) -> int:
-    return fine_tuning.main([str(word) for word in (*SHARED, "--dtype", "fp32", "--max_length", 24, *words)])
+SHARED = ("--learning_rates", "3e-3", "--batch_size", "8", "--dtype", "fp32", "--max_length", 24)
 
 
 def rows_of(count: int, seed: int, labels: list[str]) -> list[tuple[str, str, str]]:
@@ -42,10 +35,6 @@ def predictions(model_dir: Path, rows: list[tuple[str, str, str]]) -> list[str]:
     return [model.config.id2label[int(each.argmax())] for each in logits]
 
 
-def results(folder: Path) -> Any:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
 @pytest.fixture
 def hans(tmp_path: Path) -> tuple[Path, list[tuple[str, str, str]]]:
     """A set with the columns of HANS' own file."""
@@ -56,46 +45,39 @@ def hans(tmp_path: Path) -> tuple[Path, list[tuple[str, str, str]]]:
     return file, rows
 
 
-def test_a_classifier_is_scored_on_another_set(engine, encoder, data, tmp_path, hans, capsys) -> None:
+def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path, hans) -> None:
     file, rows = hans
     own = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
     sets = {"HANS": own, "Other": {**own, "task": "cola", "labels": {"0": "a", "1": "b"}}}
-    command = ("--model", encoder, "--data_dir", data, "--output_dir", tmp_path / "out", "--tasks", "rte")
+    command = (*SHARED, "--tasks", "rte", "--out_of_domain", json.dumps(sets))
 
-    assert run(*command, "--out_of_domain", json.dumps(sets)) == 0
+    results, said = evaluate(*command)
 
-    found = results(tmp_path / "out")["tasks"]["RTE"]
-    best = tmp_path / "out" / "RTE" / "best"
+    found = results["tasks"]["RTE"]
     right = {"entailment": "entailment", "not_entailment": "non-entailment"}
-    hits = [right[each] == row[2] for each, row in zip(predictions(best, rows), rows, strict=True)]
+    predicted = predictions(tmp_path / "out/RTE/best", rows)
+    hits = [right[each] == row[2] for each, row in zip(predicted, rows, strict=True)]
     assert found["dev"]["HANS"]["accuracy"]["mean"] == pytest.approx(100 * fmean(hits))
     assert 60 < 100 * fmean(hits) < 95  # a fifth of the words lie
     assert list(found["dev"]) == ["RTE", "HANS"]  # the other set is CoLA's
     assert found["examples"]["HANS"] == len(rows)
-    assert "HANS accuracy" in capsys.readouterr().out
+    assert "HANS accuracy" in said
     # With other examples the further set is scored again.
     file.write_text(f"{file.read_text(encoding='utf-8')}entailment\t()\tw1 yes\tw2\n", encoding="utf-8")
-    assert run(*command, "--out_of_domain", json.dumps(sets)) == 0
-    assert results(tmp_path / "out")["tasks"]["RTE"]["examples"]["HANS"] == len(rows) + 1
-
-
-def test_mistakes_in_a_further_set(engine, encoder, data, tmp_path, hans, capsys) -> None:
-    file, _ = hans
-    whole = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
-    mistakes = [
-        ({"HANS": {"file": "x"}}, "HANS.file: there is no such setting"),
-        ({"HANS": {**whole, "labels": {"entailment": "entailment"}}}, "give a label of the set for each class of RTE"),
-        ({"HANS": {**whole, "label": "gold"}}, "heuristics.txt:2: has no gold"),
+    assert evaluate(*command)[0]["tasks"]["RTE"]["examples"]["HANS"] == len(rows) + 1
+    # Mistakes are found before anything is trained.
+    for change, message in (
+        ({"file": "x"}, "HANS.file: there is no such setting"),
+        ({"labels": {"entailment": "entailment"}}, "give a label of the set for each class of RTE"),
+        ({"label": "gold"}, "heuristics.txt:2: has no gold"),
         (
-            {"HANS": {**whole, "labels": {"entailment": "entailment", "not_entailment": "neutral"}}},
+            {"labels": {"entailment": "entailment", "not_entailment": "neutral"}},
             "label 'non-entailment', but data.task.out_of_domain.HANS.labels knows entailment, neutral",
         ),
-    ]
-    for sets, message in mistakes:
-        words = ("--model", encoder, "--data_dir", data, "--output_dir", tmp_path / "out", "--tasks", "rte")
-        assert run(*words, "--out_of_domain", json.dumps(sets)) == 2
-        assert message in capsys.readouterr().err, message
-    assert engine.built == 0
+    ):
+        wrong = json.dumps({"HANS": {**own, **change}})
+        assert message in evaluate(*command, "--out_of_domain", wrong, folder="wrong", code=2)[1], message
+    assert engine.built == 1
 
 
 @pytest.fixture
@@ -117,17 +99,17 @@ def xnli(tmp_path: Path) -> tuple[Path, dict[str, list[tuple[str, str, str]]]]:
     return folder.parent, sets
 
 
-def test_xnli_is_scored_in_each_language(engine, encoder, tmp_path, xnli) -> None:
+def test_xnli_is_scored_in_each_language(evaluate, engine, tmp_path, xnli) -> None:
     folder, sets = xnli
-    words = ("--model", encoder, "--data_dir", folder, "--output_dir", tmp_path / "out", "--tasks", "xnli")
+    words = (*SHARED, "--data_dir", folder, "--tasks", "xnli")
 
-    assert run(*words, "--learning_rates", "3e-3,1e-5") == 0
+    results, _ = evaluate(*words, "--learning_rates", "3e-3,1e-5")
 
-    found = results(tmp_path / "out")["tasks"]["XNLI"]
-    best = tmp_path / "out" / "XNLI" / "best"
+    found = results["tasks"]["XNLI"]
     means = []
     for language, rows in sets.items():
-        hits = [each == row[2] for each, row in zip(predictions(best, rows), rows, strict=True)]
+        predicted = predictions(tmp_path / "out/XNLI/best", rows)
+        hits = [each == row[2] for each, row in zip(predicted, rows, strict=True)]
         assert math.isclose(found["dev"][f"XNLI-{language}"]["accuracy"]["mean"], 100 * fmean(hits)), language
         means.append(100 * fmean(hits))
     assert math.isclose(found["dev"]["XNLI"]["accuracy"]["mean"], fmean(means))
@@ -135,19 +117,11 @@ def test_xnli_is_scored_in_each_language(engine, encoder, tmp_path, xnli) -> Non
     first, second = (each["mean"] for each in found["grid"])
     assert first > second
     assert found["main_column"] == "XNLI"
-
-
-def test_mistakes_in_xnli(engine, encoder, tmp_path, xnli, capsys) -> None:
-    folder, _ = xnli
-    words = ("--model", encoder, "--data_dir", folder, "--output_dir", tmp_path / "out", "--tasks", "xnli")
-
-    def languages(names: list[str]) -> tuple[str, str]:
-        return "--run_settings", json.dumps({"data.task.languages": names})
-
-    assert run(*words, *languages(["en", "zh"])) == 2
-    assert "has no dev and test examples for zh, only for de, en, sw" in capsys.readouterr().err
+    # Mistakes are found before anything is trained.
+    languages = json.dumps({"data.task.languages": ["en", "zh"]})
+    _, error = evaluate(*words, "--run_settings", languages, folder="wrong", code=2)
+    assert "has no dev and test examples for zh, only for de, en, sw" in error
     file = folder / "XNLI" / "xnli.test.tsv"
     file.write_text(file.read_text(encoding="utf-8").replace("sentence2", "hypothesis"), encoding="utf-8")
-    assert run(*words) == 2
-    assert "expected sentence1, sentence2, gold_label" in capsys.readouterr().err
-    assert engine.built == 0
+    assert "expected sentence1, sentence2, gold_label" in evaluate(*words, folder="wrong", code=2)[1]
+    assert engine.built == 2

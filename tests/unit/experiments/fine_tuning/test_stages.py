@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from glue_tasks import write_task
 from question_files import write_tasks
 from safetensors.torch import load_file, save_file
 
 from llmdistill.artifacts import write_manifest
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run, to_dict
-from llmdistill.experiments.two_stages import plan_tasks
+from llmdistill.experiments.two_stages import collect, plan_tasks
 from llmdistill.factorize.convert import compress
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
@@ -36,7 +37,7 @@ def write(encoder, data) -> Callable[..., list[str]]:
 
     def make(folder: Path, tasks: str, *more: str) -> list[str]:
         recipe, text = folder / "recipe.yaml", folder / "text.txt"
-        text.write_text("A text that no test reads.\n")
+        text.write_text("A text of which w1 w2 w3 are read.\n")
         recipe.write_text(
             f"{{teacher: {{model: {encoder}}}, student: {{factorize: {{rank: 6}}}}, method: kroneckerbert,\n"
             f"data: {{kind: text, train: {text}, max_length: 32}}, train: {{dtype: fp32}},\n"
@@ -90,7 +91,7 @@ def done(in_process, write, first_stage) -> Path:
     return first_stage / "tasks"
 
 
-def dry_run(capsys, arguments: list[str]) -> Any:
+def dry_run(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Any:
     assert main([*arguments, "--dry_run", "--json"]) == 0
     return json.loads(capsys.readouterr().out).get("tasks")
 
@@ -114,24 +115,9 @@ def test_a_dry_run_says_what_will_follow(arguments, capsys, tmp_path) -> None:
     relations = {"relation_qq", "relation_kk", "relation_vv"}
     assert set(said["rows"]["two_stages"]["terms"]) == {"sequence_forward_kl", "sequence_label", *relations}
     assert said["copy_classifier"] is False
+    asked = arguments("names: [squad2]", "--tasks.data_dir", str(write_tasks(tmp_path / "questions", train=20, dev=6)))
+    assert {"ffn", "sequence_logits", "sequence_label"} <= dry_run(capsys, asked)["rows"]["two_stages"]["terms"].keys()
     assert not (tmp_path / "run").exists()
-
-
-def test_questions_are_tasks_of_the_second_stage(arguments, copied, engine, tmp_path) -> None:
-    questions = write_tasks(tmp_path / "questions", train=20, dev=6)
-    settings = "{data.task.stride: 4, data.task.max_question_length: 4}"
-    tasks = f"names: [squad2], rows: [two_stages], run_settings: {settings}"
-    second_stage(arguments(tasks, "--tasks.data_dir", str(questions)))
-    table = read(copied / "tasks/report.json")
-    columns = [(column["column"], column["metric"]) for column in table["columns"]]
-    assert columns == [("SQuAD2", "best_f1"), ("SQuAD2", "best_em")]
-    assert list(table["rows"]) == ["teacher", "two_stages"]
-    for row, shown in table["rows"].items():
-        results = read(copied / "tasks" / row / "results.json")
-        assert shown["dev"] == results["tasks"]["SQuAD2"]["dev"]
-    learned = read(copied / "tasks/two_stages/results.json")["tasks"]["SQuAD2"]
-    assert {"ffn", "sequence_logits", "sequence_label"} <= learned["terms"].keys()
-    assert engine.built == 2
 
 
 def test_the_rows_of_the_table_are_their_runs(done, first_stage) -> None:
@@ -160,6 +146,10 @@ def test_the_rows_of_the_table_are_their_runs(done, first_stage) -> None:
     figure = read(done / "tsne/RTE.json")["models"]
     assert list(figure) == ["teacher", "no KD in stage 2", "no stage 1", "both stages"]
     assert figure["both stages"]["path"] == str(done / "two_stages/RTE/best")
+    # Every metric that a task shows has a column.
+    results = read(done / "two_stages/results.json")
+    results["tasks"]["RTE"] |= {"shown": ["em", "f1"], "dev": {"RTE": {"em": 1.0, "f1": 2.0}}}
+    assert [each["metric"] for each in collect({"two_stages": results}, {}, run="r")["columns"]] == ["em", "f1"]
 
 
 def test_what_is_finished_is_not_run_again_nor_under_other_settings(write, done, first_stage, engine, capsys) -> None:
@@ -188,45 +178,31 @@ def test_teachers_that_are_given_are_not_fine_tuned(arguments, done, copied, eng
     assert "is the one that was given" in (copied / "tasks/report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("tasks", "more", "said"),
-    [
-        ("names: [rte], rows: []", [], "tasks.rows is []: give two_stages"),
-        ("names: [rte, cola], teacher: {encoder}", [], "one model, but 2 tasks"),
-        ("names: [mnli], teacher: {encoder}", [], "tells 2 classes apart, but MNLI has 3"),
-        ("names: [rte], teacher: {other}", [], "its tokenizer is not that of"),
-        ("names: [rte], settings: {kd: {ratio: 1.0}}", [], "tasks.settings.kd: that is no method of the second stage"),
-        ("names: [rte], settings: {kroneckerbert: {lable: 1.0}}", [], "mean tasks.settings.kroneckerbert.label?"),
-        ("names: [rte]", ["--method", "none"], "method none trains no student"),
-        ("names: [rte]", ["--method", "sft"], "tasks.method: the run's method sft has no teacher"),
-    ],
-)
-def test_mistakes_are_found_before_the_first_stage(
-    capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch, tasks, more, said
-):
-    (tmp_path / "text.txt").write_text("w1 w2 w3\n")
+def test_mistakes_are_found_before_the_first_stage(capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch):
     begin = "llmdistill.runtime.distributed.init_distributed"
     monkeypatch.setattr(begin, lambda *_: pytest.fail("the first stage has begun"))
-    other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"]) if "other" in tasks else ""
-    tasks = tasks.replace("{encoder}", str(encoder)).replace("{other}", str(other))
-    assert main([*arguments(tasks), *more]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-
-
-def test_examples_are_read_before_the_first_stage(arguments, data, tmp_path, capsys):
-    folder = tmp_path / "glue/RTE"
-    shutil.copytree(data / "RTE", folder)
-    (folder / "train.tsv").write_text(f"index\tsentence1\tsentence2\tlabel\n0\t{'w1 ' * 40}\tw2\tentailment\n")
-    (tmp_path / "text.txt").write_text("w1 w2 w3\n")
-    given = arguments(f"names: [rte], data_dir: {folder.parent}, max_length: 128")
-    recipe = Path(given[1])
-    text = recipe.read_text().replace(f"data_dir: {data}, ", "").replace("max_length: 24, ", "")
-    recipe.write_text(text)
-    assert main(given) == 2
-    said = "an example of rte has 44 tokens, but a model has positions for 32; give 32 or less"
-    assert said in capsys.readouterr().err
+    other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"])
+    write_task(tmp_path / "glue", "RTE", {"train": 2, "dev": 1})
+    long = f"index\tsentence1\tsentence2\tlabel\n0\t{'w1 ' * 40}\tw2\tentailment\n"
+    (tmp_path / "glue/RTE/train.tsv").write_text(long, encoding="utf-8")
+    long_examples = ["--tasks.data_dir", str(tmp_path / "glue"), "--tasks.max_length", "128"]
+    for tasks, more, said in (
+        ("rows: []", [], "tasks.rows is []: give two_stages"),
+        (f"teacher: {encoder}", ["--tasks.names", "rte,cola"], "one model, but 2 tasks"),
+        (f"teacher: {encoder}", ["--tasks.names", "mnli"], "tells 2 classes apart, but MNLI has 3"),
+        (f"teacher: {other}", [], "its tokenizer is not that of"),
+        ("settings: {kd: {ratio: 1.0}}", [], "tasks.settings.kd: that is no method of the second stage"),
+        ("settings: {kroneckerbert: {lable: 1.0}}", [], "mean tasks.settings.kroneckerbert.label?"),
+        ("rows: [two_stages]", ["--method", "none"], "method none trains no student"),
+        ("rows: [two_stages]", ["--method", "sft"], "tasks.method: the run's method sft has no teacher"),
+    ):
+        assert main([*arguments(f"names: [rte], {tasks}"), *more]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
+    monkeypatch.undo()  # the ranks are there when the examples are read
+    assert main(arguments("names: [rte]", *long_examples)) == 2
+    assert "has 44 tokens, but a model has positions for 32; give 32 or less" in capsys.readouterr().err
 
 
 def test_tasks_may_be_named_when_the_first_stage_is_done(arguments) -> None:
