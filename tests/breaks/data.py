@@ -14,14 +14,14 @@ BREAKS = [
         f"{DATA}/columns.py",
         "return len(self._tokens[index])",
         "return len(self._tokens[index - 1])",
-        f"{TESTS}/test_columns.py::test_what_is_written_is_read",
+        f"{TESTS}/test_example_store.py::test_items_are_those_of_encode",
     ),
     Break(
         "stored-set-is-copied",
         f"{DATA}/columns.py",
         "pa.memory_map(str(file))",
         "pa.OSFile(str(file))",
-        f"{TESTS}/test_columns.py::test_an_example_is_made_only_when_it_is_asked_for",
+        f"{TESTS}/test_example_store.py::test_an_example_is_made_only_when_it_is_asked_for",
     ),
     Break(
         "stored-prompt-in-the-answer",
@@ -77,7 +77,7 @@ BREAKS = [
         f"{DATA}/stream.py",
         "            # A generator that has failed ends silently when it is used again.\n            self._restart()\n",
         "",
-        f"{TESTS}/test_stream.py::TestLongPrompts::test_stop_with_their_source",
+        f"{TESTS}/test_stream.py::TestSharedAmongRanks::test_a_mistake_is_that_of_one_rank",
     ),
     Break(
         "prefetched-step-is-any",
@@ -140,7 +140,7 @@ BREAKS = [
         f"{DATA}/targets.py",
         "np.arange(1, len(item) + 1)",
         "np.arange(2, len(item) + 2)",
-        f"{TESTS}/test_targets.py::test_what_each_token_sees_and_its_segment",
+        f"{TESTS}/test_pairs.py::test_what_each_token_sees_and_its_segment",
     ),
     Break(
         "cache-rows-of-the-first-shard",
@@ -224,7 +224,7 @@ BREAKS = [
         f"{DATA}/sampler.py",
         "range(rank * micro_batch_size, len(batch), stride)",
         "range(0, len(batch), stride)",
-        f"{SAMPLER}::test_ranks_and_micro_batches_make_up_the_global_batch",
+        f"{SAMPLER}::test_loader_collates_this_ranks_share_longest_first",
     ),
     Break(
         "sampler-spread-over-ranks",
@@ -259,6 +259,6 @@ BREAKS = [
         f"{DATA}/mixture.py",
         "size**exponent",
         "size * exponent",
-        f"{TESTS}/test_mixture.py::test_an_epoch_has_the_shares_of_the_formula",
+        f"{TESTS}/test_text.py::TestMixture::test_counts_add_up_and_leave_nobody_out",
     ),
 ]

@@ -84,14 +84,14 @@ BREAKS = [
         "llmdistill/config/marks.py",
         "value not in unless",
         "value not in ()",
-        f"{OVERRIDES}::test_the_command_line_replaces_the_rivals_of_its_settings",
+        f"{OVERRIDES}::test_settings_that_exclude_each_other_replace_each_other",
     ),
     Break(
         "repeated-setting-replaces-rivals",
         "llmdistill/config/overrides.py",
         "if key in below and value == below[key]:",
         "if False:",
-        f"{OVERRIDES}::test_the_command_line_replaces_the_rivals_of_its_settings",
+        f"{OVERRIDES}::test_settings_that_exclude_each_other_replace_each_other",
     ),
     Break(
         "abandoned-folders-stay",

@@ -81,7 +81,7 @@ BREAKS = [
         "llmdistill/data/chat.py",
         "if their_end != our_end:",
         "if False:",
-        "tests/unit/data/test_tokenizer_gaps.py",
+        "tests/unit/data/test_prompts.py",
     ),
     Break(
         "gaps-not-in-the-plan",

@@ -15,7 +15,7 @@ BREAKS = [
         f"{TASKS}/base.py",
         "task = copy.copy(self)",
         "task = self",
-        f"{TESTS}/test_tables.py::test_the_steps_of_an_epoch_of_glue_learn_each_example",
+        f"{TESTS}/test_classification.py::test_the_steps_of_an_epoch_of_glue_learn_each_example",
     ),
     Break(
         "folder-of-a-task-unchecked",
@@ -71,7 +71,7 @@ BREAKS = [
         f"{TASKS}/writing_files.py",
         "groups.setdefault((example.source, example.hint), [])",
         "groups.setdefault((example.source, None), [])",
-        f"{TESTS}/test_writing_files.py::test_examples_of_one_source_are_one_with_several_references",
+        f"{TESTS}/test_writing.py::test_examples_of_one_source_are_one_with_several_references",
     ),
     Break(
         "pair-with-itself",
@@ -99,7 +99,7 @@ BREAKS = [
         f"{TASKS}/rouge.py",
         "[*references[far:], *references[:far]]",
         "references",
-        f"{TESTS}/test_rouge.py::test_the_other_score_is_that_of_other_questions",
+        f"{TESTS}/test_text_metrics.py::test_the_other_score_is_that_of_other_questions",
     ),
     Break(
         "deviation-of-a-population",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

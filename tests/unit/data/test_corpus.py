@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -23,28 +21,28 @@ SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 TEXT = "One two. Three\n  four five \n\n \n\nsix\n\nseven eight\nnine"
 
 
-class Counting(PreTrainedTokenizerFast):
-    texts = 0
-    """The number of texts that it was given."""
-
-    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self.texts += len(text)
-        return super().__call__(text, *args, **kwargs)
-
-
-def letters(*, mask: bool = True, more: str = "") -> Counting:
+def letters(*, mask: bool = True, more: str = "") -> PreTrainedTokenizerFast:
     """One token a character; blanks at an end stay, so that it shows what was handed to it."""
     vocabulary = {**SPECIAL, **{chr(code): code for code in [10, 9, *range(32, 127), *map(ord, more)]}}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return Counting(tokenizer_object=backend, **names, **({"mask_token": "[MASK]"} if mask else {}))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **({"mask_token": "[MASK]"} if mask else {}))
 
 
 def read(corpus: Corpus) -> list[list[str]]:
     """The segments of each document, as text."""
     segments = ["".join(map(chr, corpus.tokens[start:stop])) for start, stop in pairwise(corpus.segments)]
     return [segments[first:last] for first, last in pairwise(corpus.documents)]
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """The texts that are tokenized."""
+    given: list[str] = []
+    encode = module._encode
+    monkeypatch.setattr(module, "_encode", lambda texts, tokenizer: given.extend(texts) or encode(texts, tokenizer))
+    return given
 
 
 @pytest.fixture
@@ -68,16 +66,11 @@ class TestPlainText:
         assert isinstance(corpus.tokens, np.memmap), "a text larger than memory is never read as a whole"
         assert corpus.tokens.dtype == np.uint16
 
-    def test_a_decoder_learns_where_lines_end(self, make):
+    def test_what_ends_a_line_and_what_does_not(self, make):
         expected = [["One two. Three\n", "  four five \n"], ["six\n"], ["seven eight\n", "nine"]]
-        assert read(make(TEXT, mask=False)) == expected
-        assert read(make(TEXT.replace("\n", "\r\n"), "b.txt", mask=False)) == expected
-
-    def test_byte_order_mark_other_separators_and_a_large_vocabulary(self, make):
+        assert read(make(TEXT.replace("\n", "\r\n"), mask=False)) == expected, "a decoder learns where lines end"
         corpus = make("\ufeffa\u2028\U00010000\n", "a.md", letters(more="\u2028\U00010000"))
         assert (read(corpus), corpus.tokens.dtype) == ([["a\u2028\U00010000"]], np.uint32)
-
-    def test_lines_without_tokens_are_no_segments(self, make):
         tokenizer = letters()
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
         assert read(make("a\nxx\nb\n\nxxx\n\nc", tokenizer=tokenizer)) == [["a", "b"], ["c"]]
@@ -85,11 +78,11 @@ class TestPlainText:
     def test_a_folder_in_the_order_of_names(self, tmp_path):
         (tmp_path / "texts" / "b").mkdir(parents=True)
         rows = '{"text": "second\\nrow"}\n{"text": "third"}\n'
-        files = {"c.txt": "last", "b/x.jsonl": rows, "a.txt": "zeroth", "a2.txt": "first", ".hidden": "hidden"}
+        files = {"c.txt": "last", "b/x.jsonl": rows, "a.txt": "first", ".hidden": "hidden"}
         for name, text in files.items():
             (tmp_path / "texts" / name).write_text(text)
         found = read(tokenize(tmp_path / "texts", letters()))
-        assert found == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
+        assert found == [["first"], ["second", "row"], ["third"], ["last"]]
 
 
 class TestRows:
@@ -111,27 +104,22 @@ class TestRows:
         tokenize("someone/texts:de:train", letters())
         assert load.call_count == 2, "another name is another text"
 
-    @pytest.mark.parametrize(
-        ("row", "what"),
-        [
-            ({"body": "a", "id": 1}, "the key \"text\" is missing (there are ['body', 'id']); name the key of"),
-            ({"text": ["a"], "id": 1}, "\"text\" is a list, not a string (there are ['id', 'text']); quote it"),
-        ],
-    )
-    def test_without_the_text(self, make, cache, row, what):
-        refuses(f"a.jsonl:3: {what}", make, '{"text": "a"}\n\n' + json.dumps(row), "a.jsonl")
+    def test_without_the_text(self, make, cache):
+        first = '{"text": "a"}\n\n'
+        refuses('a.jsonl:3: the key "text" is missing (there', make, first + '{"body": "a"}', "a.jsonl")
+        refuses('a.jsonl:3: "text" is a list, not a string (there', make, first + '{"text": ["a"]}', "a.jsonl")
         assert not list(cache.iterdir()), "nothing half is left"
 
 
 class TestCache:
-    def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, make):
+    def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, make, texts):
         tokenizer = letters()
         tokenizer.backend_tokenizer.enable_truncation(8)
         tokenizer.backend_tokenizer.enable_padding(length=8)
         assert read(make(TEXT, tokenizer=tokenizer))[0] == ["One two. Three", "four five"]
         assert tokenizer.backend_tokenizer.truncation is None
         make(TEXT, tokenizer=tokenizer)
-        assert tokenizer.texts == 5
+        assert len(texts) == 5
 
     def test_what_decides_is_tokenized_anew(self, make, cache, monkeypatch):
         row = json.dumps({"text": "ab", "other": "cd"})
@@ -166,12 +154,11 @@ class TestFraction:
         taken = [text for _, text in module.draw_documents(lines, fraction, seed)]
         documents = [int(text.partition("-")[0]) for text in taken[::2]]
         assert taken == [f"{document}-{line}" for document in documents for line in range(2)], "whole documents"
-        assert documents == sorted(set(documents))
         return documents
 
-    @pytest.mark.parametrize("fraction", [0.001, 0.07, 0.1, 0.25, 0.3, 0.333, 0.7, 0.999])
+    @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.333, 0.7])
     def test_the_number_of_documents_is_the_fraction_of_any_number(self, fraction):
-        for number in (1, 2, 9, 10, 30, 99, 1000):
+        for number in (1, 10, 99, 1000):
             exact = number * Decimal(str(fraction))
             assert math.floor(exact) <= len(self.drawn(number, fraction, seed=3)) <= math.ceil(exact)
 
@@ -180,26 +167,22 @@ class TestFraction:
         assert all([number // 10 for number in taken] == [0, 1, 2, 3] for taken in drawn)
         assert {number for taken in drawn for number in taken} == set(range(40))
 
-    def test_only_what_is_taken_is_tokenized_and_kept_apart(self, make, cache):
-        tokenizer = letters()
-        text = "\n\n".join(f"{number}\n{number}" if number % 3 == 0 else str(number) for number in range(60))
+    def test_only_what_is_taken_is_tokenized_and_kept_apart(self, make, cache, texts):
+        text = "\n\n".join(f"{number}\n{number}" for number in range(60))
 
         def taken(fraction: float, seed: int, name: str = "a.txt") -> list[int]:
-            return [int(lines[0]) for lines in read(make(text, name, tokenizer, fraction=fraction, seed=seed))]
+            return [int(lines[0]) for lines in read(make(text, name, fraction=fraction, seed=seed))]
 
         assert taken(1.0, 0) == list(range(60))
-        assert tokenizer.texts == 80
         parts = {(fraction, seed): taken(fraction, seed) for fraction in (0.1, 0.2) for seed in (0, 1)}
         assert parts[0.1, 0] != parts[0.1, 1]
-        texts = 80 + sum(2 if number % 3 == 0 else 1 for numbers in parts.values() for number in numbers)
-        assert tokenizer.texts == texts
+        assert len(texts) == 120 + 2 * sum(map(len, parts.values()))
         assert len(list(cache.iterdir())) == 5
+        texts.clear()
         assert taken(1.0, 7) == list(range(60)), "the whole text knows no seed"
         assert taken(0.1, 1, "b.txt") == parts[0.1, 1], "known by its content, not its name"
-        assert tokenizer.texts == texts
+        assert not texts
         shutil.rmtree(cache)
         assert taken(0.1, 1) == parts[0.1, 1], "not only out of the cache"
-
-    def test_a_share_without_a_document(self, make, cache):
-        refuses("a.txt: data.text.fraction 1e-06 takes no document of it; raise the", make, "0\n\n1", fraction=1e-6)
-        assert not list(cache.iterdir())
+        refuses("a.txt: data.text.fraction 1e-06 takes no document of it; raise the", taken, 1e-6, 0)
+        assert len(list(cache.iterdir())) == 1

@@ -7,6 +7,8 @@ TEXTS = ("Be short.", "Hi.", "Hello.")
 SYSTEM, USER, ANSWER = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), TEXTS, strict=True))
 SHARED = [{"from": who, "value": text} for who, text in zip(("system", "human", "gpt"), TEXTS, strict=True)]
 CHAT = Example("", "", ("Hello.",), messages=(("system", "Be short."), ("user", "Hi.")))
+AGAIN = {"role": "assistant", "content": "Again?"}
+TURNS = (("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))
 RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
 
 
@@ -25,18 +27,11 @@ RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
         ({"conversations": SHARED}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": "Hello."}, CHAT),
-        (
-            {"messages": [USER, ANSWER, USER, {"role": "assistant", "content": "Again?"}]},
-            Example("", "", ("Again?",), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
-        ),
+        ({"messages": [USER, ANSWER, USER, AGAIN]}, Example("", "", ("Again?",), messages=TURNS)),
         # Prompts without an answer.
         ({"instruction": "Add.", "output": None}, Example("Add.", "", ())),
         ({"prompt": "Hi."}, Example("", "", (), raw_prompt="Hi.")),
-        ({"prompt": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
-        (
-            {"messages": [USER, ANSWER, USER]},
-            Example("", "", (), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
-        ),
+        ({"messages": [USER, ANSWER, USER]}, Example("", "", (), messages=TURNS)),
     ],
 )
 def test_forms(row, example):
@@ -53,17 +48,11 @@ def test_forms(row, example):
         ({"instruction": "a", "output": {"a": 1}}, '"output" is {"a": 1}; give a string or a list'),
         ({"prompt": "", "completion": "a"}, '"prompt" is empty'),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3, not a string; give a string, or a list of messages'),
-        ({"prompt": "a", "completion": [ANSWER]}, '"completion" is [{"role": "assistant"'),
         ({"prompt": [USER, ANSWER, USER], "completion": [USER]}, '"completion" has no assistant turn'),
-        ({"messages": []}, '"messages" is []; give a list of messages with role and content'),
         ({"messages": [USER]}, '"messages" has no assistant turn, so there is no answer; add one'),
         ({"messages": [ANSWER]}, '"messages" starts with its only answer; put a user turn in front'),
         ({"messages": [USER, "Hello."]}, 'message 2 of "messages" is "Hello."; give an object'),
-        (
-            {"messages": [USER, {"role": "tool", "content": "x"}]},
-            'message 2 of "messages" has the role "tool"; the roles are system, user (human) and assistant (gpt)',
-        ),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, 'message 1 of "messages" has the role ["user"]'),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, 'message 2 of "messages" has the role "tool"; the'),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2 of "messages" has the content null'),
     ],
 )

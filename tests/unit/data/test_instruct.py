@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hostile import refuses
 from transformers import PreTrainedTokenizerFast
@@ -27,21 +25,11 @@ class TestEncode:
     def examples(self, *lengths: int) -> list[Example]:
         return [Example("i" * n, "", ("out", "other"), f"file:{place}") for place, n in enumerate(lengths, start=1)]
 
-    def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer):
-        tokenizer = word_tokenizer()
-        [example] = self.examples(3)
-        limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7)
-        [item], *_ = encode([example], tokenizer, limits)
-        assert tokenizer.decode(item.prompt_ids).replace(" ", "") == render_prompt(example).replace(" ", "")
-        assert item.prompt_ids[-1] == tokenizer.convert_tokens_to_ids("\n")
-        assert item.response_ids == [*tokenizer.convert_tokens_to_ids(list("out")), tokenizer.eos_token_id]
-
-    def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer):
-        limits = Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6)
-        data = encode(self.examples(3, 1), word_tokenizer(), limits)
-        assert [len(item.response_ids) for item in data.items] == [3, 4]
-        assert data.items[0].response_ids[-1] != 0
-        assert data.items[1].response_ids[-1] == 0
+    def test_prompt_and_first_reference_with_the_end_token_where_it_fits(self, word_tokenizer):
+        tokenizer, examples = word_tokenizer(), self.examples(3, 1)
+        data = encode(examples, tokenizer, Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6))
+        assert [text_of(tokenizer, item.prompt_ids) for item in data.items] == [*map(render_prompt, examples)]
+        assert [text_of(tokenizer, item.response_ids) for item in data.items] == ["out", "out</s>"]
         assert data.counts.report() == "2 examples: 0 dropped for a long prompt, 0 prompts and 1 responses truncated."
 
     def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer):

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import gc
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 from hostile import refuses
 
@@ -103,12 +100,3 @@ def test_the_thread_ends_with_the_loader():
     del prefetched
     gc.collect()
     wait_for(lambda: not running())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_for_a_gpu_are_pinned():
-    prefetched = Prefetched(Watched(), steps=len(STEPS), device=torch.device("cuda", 0))
-    for batch, expected in zip(prefetched.micro_batches(0), STEPS[0], strict=True):
-        assert torch.equal(batch.input_ids, expected.input_ids)
-        assert batch.input_ids.is_pinned()
-        assert batch.labels.is_pinned()

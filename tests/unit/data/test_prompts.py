@@ -1,11 +1,18 @@
-"""How instructions are put to a model: MiniLLM's prompt, its chat template, or a text of one's own."""
+"""How instructions are put to a model: MiniLLM's prompt, its chat template, or a text of one's own.
+
+And what a teacher was taught otherwise than its student, in the tokens that both read.
+"""
+
+import copy
 
 import pytest
+from byte_tokenizers import byte_level
+from hostile import refuses
 
-from llmdistill.data.chat import answer_ends, end_of_turn
+from llmdistill.data.chat import answer_ends, end_of_turn, tokenizer_gaps
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.data.instruct import Limits, encode
-from llmdistill.data.prompts import record_prompt, recorded_prompt, render_prompt, resolve_prompt
+from llmdistill.data.prompts import record_prompt, render_prompt, resolve_prompt
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 
@@ -41,25 +48,16 @@ class TestResolving:
         assert resolve_prompt(None, [chat, plain]) == "minillm", "the student could not be asked"
         assert resolve_prompt(None, [saved(chat, tmp_path, "minillm")]) == "minillm"
         assert resolve_prompt(None, [saved(chat, tmp_path, TEXT)]) == TEXT
+        load_tokenizer(tmp_path).save_pretrained(tmp_path / "again")
+        assert resolve_prompt(None, [load_tokenizer(tmp_path / "again")]) == TEXT, "it stays with the tokenizer"
         for asked in ("minillm", "chat", TEXT):
             assert resolve_prompt(asked, [saved(chat, tmp_path, "minillm")]) == asked
 
-    def test_the_record_stays_with_the_tokenizer(self, word_tokenizer, tmp_path):
-        student = saved(word_tokenizer(chat=True), tmp_path, TEXT)
-        student.save_pretrained(tmp_path / "again")
-        assert recorded_prompt(load_tokenizer(tmp_path / "again")) == TEXT
-        assert recorded_prompt(word_tokenizer(chat=True)) is None
-
-    @pytest.mark.parametrize(
-        ("asked", "said"),
-        [
-            ("chat", r"^data\.prompt is chat, but the tokenizer of the model has no chat template; give one in "),
-            ("alpaca", r"^data\.prompt is 'alpaca': give minillm, chat, or a text with \{instruction\} in it$"),
-        ],
-    )
-    def test_a_prompt_that_cannot_be_is_one_sentence(self, word_tokenizer, asked, said):
-        with pytest.raises(UserError, match=said):
-            resolve_prompt(asked, [word_tokenizer()])
+    def test_a_prompt_that_cannot_be_is_one_sentence(self, word_tokenizer):
+        no_template = "data.prompt is chat, but the tokenizer of the model has no chat template; give one in "
+        refuses(no_template, resolve_prompt, "chat", [word_tokenizer()])
+        said = "data.prompt is 'alpaca': give minillm, chat, or a text with {instruction} in it"
+        refuses(said, resolve_prompt, "alpaca", [word_tokenizer()])
 
 
 def test_a_text_of_ones_own_keeps_braces():
@@ -103,3 +101,41 @@ def test_a_template_that_raises_is_one_sentence(word_tokenizer, template):
     chats = [Example("", "", ("x",), f"rows.jsonl:{n}", (("user", text),)) for n, text in enumerate("ab", start=1)]
     with pytest.raises(UserError, match=said):
         encode(chats, tokenizer, Limits())
+
+
+PLAIN_TURNS = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+BASE = byte_level(300, end="<stop>", start="<begin>")
+CHATTING = f"<begin>{PLAIN_TURNS}"
+
+
+def changed(template: str | None = None, **changes: object):
+    tokenizer = copy.deepcopy(BASE)
+    tokenizer.chat_template = template
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def without_start():
+    tokenizer = byte_level(300, end="<stop>")
+    tokenizer.bos_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "expected"),
+    [
+        (BASE, BASE, []),
+        (changed(CHATTING), changed(CHATTING), []),
+        (changed(CHATTING + "<stop>"), BASE, ["the student has none"]),
+        (changed(CHATTING), changed(PLAIN_TURNS), ["the student has another one"]),
+        (BASE, changed(CHATTING), []),
+        (BASE, changed(eos_token="<begin>"), ["end with '<begin>', those of the teacher with '<stop>'"]),
+        (BASE, without_start(), ["begin with '<begin>' for the teacher alone, and here without it for both"]),
+        (without_start(), BASE, ["begin with '<begin>' for the student alone, and here with it for both"]),
+    ],
+)
+def test_gaps_are_named_with_what_comes_of_them(teacher, student, expected):
+    found = tokenizer_gaps(teacher, student)
+    assert len(found) == len(expected), found
+    assert all(part in gap for part, gap in zip(expected, found, strict=True)), found

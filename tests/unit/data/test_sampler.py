@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.sampler import Share, TrainLoader, _permutation, global_batch_indices, rank_micro_batches
+from llmdistill.data.sampler import TrainLoader, _permutation, global_batch_indices, rank_micro_batches
 
 from support import check_steps, train_loader
 
@@ -22,12 +20,6 @@ def test_each_epoch_is_a_permutation_and_batches_straddle_epochs():
     assert len({tuple(epoch) for epoch in epochs}) == 6, "each epoch has its own order"
 
 
-def test_a_batch_larger_than_the_set():
-    batch = indices(0, size=3, batch=8)
-    assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
-    assert sorted(batch[6:] + indices(1, size=3, batch=8)[:1]) == [0, 1, 2]
-
-
 def test_seed_and_step_alone_decide():
     def made(step: int) -> list[int]:
         _permutation.cache_clear()
@@ -36,16 +28,6 @@ def test_seed_and_step_alone_decide():
     check_steps(made)
     assert indices(0, seed=0) != indices(0, seed=1), "0 is a seed like any other"
     assert indices(0, seed=0, size=1000, batch=1000) != list(range(1000)), "0 does not mean unshuffled"
-
-
-@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 24), (1, 4), (2, 3), (3, 1), (8, 3)])
-def test_ranks_and_micro_batches_make_up_the_global_batch(world_size, micro_batch_size):
-    batch, share = indices(1, size=100, batch=24), {"world_size": world_size, "micro_batch_size": micro_batch_size}
-    by_rank = [rank_micro_batches(batch, rank=rank, **share) for rank in range(world_size)]
-    assert {len(parts) for parts in by_rank} == {24 // (world_size * micro_batch_size)}
-    assert {len(part) for parts in by_rank for part in parts} == {micro_batch_size}
-    # Accumulation step by accumulation step, rank by rank, the order is that of the global batch.
-    assert [index for parts in zip(*by_rank, strict=True) for part in parts for index in part] == batch
 
 
 ITEMS = [Encoded([n] * (1 + 7 * n % 11), [n, 99]) for n in range(40)]
@@ -62,14 +44,15 @@ def whole_batch(step: int, **changes: Any) -> list[Encoded]:
 
 
 def test_loader_collates_this_ranks_share_longest_first():
-    drawn = [ITEMS[index] for index in indices(5, size=40)]
-    whole = whole_batch(5)
+    drawn = [ITEMS[index] for index in indices(5, size=40, batch=8)]
+    whole = whole_batch(5, global_batch_size=8)
     assert Counter(map(str, whole)) == Counter(map(str, drawn))
     assert [len(item) for item in whole] == sorted((len(item) for item in drawn), reverse=True)
     for rank in range(2):
-        share = loader(micro_batch_size=1, rank=rank, world_size=2)
-        assert share.micro_batch_items(5) == [[whole[rank]], [whole[2 + rank]]]
-        wanted = [collate([item], 0).input_ids.tolist() for item in (whole[rank], whole[2 + rank])]
+        share = loader(global_batch_size=8, micro_batch_size=2, rank=rank, world_size=2)
+        parts = [whole[start : start + 2] for start in (2 * rank, 4 + 2 * rank)]
+        assert share.micro_batch_items(5) == parts
+        wanted = [collate(part, 0).input_ids.tolist() for part in parts]
         assert [batch.input_ids.tolist() for batch in share.micro_batches(5)] == wanted
 
 
@@ -124,19 +107,15 @@ def test_a_rank_reads_its_own_examples_alone():
     """A set that is mapped into memory is not copied by every rank for the sake of the order."""
     read: list[int] = []
 
-    class Mapped(list[list[int]]):
+    class Mapped(list[Encoded]):
         def __getitem__(self, index: Any) -> Any:
             read.append(index)
             return super().__getitem__(index)
 
         def length(self, index: int) -> int:
-            return 1 + index % 5
+            return len(ITEMS[index])
 
-    share = Share(seed=0, global_batch_size=8, micro_batch_size=2, rank=1, world_size=4)
-    items = Mapped([[number] * (1 + number % 5) for number in range(64)])
-    expected = TrainLoader(list(items), share, lambda part: part, bucket_steps=2)
-    loader = TrainLoader(items, share, lambda part: part, bucket_steps=2)
-    for step in range(6):
-        read.clear()
-        assert loader.micro_batch_items(step) == expected.micro_batch_items(step)
-        assert len(read) == 2
+    settings: dict[str, Any] = {"rank": 1, "world_size": 2, "micro_batch_size": 2, "bucket_steps": 2}
+    expected = loader(**settings).micro_batch_items(5)
+    assert loader(Mapped(ITEMS), **settings).micro_batch_items(5) == expected
+    assert len(read) == 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path
@@ -107,9 +105,7 @@ class TestHub:
         assert [example.instruction for example in read_examples(reference)] == [f"Add {n}." for n in numbers]
         assert calls == [(*asked, False)]
 
-    @pytest.mark.parametrize(
-        ("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[7:]", range(7, 10)), ("[2:4]", range(2, 4))]
-    )
+    @pytest.mark.parametrize(("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[2:4]", range(2, 4))])
     def test_streaming_cuts_by_numbers(self, calls, slice_, numbers):
         rows = list(stream_rows(f"o/n:train{slice_}"))
         assert [row["instruction"] for row, _ in rows] == [f"Add {n}." for n in numbers]
@@ -124,9 +120,8 @@ class TestHub:
         (call,) = load.call_args_list
         assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
 
-    @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
-    def test_streaming_says_what_it_cannot_cut(self, calls, slice_):
-        refuses("by whole numbers alone, such as train[:500]", lambda: next(stream_rows(f"o/n:train{slice_}")))
+        for unknown in ("[:50%]", "[-3:]", "[:3]+train[5:]"):
+            refuses("by whole numbers alone, such as train[:500]", list, stream_rows(f"o/n:train{unknown}"))
 
     def test_failure_names_the_set_and_the_remedy(self, monkeypatch):
         unreachable = Mock(side_effect=ConnectionError("Couldn't reach it\nafter 5 trials"))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,6 +14,7 @@ from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus
+from llmdistill.data.mixture import MixedSequences, mixture_counts
 from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
 from llmdistill.data.text import TextSequences, validation_batches
 
@@ -66,7 +65,7 @@ def sequences(corpus: Corpus = MANY, tokenizer: Any = None, **changes: Any) -> T
     return TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings)
 
 
-def loader(source: TextSequences, seed: int = 3, size: int = 4) -> SequenceLoader:
+def loader(source: TextSequences | MixedSequences, seed: int = 3, size: int = 4) -> SequenceLoader:
     return SequenceLoader(source, Share(seed=seed, global_batch_size=size, micro_batch_size=size))
 
 
@@ -115,26 +114,22 @@ class TestDecoders:
 class TestEncoders:
     @pytest.mark.parametrize("max_length", [8, 224])
     def test_pieces_stand_between_start_and_separator(self, max_length):
-        batches = in_order(sequences(max_length=max_length))
+        batches = in_order(sequences(max_length=max_length, mask_share=0.2))
         assert rows(batches) == [[CLS, *piece, SEP] for piece in packed(max_length - 2, [SEP])]
         for batch in batches:
             assert not batch.token_type_ids.any()
             assert batch.targets is None
+            chosen = batch.labels != IGNORE_INDEX
+            is_word = torch.where(chosen, batch.labels, batch.input_ids) >= FIRST
+            assert (is_word | ~chosen).all(), "only words are masked"
+            assert chosen.sum(1).tolist() == [max(1, round(0.2 * int(number))) for number in is_word.sum(1)]
+            assert ((batch.input_ids[chosen] == MASK) | (batch.input_ids[chosen] >= len(NAMES))).all()
         assert in_order(sequences(tokenizer=words(types=False)))[0].token_type_ids is None
 
     def test_without_start_and_separator_the_first_place_is_not_masked(self):
         batches = in_order(sequences(tokenizer=words(without=("cls_token", "sep_token")), mask_share=0.9))
         assert rows(batches) == packed(16, [])
         assert all((batch.labels[:, 0] == IGNORE_INDEX).all() for batch in batches)
-
-    def test_the_number_of_masked_words_and_what_is_never_masked(self):
-        for batch in in_order(sequences(max_length=50, mask_share=0.2)):
-            chosen = batch.labels != IGNORE_INDEX
-            is_word = torch.where(chosen, batch.labels, batch.input_ids) >= FIRST
-            assert (is_word | ~chosen).all()
-            assert chosen.sum(1).tolist() == [max(1, round(0.2 * int(number))) for number in is_word.sum(1)]
-            hidden = batch.input_ids[chosen]
-            assert ((hidden == MASK) | (hidden >= len(NAMES))).all()
 
     def test_whole_words(self):
         vocabulary = {**{name: number for number, name in enumerate(NAMES)}, "a": 6, "##b": 7}
@@ -255,6 +250,50 @@ class TestPairs:
             assert len(ids) <= 16
 
 
+class TestMixture:
+    """Texts of several languages, sampled by a power of their sizes, against the formula of XLM."""
+
+    SIZES = np.array([30, 200, 4])
+
+    def seen(self, mixed: MixedSequences, steps: range, seed: int = 5) -> list[int]:
+        """The sequences of some steps in order, by their numbers among those of all languages."""
+        batches = [batch for step in steps for batch in loader(mixed, seed).micro_batches(step)]
+        return [(token - FIRST) // 10 for batch in batches for token in batch.input_ids[:, 0].tolist()]
+
+    def test_a_text_is_seen_whole_before_anything_comes_again(self):
+        ends, total = np.cumsum(self.SIZES), int(self.SIZES.sum())
+        tokens = np.split(np.arange(FIRST, FIRST + 10 * total), 10 * ends[:-1])
+        texts = {str(each[0]): corpus_of([each.tolist()]) for each in tokens}
+        parts = {name: sequences(text, objective="next", max_length=10) for name, text in texts.items()}
+        mixed = MixedSequences(parts, 0.3)
+        walked = self.seen(mixed, range(2 * total // 4))
+        for end, size, count in zip(ends, self.SIZES, mixed.counts, strict=True):
+            times = Counter(number for number in walked if end - size <= number < end)
+            full = 2 * count // size
+            assert set(times.values()) <= {full - 1, full, full + 1, full + 2}
+            assert len(times) >= min(size, 2 * count) - 4
+        gaps = np.diff([30, *sorted(number for number in walked[:total] if 30 <= number < 230), 230])
+        assert gaps.max() < 8 * gaps.mean(), "the first epoch sees all regions of a large text"
+        assert self.seen(mixed, range(40, 60)) == walked[160:240], "seed and step alone decide"
+        assert self.seen(mixed, range(20), seed=6) != walked[:80]
+
+    def test_the_same_places_of_two_texts_have_different_masks(self):
+        source = sequences(mask_share=0.3)
+        mixed = MixedSequences({"one": source, "other": source}, 1.0)
+        batch = mixed.batch(range(len(mixed)), seed=0)
+        masks = {str(each) for each in zip(rows([batch]), (batch.labels != IGNORE_INDEX).tolist(), strict=True)}
+        assert len(masks) > 0.75 * len(mixed)
+
+    @pytest.mark.parametrize("exponent", [0.0, 0.3, 1.0])
+    @pytest.mark.parametrize("sizes", [[1000, 1], [3, 3, 3], [10**9, 10**6, 5]])
+    def test_counts_add_up_and_leave_nobody_out(self, sizes, exponent):
+        counts = mixture_counts(sizes, exponent)
+        assert sum(counts) == sum(sizes)
+        assert min(counts) >= 1
+        wanted = [sum(sizes) * size**exponent / sum(each**exponent for each in sizes) for size in sizes]
+        assert counts == pytest.approx(wanted, abs=1)
+
+
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (3, 1), (7, 2)])
 def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks, batch_size):
     source = sequences()
@@ -264,9 +303,10 @@ def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks, batch_size)
     assert rows(walked) == rows(in_order(source))
     assert all(1 <= len(batch.input_ids) <= 2 * batch_size for batch in walked)
 
+    assert rows(in_order(source, limit=5)) == rows(in_order(source))[:5]
 
-def test_only_the_first_are_validated():
-    assert rows(in_order(sequences(), limit=5)) == rows(in_order(sequences()))[:5]
+
+def test_fewer_sequences_than_ranks_are_refused():
     said = "data.valid has 2 sequences of 16 tokens (at most data.text.valid_sequences 2) for 3 ranks: give a longer"
     refuses(said, in_order, sequences(), limit=2, world_size=3)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import groupby
 
 import numpy as np
@@ -45,6 +43,7 @@ def test_windows_slide_over_a_long_context(tokenizer):
     answer = ["w16", "w17", "w18", "w19"]
     assert learned == [["[CLS]"], answer, answer, ["[CLS]"]]
     assert all(window.characters is None for window in windows)
+    assert collate_pairs(windows, 0).targets.tolist() == [list(window.target) for window in windows]
 
 
 def test_windows_that_are_answered_know_their_characters(tokenizer):
@@ -70,15 +69,6 @@ def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer):
     assert spaced.is_located
     (window,) = encode_windows([spaced], tokenizer, LIMITS, learned=True)
     assert words_of(window.input_ids[slice(window.target[0], window.target[1] + 1)]) == ["w2"]
-
-
-def test_batches(tokenizer):
-    windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learned=True)
-    batch = collate_pairs(windows, 0)
-    assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
-    assert batch.targets.tolist() == [[5, 6], [0, 0]]
-    assert batch.attention_mask.sum(1).tolist() == [8, 10]
-    assert (batch.labels == IGNORE_INDEX).all()
 
 
 def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer):

@@ -1,11 +1,8 @@
 """The format of CoNLL-2000, and the spans that are drawn of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from hostile import refuses
 
 from llmdistill.tasks.chunk_files import Located, Sentence, Span, draw_spans, read_sentences
@@ -44,19 +41,13 @@ def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path):
         ]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("He PRP B-NP\nis VBZ B-VP\nhere RB\n", "train.txt:3: 2 fields, expected word, part of speech and chunk tag"),
-        (
-            "He PRP B-NP\nis VBZ B-VP\nhere RB I-NP\n",
-            "train.txt:3: chunk tag I-NP after B-VP: a chunk begins with",
-        ),
-        ("He PRP B-NP\n\nHe PRP I-NP\n", "train.txt:3: chunk tag I-NP after O"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, text, said):
-    refuses(said, read_sentences, write(tmp_path, text))
+def test_a_malformed_line_is_named(tmp_path):
+    for text, said in (
+        ("He PRP B-NP\nis VBZ B-VP\nhere RB\n", ": 2 fields, expected word, part of speech and chunk tag"),
+        ("He PRP B-NP\nis VBZ B-VP\nhere RB I-NP\n", ": chunk tag I-NP after B-VP: a chunk begins with"),
+        ("He PRP B-NP\n\nHe PRP I-NP\n", ": chunk tag I-NP after O"),
+    ):
+        refuses(f"train.txt:3{said}", read_sentences, write(tmp_path, text))
 
 
 def test_spans_are_drawn_once_each_of_both_kinds_and_by_the_seed():

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +9,8 @@ from hostile import refuses
 from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
 
-from llmdistill.commands.evaluate import default_output, set_names
-from llmdistill.config import GenerationConfig
+from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output, set_names
+from llmdistill.config import GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
@@ -23,7 +20,10 @@ from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
+from llmdistill.tasks.instruction_sets import suite_sets
+from llmdistill.tasks.instructions import Instructions
 from llmdistill.tasks.rouge import rouge_l
+from llmdistill.tasks.windows import TextTests
 
 from support import write_rows
 
@@ -88,27 +88,13 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
 
 def test_long_prompts(model, tokenizer, tmp_path):
     settings = GenerationConfig(decoding="greedy")
-
-    def score(long_prompts: Any) -> dict[str, Any]:
+    for long_prompts, counts in (("drop", (2, 1, 0)), ("truncate", (3, 0, 1))):
         limits = Limits(max_prompt_length=45, max_length=50, long_prompts=long_prompts)
-        return score_sets(model, tokenizer, {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
-
-    dropped = score("drop")
-    assert (dropped["examples"], dropped["dropped"], dropped["truncated"], dropped["std"]) == (2, 1, 0, None)
-    lines = (tmp_path / "p.jsonl").read_text().splitlines()
-    assert [json.loads(line)["instruction"] for line in lines] == ["Name a colour", "Name"]
-    cut = score("truncate")
-    assert (cut["examples"], cut["dropped"], cut["truncated"]) == (3, 0, 1)
-
-
-def test_limit_and_several_sets(model, tokenizer, tmp_path):
-    settings = GenerationConfig(decoding="greedy", limit=1)
-    sets, limits = {"a": SHORT, "b": SHORT[1:]}, Limits(**LIMITS)
-    scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=tmp_path)
-    assert {name: score["examples"] for name, score in scores.items()} == {"a": 1, "b": 1}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
-    alone = score_sets(model, tokenizer, {"b": SHORT[1:]}, settings, limits)
-    assert scores["b"]["rougeL"] == alone["b"]["rougeL"]
+        score = score_sets(model, tokenizer, {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
+        assert (score["examples"], score["dropped"], score["truncated"], score["std"]) == (*counts, None)
+        lines = (tmp_path / "p.jsonl").read_text().splitlines()
+        asked = [example.instruction for example in EXAMPLES[: counts[0]]]
+        assert [json.loads(line)["instruction"] for line in lines] == asked
 
 
 def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path):
@@ -127,6 +113,27 @@ def test_names_of_sets_and_default_output():
     refuses("a/x.jsonl and b/x.jsonl would both be called x", set_names, ["a/x.jsonl", "b/x.jsonl"])
     assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
     assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
+
+
+def test_sets_by_name_come_from_the_hub_or_the_package_or_a_folder(tmp_path):
+    found = suite_sets("dolly, vicuna,seen", None)
+    assert list(found) == ["dolly", "vicuna", "seen"]
+    assert found["dolly"].startswith("hf://datasets/MiniLLM/")
+    refuses("no set 'squad' (there are dolly, self_inst", suite_sets, "dolly,squad", None)
+    for name in ("dolly_sample.jsonl", "vicuna.jsonl", "vicuna_old.jsonl"):
+        (tmp_path / name).touch()
+    files = {"dolly": str(tmp_path / "dolly_sample.jsonl"), "vicuna": str(tmp_path / "vicuna.jsonl")}
+    assert suite_sets("dolly,vicuna,seen", tmp_path) == {**files, "seen": "embedded:seen"}
+    refuses("no self_inst.jsonl (there is dolly_sample.jsonl, vicuna.jsonl", suite_sets, "self_inst", tmp_path)
+
+
+def test_suite_and_files_together():
+    def chosen(*words):
+        return chosen_sets(build_parser("evaluate").parse_args(["--model", "m", *words]))
+
+    assert chosen("--suite", "seen", "--data", "a/mine.jsonl") == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}
+    refuses("both have a set called seen", chosen, "--suite", "seen", "--data", "a/seen.jsonl")
+    refuses("--data is missing", chosen)
 
 
 def test_perplexity_is_that_of_first_references(tokenizer, model):
@@ -156,20 +163,10 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
     for name, tokenizer in tokenizers.items():
         save_decoder(tmp_path / name, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
         tokenizer.save_pretrained(tmp_path / name)
-    rows = [{"messages": [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "sat"}]}]
-    rows += [{"instruction": "Name a colour", "input": "", "output": "red"}]
-    train = tmp_path / "train.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    given = [
-        "--ds_config",
-        "zero2",
-        "--method",
-        "kd",
-        "--data.train",
-        str(train),
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "sat"}]
+    rows = [{"messages": chat}, {"instruction": "Name a colour", "input": "", "output": "red"}]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    given = ["--method", "kd", "--data.train", str(train), "--output_dir", str(tmp_path / "run")]
     for name in tokenizers:
         given += [f"--{name}.model", str(tmp_path / name)]
     plan = make_plan(parse_run(given, METHODS)[0], ranks=1)
@@ -182,3 +179,18 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
         )
         assert found[sample_id(ours)] == theirs
     assert len(found) == 2
+
+
+def test_a_teacher_at_chance_is_warned_of_and_each_set_is_a_column():
+    task = Instructions(RunConfig(ds_config="", scoring=GenerationConfig(decoding="greedy")))
+    known = ["another model wrote the answers"]
+    no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
+    instructions = task.having(texts=no_texts, tests={"seen": [], "unseen": []}, data_warnings=known)
+    good = {"valid": {"rougeL": 50.0, "chance": 12.0, "above_chance": True}}
+    bad = {"valid": {"rougeL": 12.5, "chance": 12.0, "above_chance": False}}
+    assert instructions.warnings(None) == instructions.warnings({}) == instructions.warnings(good) == known
+    first, warning = instructions.warnings(bad)
+    assert first == known[0]
+    assert "at chance" in warning
+    table = instructions.table({"student": {"rougeL": {"seen": 97.34, "unseen": 48.65}}})
+    assert (list(table.columns), table.rows) == (["seen", "unseen"], {"student": ["97.3", "48.6"]})

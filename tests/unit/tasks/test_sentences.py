@@ -1,7 +1,5 @@
 """Sentences and STS files: what is read, what is refused, and Spearman's correlation of a model's cosines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,16 +93,6 @@ def test_triples_stay_together_in_every_batch(tmp_path):
         METHODS["embedding"].check(settings, run_of(tmp_path))
 
 
-def test_margins_alone_are_learned_by_a_student_of_another_width(tmp_path):
-    model = encoder(tmp_path / "teacher")
-    objective = Sentences(run_of(tmp_path)).objective(model.config, uses_output=False)
-    narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
-    settings = METHODS["embedding"].settings(cosine=0.0, mse=0.0, margin=2.0)
-    method = METHODS["embedding"].build(settings, model.config, narrow, objective)
-    assert dict(method.weights) == {"margin": 2.0}
-    assert method.projections == {}
-
-
 @pytest.mark.parametrize(("projection", "expected"), [("drop", {"sentence": (16, 32)}), ("keep", {"dense": (16, 32)})])
 def test_embeddings_of_another_width_need_a_matrix_as_wide_as_all_modes_together(tmp_path, projection, expected):
     model = encoder(tmp_path / "teacher")
@@ -115,6 +103,9 @@ def test_embeddings_of_another_width_need_a_matrix_as_wide_as_all_modes_together
     settings = METHODS["embedding"].settings(projection=projection)
     assert METHODS["embedding"].build(settings, model.config, narrow, objective).projections == expected
     assert METHODS["embedding"].build(settings, model.config, model.config, objective).projections == {}
+    margins = METHODS["embedding"].settings(cosine=0.0, mse=0.0, margin=2.0)
+    alone = METHODS["embedding"].build(margins, model.config, narrow, objective)
+    assert (dict(alone.weights), alone.projections) == ({"margin": 2.0}, {}), "margins alone need no matrix"
 
 
 def test_a_dense_is_refused_unless_a_student_goes_on_with_it(tmp_path):
@@ -152,14 +143,12 @@ def test_the_files_that_are_read(tmp_path):
         (read_pairs, "a.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "a.jsonl:1: give sentence1, sentence2"),
         (read_sentences, "a.txt", "\n \n", "no sentence"),
         (read_sentences, "b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent"),
-        (read_sentences, "missing.txt", None, "missing.txt"),
         (read_triples, "a.jsonl", '{"query": "a", "positive": "b"}\n', "a.jsonl:1: give query"),
         (read_triples, "a.txt", "a b\n", "no rows of query, positive, negative"),
     ],
 )
 def test_files_that_are_refused(tmp_path, read, name, text, said):
-    if text is not None:
-        (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text)
     refuses(said, read, tmp_path / name)
 
 

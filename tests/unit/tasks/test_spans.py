@@ -1,44 +1,28 @@
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from word_models import word_tokenizer
 
-from llmdistill.batch import IGNORE_INDEX, Outputs, Taps
+from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.windows import EncodedWindow, QuestionExample
+from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits, encode_windows
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.spans import best_spans, predict_spans
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
-QUESTIONS = [QuestionExample(f"q{n}", "who", " ".join(f"{n}w{i}" for i in range(12)), ()) for n in range(3)]
-
-
-def window(question: int, first: int, count: int, number: int) -> EncodedWindow:
-    """[CLS] who [SEP], then `count` words of the context from `first` on, then [SEP]; the first token is its number."""
-    context = QUESTIONS[question].context
-    starts = [context.index(f"{question}w{i}") for i in range(first, first + count)]
-    characters = [(start, start + len(context[start:].split()[0])) for start in starts]
-    ids = [number, 101, 102, *range(103, 103 + count), 102]
-    return EncodedWindow(
-        np.array(ids, dtype=np.int32),
-        None,
-        (IGNORE_INDEX, IGNORE_INDEX),
-        question,
-        np.array([(-1, -1)] * 3 + characters + [(-1, -1)], dtype=np.int32),
-    )
-
-
-WINDOWS = [window(0, 0, 5, 1), window(0, 3, 9, 2), window(1, 0, 12, 3), window(2, 0, 2, 4), window(2, 1, 4, 5)]
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", *(f"w{n}" for n in range(30))]
+CONTEXTS = [WORDS[5:17], WORDS[17:29], WORDS[29:]]
+QUESTIONS = [QuestionExample(f"q{n}", "who", " ".join(words), ()) for n, words in enumerate(CONTEXTS)]
+WINDOWS = encode_windows(QUESTIONS, word_tokenizer(WORDS), WindowLimits(12, 3, 4), learned=False)
 
 
 def forward(batch) -> Outputs:
-    """Random logits of a window, by its number: padding has -inf, as the head gives it."""
+    """Random logits of a window, by its tokens: padding has -inf, as the head gives it."""
     rows = []
     for ids in batch.input_ids:
-        generator = torch.Generator().manual_seed(int(ids[0]))
+        generator = torch.Generator().manual_seed(int(ids.sum()))
         rows.append(4 * torch.randn(2, 40, generator=generator)[:, : len(ids)])
     logits = torch.stack(rows).masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
     return Outputs(None, Taps(), logits)
@@ -62,14 +46,9 @@ def naive(longest: int) -> tuple[dict[str, str], dict[str, float]]:
     return texts, odds
 
 
-def world(rank: int = 0, size: int = 1) -> World:
-    return World(rank=rank, size=size, device=torch.device("cpu"))
-
-
-def predict(longest: int = 4, batch_size: int = 2, **where: int):
-    return predict_spans(
-        forward, WINDOWS, COLLATE, QUESTIONS, max_answer_length=longest, batch_size=batch_size, world=world(**where)
-    )
+def predict(longest: int, batch_size: int):
+    settings = {"max_answer_length": longest, "batch_size": batch_size, "world": World.alone()}
+    return predict_spans(forward, WINDOWS, COLLATE, QUESTIONS, **settings)
 
 
 @pytest.mark.parametrize(("longest", "batch_size"), [(1, 1), (4, 2), (30, 8)])

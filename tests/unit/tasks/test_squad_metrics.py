@@ -1,7 +1,5 @@
 """Exact match and F1 against the definitions of the official scripts, written out anew."""
 
-from __future__ import annotations
-
 import random
 import unicodedata
 from collections.abc import Callable
@@ -146,9 +144,6 @@ def test_never_answering_is_the_least_best_score():
     found = squad2_scores(dict.fromkeys("abc", "dog"), dict.fromkeys("abc", -5.0), references)
     assert (found["f1"], found["em"]) == (0, 0)
     assert (found["best_f1"], found["best_f1_threshold"]) == (pytest.approx(200 / 3), 0.0)
-    answered = squad2_scores({"a": "cat", "b": "x", "c": "y"}, {"a": -3.0, "b": -2.0, "c": 1.0}, references)
-    assert (answered["best_f1"], answered["best_f1_threshold"]) == (100, -3.0)
-    assert answered["f1"] == pytest.approx(200 / 3)
 
 
 def test_at_the_threshold_a_question_is_answered():

@@ -1,6 +1,4 @@
-"""Pairs of segments: which students read them, and that the embedding of the second segment learns."""
-
-from __future__ import annotations
+"""Pairs of segments and several languages, as a run reads them."""
 
 import re
 from typing import Any
@@ -11,12 +9,14 @@ from transformers import BertConfig, BertForPreTraining, PreTrainedConfig, Rober
 from word_models import save_tokenizer
 
 import llmdistill
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.text import Text
+from llmdistill.tasks.windows import TextTests
 
 TOKENS = [f"w{number}" for number in range(20)]
 SIZES = {"vocab_size": 25, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16}
@@ -100,3 +100,13 @@ def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
     assert of_large / of_small == pytest.approx((large / small) ** 0.3, rel=0.03)
     assert abs(mixed.num_steps(1, 8) - plain.num_steps(1, 8)) <= 1
     assert first_batch(mixed).input_ids.shape == first_batch(plain).input_ids.shape
+
+
+def test_a_text_shows_its_validation_loss_before_and_after():
+    no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
+    text = Text(RunConfig(ds_config="", data=DataConfig(kind="text", train="a.txt"))).having(texts=no_texts)
+    sizes = {"teacher_params": 200, "student_params": 50}
+    log = [{"step": 0, "valid_loss": 3.5}, {"step": 10, "valid_loss": 1.75}, {"step": 20, "valid_loss": 1.25}]
+    results = text.results({}, log, sizes)
+    assert [results[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, 3.5, 1.25]
+    assert text.table(results).rows == {"teacher": [""], "untrained": ["3.5000"], "student": ["1.2500"]}

@@ -1,7 +1,5 @@
 """Perplexity on whole texts: against a plain loop over transformers' own logits, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -34,7 +32,7 @@ def model():
     return load_model(locate("embedded:teacher"), dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("window", "stride", "limit"), [(64, 64, None), (64, 16, None), (32, 31, 3), (17, 1, 20)])
+@pytest.mark.parametrize(("window", "stride", "limit"), [(64, 16, None), (32, 31, 3), (17, 17, 5)])
 def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit):
     ids = tokenizer(TEXT)["input_ids"]
     windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=window, stride=stride, limit=limit)
@@ -99,22 +97,17 @@ class TestTheCommand:
         assert main(["--model", "embedded:teacher", "--suite", "wikitext2", "--data_dir", str(tmp_path / "out")]) == 2
         assert "it has neither wikitext2.txt nor test.txt" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("text", "arguments", "said"),
-        [
+    def test_bad_input_is_one_sentence(self, tmp_path, capsys, tokenizer):
+        file = tmp_path / "text.txt"
+        for text, arguments, said in (
             (" \n\n", [], "holds no text"),
             ("A lake.", [], "tokens, fewer than a window of"),
             (TEXT, ["--window", "100000"], "window is 100000, but llama has positions for"),
             (TEXT, ["--window", "16", "--stride", "17"], "stride is 17, but a window has 16 tokens"),
-        ],
-    )
-    def test_bad_input_is_one_sentence(self, tmp_path, capsys, text, arguments, said):
-        file = tmp_path / "text.txt"
-        file.write_text(text)
-        assert main(["--model", "embedded:teacher", "--data", str(file), *arguments]) == 2
-        error = capsys.readouterr().err.strip()
-        assert said in error
-        assert len(error.splitlines()) == 1
-
-    def test_an_encoder_has_none(self, tmp_path, tokenizer):
+        ):
+            file.write_text(text)
+            assert main(["--model", "embedded:teacher", "--data", str(file), *arguments]) == 2
+            error = capsys.readouterr().err.strip()
+            assert said in error
+            assert len(error.splitlines()) == 1
         refuses("take a decoder", cut_windows, TEXT, tokenizer, BertConfig(), name="text")
