@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 
@@ -27,7 +26,7 @@ def factors() -> WeightedSVD:
     )
 
 
-def test_factors_come_back_exactly(tmp_path):
+def test_factors_come_back_exactly_or_their_damaged_file_is_named(tmp_path):
     folder, put = tmp_path / "a" / "b", factors()
     kept = KeptFactors(folder, {"seed": 0})
     assert NAME not in kept
@@ -36,25 +35,24 @@ def test_factors_come_back_exactly(tmp_path):
     kept[NAME] = put
     again = KeptFactors(folder, {"seed": 0})
     assert list(again) == [NAME]
-    assert NAME in again
     torch.testing.assert_close(vars(again[NAME]), vars(put), rtol=0, atol=0)
+    files = [each for (each, *_) in kinds(folder).values()]
+    assert len(files) == 3
+    for file in files:
+        with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
+            KeptFactors(folder, {"seed": 0})[NAME]
     del again[NAME]
     assert not kept
 
 
-def test_a_folder_of_another_measurement_is_refused(tmp_path):
-    KeptFactors(tmp_path, {"data": {"max_length": 128}, "seed": 0})
-    with pytest.raises(UserError, match=rf"{tmp_path}: .* of another .*data\.max_length was 128 and is now 64 \(and"):
-        KeptFactors(tmp_path, {"data": {"max_length": 64}, "seed": 1})
-    assert json.loads((tmp_path / RECORD).read_text())["seed"] == 0
-
-
-def test_a_folder_with_something_else_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="is not empty and holds no statistics; choose another folder"):
-        KeptFactors(tmp_path, {})
-    with pytest.raises(UserError, match="is not empty and holds no statistics"):
-        KeptFactors(tmp_path / "model.safetensors", {})
+def test_a_folder_of_another_measurement_or_of_something_else_is_refused(tmp_path):
+    KeptFactors(tmp_path / "kept", {"seed": 0})
+    with pytest.raises(UserError, match="of another measurement: seed was 0 and is now 1"):
+        KeptFactors(tmp_path / "kept", {"seed": 1})
+    (tmp_path / "file").write_bytes(b"")
+    for other in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match="is not empty and holds no statistics; choose another folder"):
+            KeptFactors(other, {})
 
 
 def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
@@ -89,13 +87,3 @@ def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         kept[NAME] = factors()
     assert NAME not in KeptFactors(tmp_path, {}), "nothing would show that these factors are whole"
-
-
-def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
-    KeptFactors(tmp_path, {"seed": 0})[NAME] = factors()
-    files = [each for (each, *_) in kinds(tmp_path).values()]
-    assert len(files) == 3
-    for file in files:
-        with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
-            KeptFactors(tmp_path, {"seed": 0})[NAME]
-    assert KeptFactors(tmp_path, {"seed": 0})[NAME].tokens == 10**9 + 1

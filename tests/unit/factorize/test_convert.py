@@ -1,24 +1,39 @@
-"""Factorizing loaded weights, in place and from folder to folder."""
+"""Students made from loaded weights and from folders, of the same shape as their teacher or another."""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import shaken, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM, PreTrainedModel
+from tiny import random_student, shaken, tiny_config, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
+from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress, factorize
+from llmdistill.factorize.convert import compress, compress_model, factorize, make_student
 from llmdistill.factorize.counting import count_parameters
+from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.modules import LowRankLinear
+from llmdistill.factorize.reconstruction import as_lines, by_kind
 from llmdistill.factorize.sizes import plan
+from llmdistill.models.importance import measure_importance
+
+KRONECKER = {"shapes": {"*": "4x4"}, "sums": 2}
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -32,49 +47,34 @@ def outputs(model: PreTrainedModel) -> torch.Tensor:
     return model(input_ids=torch.arange(3, 19).view(2, 8))[0]
 
 
+@pytest.mark.parametrize("method", ["left", "balanced", "kronecker"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_each_module_is_the_nearest_kronecker_product_and_keeps_its_bias(kind: str) -> None:
+def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str, method: Any) -> None:
     teacher = tiny(kind)
     student = copy.deepcopy(teacher)
-    planned = plan(student, FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4), "kronecker")
-    factorize(student, planned)
-    for name, shape in planned.sizes.items():
-        dense: Any = teacher.get_submodule(name)
-        factorized: Any = student.get_submodule(name)
-        a, b = nearest_kronecker(matrix(dense), shape)
-        product = sum(torch.kron(one, other) for one, other in zip(a, b, strict=True))
-        torch.testing.assert_close(factorized.weight, product, rtol=0, atol=1e-5)
-        x = torch.randn(3, product.shape[1])
-        bias = 0 if dense.bias is None else dense.bias
-        torch.testing.assert_close(factorized(x), x @ product.T + bias, rtol=0, atol=1e-5)
-    table = teacher.get_input_embeddings().weight.double()
-    a, b = nearest_kronecker(table, KroneckerShape(96, 8))
-    torch.testing.assert_close(
-        student.get_input_embeddings()(torch.arange(96)).double(), torch.kron(a[0], b[0]), rtol=0, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize(("kind", "sigma"), [("llama", "left"), ("gpt2", "balanced"), ("bert", "left")])
-def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str, sigma: Any) -> None:
-    teacher = tiny(kind)
-    student = copy.deepcopy(teacher)
-    ranks = plan(student, FactorizeConfig(rank=5))
-    factorize(student, ranks, sigma=sigma)
-    x = torch.randn(3, 32)
-    for name in ranks.sizes:
-        dense, low_rank = teacher.get_submodule(name), student.get_submodule(name)
-        assert isinstance(low_rank, LowRankLinear)
-        weight = matrix(dense).detach().double().T
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-        best = (u[:, :5] * s[:5]) @ vh[:5]
-        product = (low_rank.A.weight.T @ low_rank.B.weight.T).detach()
-        torch.testing.assert_close(product.double(), best, rtol=0, atol=1e-5)
-        # Where Σ sits in A, B's rows have length 1 (MaKD eq. 11).
-        lengths = torch.ones(5) if sigma == "left" else s[:5].sqrt().float()
-        torch.testing.assert_close(torch.linalg.norm(low_rank.B.weight, dim=0), lengths)
-        if weight.shape[0] == 32:
-            bias = 0 if dense.bias is None else dense.bias
-            torch.testing.assert_close(low_rank(x), x @ best.float() + bias, rtol=0, atol=1e-5)
+    if method == "kronecker":
+        settings = FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4)
+        factorize(student, planned := plan(student, settings, "kronecker"))
+        a, b = nearest_kronecker(teacher.get_input_embeddings().weight.double(), KroneckerShape(96, 8))
+        table = student.get_input_embeddings()(torch.arange(96))
+        torch.testing.assert_close(table.double(), torch.kron(a[0], b[0]), rtol=0, atol=1e-5)
+    else:
+        factorize(student, planned := plan(student, FactorizeConfig(rank=5)), sigma=method)
+    for name, size in planned.sizes.items():
+        dense, factorized = teacher.get_submodule(name), student.get_submodule(name)
+        weight = matrix(dense).detach()
+        if method == "kronecker":
+            best = sum(torch.kron(one, other) for one, other in zip(*nearest_kronecker(weight, size), strict=True))
+        else:
+            u, s, vh = (factor.float() for factor in torch.linalg.svd(weight.double(), full_matrices=False))
+            best = (u[:, :5] * s[:5]) @ vh[:5]
+            # Where Σ sits in A, B's columns have length 1 (MaKD eq. 11, which writes the transposes).
+            lengths = torch.ones(5) if method == "left" else s[:5].sqrt()
+            torch.testing.assert_close(torch.linalg.norm(factorized.B.weight, dim=0), lengths)
+        torch.testing.assert_close(factorized.weight, best, rtol=0, atol=1e-5)
+        x = torch.randn(3, best.shape[1])
+        expected = x @ best.T + (0 if dense.bias is None else dense.bias)
+        torch.testing.assert_close(factorized(x), expected, rtol=0, atol=1e-5)
 
 
 def test_dtype_is_kept_and_computed_finer() -> None:
@@ -126,10 +126,121 @@ def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) ->
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["student"]
 
 
-def test_compress_names_missing_weights_and_leaves_nothing(tmp_path: Path) -> None:
-    config = tiny("llama").config
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(UserError, match="teacher"):
-        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))
-    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [{"ranks": {"*": 3}}, {"ranks": {"*": 3}, "form": "pivoted"}, KRONECKER], ids=str)
+def test_the_loss_is_that_of_the_matrices_which_the_student_has(kind: str, settings: dict[str, Any]) -> None:
+    # In a dtype that rounds the factors, which the loss must not overlook.
+    model, lost = tiny_model(kind).bfloat16(), {}
+    method = "kronecker" if settings is KRONECKER else "svd"
+    student = compress_model(model, FactorizeConfig(**settings), method, lost=lost)
+    assert lost.keys() == student.config.quantization_config.modules.keys()
+    merge(student.float())
+    kinds = defaultdict(list)
+    for name, (left_out, whole) in lost.items():
+        ours, theirs = (matrix(each.base_model.get_submodule(name)).detach().float() for each in (student, model))
+        assert left_out == pytest.approx(float((ours - theirs).square().sum()), rel=1e-3)
+        assert whole == pytest.approx(float(theirs.square().sum()), rel=1e-3)
+        kinds[name.rsplit(".", 1)[-1]].append((left_out, whole))
+    shares = {kind: (sum(a for a, _ in each) / sum(b for _, b in each)) ** 0.5 for kind, each in kinds.items()}
+    expected = {kind: {"matrices": len(each), "lost": pytest.approx(shares[kind])} for kind, each in kinds.items()}
+    assert by_kind(lost) == expected
+    _, *lines = as_lines(by_kind(lost)).splitlines()
+    worst = sorted(kinds, key=lambda kind: -shares[kind])
+    for kind, line in zip(worst, lines, strict=True):
+        assert re.fullmatch(rf"\s*{kind}\s.*{shares[kind]:.1%} of their norm", line)
+
+
+# Students of another shape than their teacher's.
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A teacher's folder with both pretraining heads, in bf16."""
+    AutoModelForPreTraining.from_config(tiny_config("bert", **SIZES)).bfloat16().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher/tokenizer.json").write_text("{}")
+    return tmp_path / "teacher"
+
+
+def make(teacher, output, shape="2x16x2", seed=0, head="lm_head", importance=None, **settings) -> Any:
+    make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head, importance=importance)
+    return AutoModelForPreTraining.from_pretrained(output) if head == "pretraining" else output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForMaskedLM.from_pretrained(folder).state_dict()
+
+
+def test_random_students_follow_the_seed_and_nothing_else(bert: Path, tmp_path: Path) -> None:
+    (bert / "model.safetensors").unlink()  # not needed for random weights
+    state = torch.get_rng_state()
+    make(bert, tmp_path / "a", seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    make(bert, tmp_path / "b", seed=3)
+    make(bert, tmp_path / "c", seed=4)
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    matrix = a[name := "bert.encoder.layer.1.output.dense.weight"]
+    assert (matrix.shape, matrix.dtype) == ((16, 32), torch.float32)
+    assert matrix.std() == pytest.approx(0.02, rel=0.2)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not torch.equal(matrix, c[name])
+    assert (tmp_path / "a/tokenizer.json").read_text() == "{}"
+
+
+def test_weights_of_the_teacher_and_its_heads_and_a_factorized_embedding(bert: Path, tmp_path: Path) -> None:
+    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+    first = make(bert, tmp_path / "first", "2x32x4", init="layers", layers="first", head="pretraining")
+    columns = {"method": "kronecker", "factorize": FactorizeConfig(embedding_columns=4)}
+    spread = make(bert, tmp_path / "spread", "2x16x2", init="slice", head="pretraining", **columns)
+    source = teacher.bert.encoder.layer
+    assert torch.equal(first.bert.encoder.layer[1].output.dense.weight, source[1].output.dense.weight)
+    assert torch.equal(spread.bert.encoder.layer[1].output.dense.weight, source[2].output.dense.weight[:16, :32])
+    assert torch.equal(first.cls.seq_relationship.weight, teacher.cls.seq_relationship.weight)
+    assert first.cls.predictions.decoder.weight is first.bert.embeddings.word_embeddings.weight
+    assert first.dtype == torch.float32
+    embedding = spread.get_input_embeddings()
+    assert embedding.A.weight.shape == (40, 4)
+    assert spread.cls.predictions.decoder.B.weight is embedding.A.weight
+
+
+def test_calibration_data_choose_layers_and_parts(bert: Path, tmp_path: Path) -> None:
+    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+    with torch.no_grad():
+        for name in ("attention.output.dense", "output.dense"):
+            teacher.bert.encoder.layer[1].get_submodule(name).weight.zero_()  # a layer that changes little
+    teacher.save_pretrained(bert)
+    ids = torch.arange(1, 25).view(2, 12)
+    importance = measure_importance(teacher, [Batch(input_ids=ids, attention_mask=ids.clamp(max=1), labels=ids)])
+    source = teacher.bert.encoder.layer
+    deep = make(bert, tmp_path / "deep", "3x32x4", init="layers", layers="important", head="pretraining",
+                importance=importance)  # fmt: skip
+    for own, theirs in zip(deep.bert.encoder.layer, (source[0], source[2], source[3]), strict=True):
+        assert torch.equal(own.output.dense.weight, theirs.output.dense.weight)
+    make(bert, tmp_path / "thin", "2x32x4x40", init="important", layers="2,4", importance=importance)
+    thin = weights(tmp_path / "thin")
+    for own, layer in enumerate((1, 3)):
+        best = importance.neurons_LF[layer].topk(40).indices.sort().values
+        kept = thin[f"bert.encoder.layer.{own}.output.dense.weight"]
+        assert torch.equal(kept, source[layer].output.dense.weight[:, best])
+
+
+def test_a_factorized_teacher_is_multiplied_out(tmp_path: Path) -> None:
+    teacher = random_student(AutoModelForCausalLM, tiny_config("llama", **SIZES), {"rank": 8})
+    teacher.save_pretrained(tmp_path / "teacher")
+    make(tmp_path / "teacher", tmp_path / "student", "2x32x4", init="layers")
+    student: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    low_rank: Any = teacher.model.layers[2].mlp.up_proj
+    torch.testing.assert_close(student.model.layers[1].mlp.up_proj.weight, low_rank.weight)
+    assert not hasattr(student.config, "quantization_config")
+
+
+def test_mistakes_leave_no_folder(bert: Path, tmp_path: Path) -> None:
+    for settings, expected in (
+        ({"init": "layers"}, "student.init layers .* width is 16 and the teacher's 32"),
+        ({"factorize": FactorizeConfig(embedding_rank=17)}, "embedding_rank 17 does not fit .*, a 40×16 matrix"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            make(bert, tmp_path / "student", **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher"]

@@ -1,36 +1,24 @@
-"""Pivoted factors against the dense product that they store: values, gradients, counts and ranks."""
+"""Pivoted factors and Kronecker modules against the dense product that they store: values, gradients, counts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from scipy.linalg import qr
-from tiny import tiny_config
+from torch import nn
 from torch.nn import functional
 
-from llmdistill.config import FactorizeConfig
-from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
 from llmdistill.factorize.kinds import KINDS
-from llmdistill.factorize.modules import PivotedLinear
-from llmdistill.factorize.sizes import rank_budget
-from llmdistill.models.load import build_meta
+from llmdistill.factorize.kronecker import KroneckerShape
+from llmdistill.factorize.modules import KroneckerLinear, PivotedLinear
 
-LLAMA = tiny_config("llama", hidden_size=32, intermediate_size=48, vocab_size=96, tie_word_embeddings=True)
-
-
-def drawn(m: int, n: int) -> torch.Tensor:
-    return torch.randn(m, n, generator=torch.Generator().manual_seed(m + n))
-
-
-MATRICES: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "random": drawn,
-    "graded": lambda m, n: torch.logspace(0, -6, m)[torch.randperm(m)][:, None] * drawn(m, n),
-    "repeated": lambda m, n: drawn(3, n).repeat(m, 1)[:m],  # rank 3: other directions of the outputs are arbitrary
+MATRICES = {
+    "graded": lambda m, n: torch.logspace(0, -6, m)[torch.randperm(m)][:, None] * torch.randn(m, n),
+    # Of rank 3, so that other directions of the outputs are arbitrary.
+    "repeated": lambda m, n: torch.randn(3, n).repeat(m, 1)[:m],
     "zero": torch.zeros,
 }
 
@@ -46,7 +34,7 @@ def stored(weight: torch.Tensor, rank: int) -> tuple[PivotedLinear, torch.Tensor
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
-@pytest.mark.parametrize(("m", "n", "rank"), [(12, 10, 1), (12, 10, 9), (10, 40, 5), (40, 10, 7), (16, 16, 15)])
+@pytest.mark.parametrize(("m", "n", "rank"), [(12, 10, 1), (12, 10, 9), (10, 40, 5), (40, 10, 7)])
 def test_the_product_is_that_of_the_truncated_svd(m: int, n: int, rank: int, matrix: str) -> None:
     weight = MATRICES[matrix](m, n)
     module, product = stored(weight, rank)
@@ -75,23 +63,34 @@ def test_weights_stay_small_where_pivoting_alone_does_not_keep_them_so() -> None
     torch.testing.assert_close(product, weight)
 
 
-def test_forward_and_backward_are_those_of_the_dense_product() -> None:
-    module = stored(drawn(12, 10), 4)[0].double()
-    with torch.no_grad():
-        module.bias.normal_(generator=torch.Generator().manual_seed(0))
-    a, b, bias = (each.detach().clone().requires_grad_() for each in (module.A.weight, module.B.weight, module.bias))
-    # The place of an output in [z, z B] says whether it is a pivot.
-    dense = torch.stack([a[place] if place < 4 else b[place - 4] @ a for place in module.order.tolist()])
-    x, upstream = torch.randn(2, 3, 10).double(), torch.randn(2, 3, 12).double()
+def copies(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone().requires_grad_() for name, each in module.named_parameters()}
+
+
+def check_against(module: PivotedLinear | KroneckerLinear, product: torch.Tensor, copied: dict) -> None:
+    """Values and gradients are those of the dense product of the copied parameters, for inputs in any layout."""
+    x = torch.randn(module.in_features, 3, 2, dtype=torch.float64).transpose(0, 2)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = module(ours), functional.linear(theirs, dense, bias)
+    y, expected = module(ours), functional.linear(theirs, product, copied.get("bias"))
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(module.weight, dense)
+    torch.testing.assert_close(module.weight, product)
+    upstream = torch.randn_like(y)
     y.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close(ours.grad, theirs.grad)
-    for parameter, reference in zip((module.A.weight, module.B.weight, module.bias), (a, b, bias), strict=True):
-        torch.testing.assert_close(parameter.grad, reference.grad)
+    for name, reference in copied.items():
+        torch.testing.assert_close(module.get_parameter(name).grad, reference.grad)
+    assert module(x[:0]).shape == (0, 3, module.out_features)
+
+
+def test_pivoted_linears_are_the_dense_product_forward_and_backward() -> None:
+    module = stored(torch.randn(12, 10), 4)[0].double()
+    nn.init.normal_(module.bias)
+    copied = copies(module)
+    a, b = copied["A.weight"], copied["B.weight"]
+    # The place of an output in [z, z B] says whether it is a pivot.
+    dense = torch.stack([a[place] if place < 4 else b[place - 4] @ a for place in module.order.tolist()])
+    check_against(module, dense, copied)
 
 
 @pytest.mark.parametrize(("m", "n"), [(8, 8), (8, 6), (6, 10), (1, 5), (2, 2)])
@@ -102,7 +101,32 @@ def test_the_largest_rank_is_the_last_that_is_smaller(m: int, n: int, form: str)
     assert factor_params(m, n, largest_rank(m, n, form) + 1, form) == m * n
 
 
-def test_a_target_out_of_reach_is_refused() -> None:
-    model = build_meta(LLAMA, "lm_head")
-    with pytest.raises(UserError, match="is out of reach"):
-        rank_budget(model, FactorizeConfig(target_params=4000, weighting="gradients", form="pivoted"))
+# Kronecker products.
+
+# Outputs, inputs, A's rows and columns: either factor the smaller, either order the cheaper, sides of 1 on each.
+SHAPES = [
+    (12, 10, 2, 5), (12, 10, 6, 5), (12, 10, 6, 2), (12, 10, 3, 1), (12, 10, 12, 1), (12, 10, 1, 10),
+    (12, 10, 1, 1), (12, 10, 12, 10), (3, 20, 3, 2), (20, 3, 2, 3), (16, 24, 8, 2), (24, 16, 2, 8), (7, 9, 7, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sums", [1, 3])
+@pytest.mark.parametrize(("m", "n", "m1", "n1"), SHAPES)
+@pytest.mark.parametrize("b_first", [True, False])
+def test_kronecker_linears_are_the_dense_product_forward_and_backward(m, n, m1, n1, sums, b_first) -> None:
+    shape = KroneckerShape(m1, n1, min(sums, m1 * n1, m * n // (m1 * n1)))
+    module = KroneckerLinear(n, m, shape, bias=b_first).double()
+    module.b_first = b_first
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    copied = copies(module)
+    pairs = zip(copied["A"], copied["B"], strict=True)
+    check_against(module, torch.stack([torch.kron(one, other) for one, other in pairs]).sum(0), copied)
+
+
+def test_the_dense_product_is_never_built() -> None:
+    module = KroneckerLinear(768, 3072, KroneckerShape(16, 2), bias=True)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda _: None):
+        module(torch.randn(2, 768)).sum()
+    assert max(sizes) <= module.B.numel()

@@ -1,7 +1,8 @@
-"""Second moments of inputs and gradients, against loops over tokens with transformers' own forward pass."""
+"""Second moments and costs of cuts, against loops over tokens with transformers' own forward pass."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -12,15 +13,21 @@ from tiny import tiny_config, tiny_model
 from transformers import BertForQuestionAnswering, BertForSequenceClassification, BertModel
 
 from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import sampled as module
+from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import layer_linears
-from llmdistill.factorize.cuts import cut_costs
+from llmdistill.factorize.cuts import cut, cut_costs, divergences
+from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix, tied_heads, token_embedding
 from llmdistill.factorize.moments import measure_moments, shared_inputs
 from llmdistill.factorize.table_moments import measure_table
+from llmdistill.factorize.weigh import weigh
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.families import base_name, layers_name
+
+from support import in_memory
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 20, "initializer_range": 0.5}
 llama = partial(tiny_model, "llama", **SIZES)
@@ -33,17 +40,16 @@ def bert_of(kind, **more):
     return kind(tiny_config("bert", **SIZES, **more)).eval()
 
 
-def make_batch(lengths=(5, 3, 6), *, first_id=0) -> Batch:
-    """Padded on the right; every token differs between the rows."""
-    width = max(lengths)
-    ids = torch.arange(len(lengths) * width).reshape(len(lengths), width) * 7 % 19 + 1
-    mask = torch.tensor([[1] * n + [0] * (width - n) for n in lengths])
+def make_batch(lengths=(5, 3, 6), *, first_id=0, seed=0) -> Batch:
+    """Padded on the right."""
+    ids = torch.randint(1, 20, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
     names = tuple((first_id + row,) for row in range(len(lengths)))
     return Batch(input_ids=ids * mask, attention_mask=mask, labels=torch.full_like(ids, -100), sample_ids=names)
 
 
 def naive(model, name: str, batch: Batch, loss) -> tuple[torch.Tensor, torch.Tensor]:
-    """C and G of one linear, row by row and token by token; `loss(row, outputs)` is what is differentiated."""
+    """C and G of one module, row by row and token by token, for a loss of the batch, the row and its outputs."""
     linear, seen = model.get_submodule(name), []
 
     def hook(_, inputs, output):
@@ -56,10 +62,10 @@ def naive(model, name: str, batch: Batch, loss) -> tuple[torch.Tensor, torch.Ten
         length = int(batch.attention_mask[row].sum())
         seen.clear()
         outputs = model(input_ids=batch.input_ids[row : row + 1, :length], output_hidden_states=True)
-        loss(row, outputs).backward()
+        loss(batch, row, outputs).backward()
         ((inputs, output),) = seen
         for token in range(length):
-            x, gradient = inputs[0, token].detach().double(), output.grad[0, token].double()
+            x, gradient = inputs[0, token].detach().double().reshape(-1), output.grad[0, token].double()
             c, g = c + torch.outer(x, x), g + torch.outer(gradient, gradient)
     handle.remove()
     return c, g
@@ -78,23 +84,22 @@ def chances(batch: Batch, row: int, width: int, seed: int) -> torch.Tensor:
     return module._uniform(batch, width, seed)[row]
 
 
+def of_tokens(batch, row, outputs):
+    logs, drawn = outputs.logits[0].log_softmax(-1), chances(batch, row, 1, 3)
+    return -sum(log[sample(log.exp().detach(), float(drawn[t, 0]))] for t, log in enumerate(logs))
+
+
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
 def test_moments_are_those_of_a_loop_over_tokens(make, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 20)  # three rows of logits
     model, batch = make(), make_batch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def loss(row, outputs):
-        logs = outputs.logits[0].log_softmax(-1)
-        drawn = chances(batch, row, 1, 3)
-        return -sum(log[sample(log.exp().detach(), float(drawn[t, 0]))] for t, log in enumerate(logs))
-
     names = list(layer_linears(model))
     found = measure_moments(model, names, [batch], seed=3)
     assert set(found) == set(names)
     assert not any(each._forward_hooks for each in model.modules())
     for name in names:
-        c, g = naive(model, name, batch, loss)
+        c, g = naive(model, name, batch, of_tokens)
         torch.testing.assert_close(found[name].inputs.double(), c, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found[name].gradients.double(), g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
         assert found[name].tokens == 14
@@ -102,19 +107,18 @@ def test_moments_are_those_of_a_loop_over_tokens(make, monkeypatch):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_what_is_shared_is_seen_in_one_forward_pass():
+@pytest.mark.parametrize(("make", "counts"), [(llama, [3, 1, 2, 1]), (bert, [3, 1, 1, 1]), (gpt2, [1, 1, 1, 1])])
+def test_what_is_shared_is_seen_in_one_forward_pass(make, counts):
     """So that passes can be planned; GPT-2's queries, keys and values are one matrix, and BERT has no gate."""
-    counts = {}
-    for make in (llama, bert, gpt2):
-        model = make().train()
-        groups = shared_inputs(model, list(layer_linears(model)), make_batch())
-        assert sorted(name for group in groups for name in group) == sorted(layer_linears(model))
-        assert not any(each._forward_hooks for each in model.modules())
-        assert model.training
-        counts[make] = [len(group) for group in groups]
-        found = measure_moments(model, list(layer_linears(model)), [make_batch()])
-        assert all(found[name].inputs is found[group[0]].inputs for group in groups for name in group)
-    assert counts == {llama: [3, 1, 2, 1] * 2, bert: [3, 1, 1, 1] * 2, gpt2: [1, 1, 1, 1] * 2}
+    model = make().train()
+    names = list(layer_linears(model))
+    groups = shared_inputs(model, names, make_batch())
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    assert [len(group) for group in groups] == counts * 2
+    assert not any(each._forward_hooks for each in model.modules())
+    assert model.training
+    found = measure_moments(model, names, [make_batch()])
+    assert all(found[name].inputs is found[group[0]].inputs for group in groups for name in group)
 
 
 def test_moments_of_a_bf16_model_are_summed_in_fp32():
@@ -194,29 +198,26 @@ def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
     """A class once a sequence, start and end of a span, signs on the last hidden states of a model without a head."""
     model, batch = bert_of(kind, num_labels=2 if kind is BertForQuestionAnswering else 3), make_batch()
     found = measure_moments(model, [name], [batch])[name]
-    _, g = naive(model, name, batch, partial(loss, batch))
+    _, g = naive(model, name, batch, loss)
     torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
 
 
-def test_the_seed_draws_other_labels():
+def test_the_seed_draws_other_labels_and_no_moment_outlives_what_is_returned():
     name = "model.layers.0.mlp.up_proj"
     one, same, other = (measure_moments(llama(), [name], [make_batch()], seed=seed)[name] for seed in (0, 0, 1))
     assert torch.equal(one.gradients, same.gradients)
     assert not torch.allclose(one.gradients, other.gradients, rtol=1e-2)
-
-
-def test_no_moment_outlives_what_is_returned():
-    found = measure_moments(llama(), list(layer_linears(llama())), [make_batch()])
-    kept = weakref.ref(found.popitem()[1].gradients)
-    found.clear()
+    kept = weakref.ref(one.gradients)
+    del one
     gc.collect()
     assert kept() is None
 
 
 def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
-    with pytest.raises(UserError, match="the calibration data hold no token"):
-        measure_moments(llama(), list(layer_linears(llama())), [])
     model = llama()
+    for measure in (partial(measure_moments, names=list(layer_linears(model))), measure_table):
+        with pytest.raises(UserError, match="the calibration data hold no token"):
+            measure(model, batches=[])
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.inf
     with pytest.raises(UserError, match=r"the inputs or gradients of model\.layers\.\d\.\S+ are not finite"):
@@ -226,61 +227,165 @@ def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("model", [llama(tie_word_embeddings=True), llama(), bert()], ids=["tied", "", "bert"])
 def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
     batch = make_batch()
-    name, table = token_embedding(model)
-    heads = tied_heads(model, name)
-    counts, gradients = torch.zeros(20), torch.zeros(8, 8)
-    inputs, outputs = torch.zeros(8, 8), torch.zeros(20)
-    seen: list[torch.Tensor] = []
-
-    def keep(_, given, output) -> None:
-        output.retain_grad()
-        seen.append(output)
-
-    handle = table.register_forward_hook(keep)
-    for row in range(3):
-        seen.clear()
-        ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
-        read: list[torch.Tensor] = []
-        of_heads = [model.get_submodule(head) for head in heads]
-        hooks = [head.register_forward_hook(lambda _, x, __, r=read: r.append(x[0])) for head in of_heads]
-        log = model(input_ids=ids).logits[0].log_softmax(-1)
-        drawn = chances(batch, row, 1, 3)
-        (-sum(token[sample(token.detach().exp(), float(drawn[t, 0]))] for t, token in enumerate(log))).backward()
-        for place, number in enumerate(ids[0].tolist()):
-            counts[number] += 1
-            g = seen[0].grad[0, place]
-            gradients += torch.outer(g, g)
-            p = log[place].detach().exp()
-            outputs += p * (1 - p)
-            for h in read:
-                inputs += torch.outer(h[0, place].detach(), h[0, place].detach())
-        for hook in hooks:
-            hook.remove()
-    handle.remove()
-
-    found = measure_table(model, [batch], seed=3)
+    found, without = measure_table(model, [batch], seed=3), measure_table(model, [batch], gradients=False)
+    counts = batch.input_ids[batch.attention_mask.bool()].bincount(minlength=20).float()
     assert found.tokens == 14
     assert torch.equal(found.counts, counts)
-    torch.testing.assert_close(found.gradients, gradients, rtol=1e-3, atol=1e-4 * float(gradients.abs().max()))
-    if heads:
-        torch.testing.assert_close(found.head_inputs, inputs, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found.head_outputs, outputs, rtol=1e-4, atol=1e-5)
-    else:
-        assert found.head_inputs is found.head_outputs is None
-    assert not any(each._forward_hooks for each in model.modules())
-    without = measure_table(model, [batch], gradients=False)
-    assert without.gradients is without.head_outputs is None
     assert torch.equal(without.counts, counts)
+    assert without.gradients is without.head_outputs is None
+    assert not any(each._forward_hooks for each in model.modules())
+    name, _ = token_embedding(model)
+    _, g = naive(model, name, batch, of_tokens)
+    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+    heads = tied_heads(model, name)
+    if not heads:
+        assert found.head_inputs is found.head_outputs is None
+        return
+    inputs, _ = naive(model, heads[0], batch, of_tokens)
+    torch.testing.assert_close(found.head_inputs.double(), inputs, rtol=1e-4, atol=1e-4)
+    p = torch.cat([model(ids).logits[0].softmax(-1) for ids in rows_of([batch])])
+    torch.testing.assert_close(found.head_outputs, (p * (1 - p)).sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_without_a_head_and_a_batch_that_does_not_count() -> None:
-    """A rank of a sharded model repeats its batches for others; these count nothing."""
-    model, batch = bert_of(BertModel), make_batch()
-    once = measure_table(model, [batch], seed=3)
-    again = measure_table(model, [batch], seed=3, rounds=3)
-    assert once.head_inputs is None
-    assert float(once.gradients.trace()) > 0
-    assert again.tokens == once.tokens == 14
-    assert torch.equal(once.gradients, again.gradients)
-    with pytest.raises(UserError, match="hold no token"):
-        measure_table(model, [])
+def test_the_table_of_a_model_without_a_head() -> None:
+    found = measure_table(bert_of(BertModel), [make_batch()])
+    assert found.head_inputs is None
+    assert float(found.gradients.trace()) > 0
+
+
+# Cuts tried on the loaded model, against the students themselves and transformers' own forward pass.
+
+LENGTHS = (7, 4, 6, 7)
+SETTINGS = {"vocab_size": 20, "initializer_range": 0.3}
+MODELS = {
+    **{name: partial(tiny_model, name, **SETTINGS) for name in ("llama", "gpt2")},
+    **{f"{n} classes": partial(tiny_model, "bert", head="sequence", num_labels=n, **SETTINGS) for n in (1, 3)},
+    "bert": lambda: BertModel(tiny_config("bert", **SETTINGS)),
+}
+
+
+def prepared(kind: str):
+    """A model with biases that are not zero, its weighted factorization, and the student made with it."""
+    model = MODELS[kind]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    settings = FactorizeConfig(rank=3, weighting="gradients")
+    weighted = weigh(in_memory(model, [make_batch(LENGTHS, seed=1), make_batch(LENGTHS, seed=2)]), settings)
+    return model, weighted, compress_model(model, settings, weighted=weighted).eval()
+
+
+def rows_of(batches) -> list[torch.Tensor]:
+    """The ids of each row (1, T), without its padding."""
+    pairs = [pair for batch in batches for pair in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    return [ids[None, : int(mask.sum())] for ids, mask in pairs]
+
+
+@torch.no_grad()
+def naive_divergence(student, model, batches) -> float:
+    """Divergence row by row."""
+    total, count = 0.0, 0
+    for ids in rows_of(batches):
+        found = [each(input_ids=ids) for each in (model, student)]
+        is_hidden = "last_hidden_state" in found[0]
+        t, s = ((each.last_hidden_state if is_hidden else each.logits).flatten(0, -2).double() for each in found)
+        count += len(t)
+        if is_hidden or t.shape[1] == 1:
+            total += float((t - s).square().sum() / 2)
+        else:
+            p = t.softmax(-1)
+            total += float((p * (p.log() - s.log_softmax(-1))).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_cut_model_is_the_student(kind):
+    model, weighted, student = prepared(kind)
+    before, batches = copy.deepcopy(model.state_dict()), [make_batch(LENGTHS), make_batch((5, 2), seed=3)]
+    given = {"input_ids": batches[0].input_ids, "attention_mask": batches[0].attention_mask}
+    with torch.no_grad():
+        whole = model(**given)[0]
+        with cut(model, weighted):
+            inside = model(**given)[0]
+        torch.testing.assert_close(inside, student(**given)[0], rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(inside, whole, rtol=1e-2, atol=1e-2)
+        assert torch.equal(model(**given)[0], whole)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    found = divergences(model, {"this": weighted, "none": weighted.with_ranks({})}, batches)
+    assert found["this"] == pytest.approx(naive_divergence(student, model, batches), rel=1e-3)
+    assert found["none"] == pytest.approx(0, abs=1e-6)
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def naive_costs(student, model, batches) -> dict[str, float]:
+    """Each cut alone in fp64: half the squared change of a score, or the Fisher norm of the change of logits."""
+    exact, dense = (copy.deepcopy(each).double() for each in (student, model))
+    merge(exact)
+    dense.set_attn_implementation("eager")  # sdpa has no forward-mode derivative
+    weights, changed = dict(dense.named_parameters()), dict(exact.named_parameters())
+    costs = {}
+    for name in layer_linears(dense):
+        key = f"{name}.weight"
+        zero = {each: torch.zeros_like(value) for each, value in weights.items()}
+        total = 0.0
+        for ids in rows_of(batches):
+
+            def logits(values, ids=ids):
+                return torch.func.functional_call(dense, values, (ids,)).logits
+
+            direction = {**zero, key: changed[key] - weights[key]}
+            found, change = torch.func.jvp(logits, (weights,), (direction,))
+            if found.shape[-1] == 1:
+                total += float(change.detach().square().sum() / 2)
+            else:
+                p, change = found.detach().softmax(-1), change.detach()
+                total += float(((p * change.square()).sum(-1) - (p * change).sum(-1).square()).sum() / 2)
+        costs[base_name(dense, name)] = total / sum(ids.shape[1] for ids in rows_of(batches))
+    return costs
+
+
+def whole_factors(model):
+    """All factors of each matrix, whose leading three are those of `prepared`."""
+    shapes = {f"*{base_name(model, name)}": min(shape) for name, shape in layer_linears(model).items()}
+    settings = FactorizeConfig(ranks=shapes, weighting="gradients")
+    return weigh(in_memory(model, [make_batch(LENGTHS, seed=1), make_batch(LENGTHS, seed=2)]), settings).factors
+
+
+def at_rank(costs, rank: int) -> dict[str, float]:
+    return {name: float(each[rank]) for name, each in costs.items()}
+
+
+def test_the_costs_of_cuts_are_those_of_each_cut_alone():
+    model, _, student = prepared("1 classes")
+    batches = [make_batch(LENGTHS), make_batch((5, 2), seed=3)]
+    factors = whole_factors(model)
+    found = cut_costs(model, factors, batches)
+    expected = naive_costs(student, model, batches)
+    assert at_rank(found, 3) == {name: pytest.approx(cost, rel=1e-3, abs=1e-9) for name, cost in expected.items()}
+    assert set(at_rank(found, -1).values()) == {0.0}, "the full rank loses nothing"
+    # Two ranks sum their shares; here the other rank has the same data twice as often.
+    again = cut_costs(model, factors, batches, reduce=lambda sums: sums.mul_(3))
+    assert at_rank(again, 3) == pytest.approx(at_rank(found, 3))
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_the_costs_of_cuts_average_over_sampled_labels():
+    model, _, student = prepared("llama")
+    factors = whole_factors(model)
+    batch, count = make_batch(LENGTHS), 100
+    ids, mask, labels = (each.repeat(count, 1) for each in (batch.input_ids, batch.attention_mask, batch.labels))
+    often = Batch(ids, mask, labels, sample_ids=tuple((row,) for row in range(len(ids))))  # each has labels of its own
+    found = at_rank(cut_costs(model, factors, [often]), 3)
+    for name, expected in naive_costs(student, model, [batch]).items():
+        assert found[name] == pytest.approx(expected, rel=0.3), name
+
+
+def test_corrected_factors_cost_what_was_measured():
+    _, weighted, _ = prepared("llama")
+    name = next(iter(weighted.ranks))
+    corrected = weighted.corrected({each: 0.5 for each in weighted.ranks})
+    assert corrected.factors[name].costs()[3] == pytest.approx(0.5)
+    assert corrected.predicted_loss == pytest.approx(0.5 * len(weighted.ranks))
+    before, after = (each.factors[name].costs() for each in (weighted, corrected))
+    assert after[1] / after[3] == pytest.approx(before[1] / before[3])

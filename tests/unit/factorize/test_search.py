@@ -46,9 +46,9 @@ def missed(weight: torch.Tensor, shape: KroneckerShape | None) -> float:
 
 
 @cache
-def every_combination(sums: int) -> list[tuple[int, int, float, tuple[Any, ...]]]:
-    """Of `bert`: parameters, FLOPs, error by mean squares, and the shapes of attention, feed-forward and embedding."""
-    model, tried = bert(), []
+def every_combination(sums: int) -> list[tuple[int, int, float]]:
+    """Parameters, FLOPs and error by mean squares of all shapes of `bert`'s attention, feed-forward and embedding."""
+    model = bert()
     reference = build_reference(model.config)
     sizes = layer_linears(reference)
     weights = {name: matrix(model.base_model.get_submodule(name)).detach() for name in sizes}
@@ -82,14 +82,12 @@ def every_combination(sums: int) -> list[tuple[int, int, float, tuple[Any, ...]]
     attention = [name for name in sizes if ".attention." in name]
     ffn = [name for name in sizes if ".attention." not in name]
     groups = [
-        [(cost(attention, shape), shape) for shape in choices(WIDTH, WIDTH)],
-        [(cost(ffn, shape), shape) for shape in choices(FFN, WIDTH)],
-        [(embedding(columns), columns) for columns in divisors(WIDTH)],
+        [cost(attention, shape) for shape in choices(WIDTH, WIDTH)],
+        [cost(ffn, shape) for shape in choices(FFN, WIDTH)],
+        [embedding(columns) for columns in divisors(WIDTH)],
     ]
-    for picks in itertools.product(*groups):
-        params, flops, error = (sum(costs[i] for costs, _ in picks) for i in range(3))
-        tried.append((fixed + params, flops, error, tuple(choice for _, choice in picks)))
-    return tried
+    totals = ([sum(each) for each in zip(*picks, strict=True)] for picks in itertools.product(*groups))
+    return [(fixed + params, flops, error) for params, flops, error in totals]
 
 
 @pytest.mark.parametrize("sums", [1, 2])
@@ -104,7 +102,7 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
         found = search(model, settings)
         most = int(float(target[:-1]) / 100 * count_parameters(build_reference(model.config)))
         inside = [each for each in tried if each[0] <= most and each[1] <= bound]
-        best = min(error for _, _, error, _ in inside)
+        best = min(error for _, _, error in inside)
         free = min(each[2] for each in tried if each[0] <= most)
         assert (best > free) == (max_flops is not None)  # the bound makes a difference
         total = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * FFN) + TOKENS * WIDTH
@@ -133,20 +131,15 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"target_params": "400"}, ["400", "out of reach", "raise the target"]),
-    ({"target_params": "20%", "embedding_columns": 2}, ["out of reach", "2 embedding columns"]),
-    ({"target_params": "50%", "max_flops": "1%"}, ["max_flops 1%", "less than"]),
-    ({"target_params": "50%", "max_flops": "half"}, ["max_flops 'half'", "30%"]),
-    ({"target_params": "50%", "embedding_columns": 3}, ["3 columns", "1, 2, 4, 8"]),
-    ({"shapes": {"*": "2x2"}, "target_params": "50%"}, ["exactly one"]),
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"target_params": "20%", "embedding_columns": 2}, "20% .*out of reach.*2 embedding columns.* raise the target"),
+    ({"target_params": "50%", "max_flops": "1%"}, "max_flops 1%.*less than"),
+    ({"target_params": "50%", "max_flops": "half"}, "max_flops 'half'.*30%"),
+    ({"target_params": "50%", "embedding_columns": 3}, "3 columns.*1, 2, 4, 8"),
 ])  # fmt: skip
-def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+def test_refuses_in_one_sentence(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^.*{said}.*$"):
         search(bert(), FactorizeConfig(**settings))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("max_flops", [None, "40%"])
@@ -162,8 +155,9 @@ def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops: str | None) 
 
 def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bert().save_pretrained(tmp_path / "teacher")
-    arguments = ["compress", "--model", str(tmp_path / "teacher"), "--method", "kronecker", "--target_params", "70%"]
-    assert main([*arguments, "--dry_run", "--candidates", "--json"]) == 0
+    words = ["compress", "--model", str(tmp_path / "teacher"), "--dry_run", "--candidates"]
+    search_for = ["--method", "kronecker", "--target_params", "70%"]
+    assert main([*words, *search_for, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     first, second = printed["candidates"][:2]
     assert first["params"] == printed["student_params"] <= 0.7 * printed["teacher_params"]
@@ -173,18 +167,13 @@ def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: py
     # What was found is what a recipe can be given.
     settings = FactorizeConfig(**printed["settings"])
     assert summarize(tmp_path / "teacher", settings, "kronecker")["student_params"] == first["params"]
-
-    assert main([*arguments, "--dry_run", "--candidates"]) == 0
+    assert main([*words, *search_for]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "attention 8x8" in lines[0]
     assert len(lines) > 10
     assert f"{first['params']:,}" in lines[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
-    assert main([*arguments, "--output", str(tmp_path / "student")]) == 0
-    assert (tmp_path / "student/config.json").is_file()
-
-
-def test_candidates_need_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bert().save_pretrained(tmp_path)
-    assert main(["compress", "--model", str(tmp_path), "--rank", "3", "--dry_run", "--candidates"]) == 2
+    assert main([*words, "--rank", "3"]) == 2
     assert "--method kronecker and --target_params" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    assert main([*words[:3], *search_for, "--output", str(tmp_path / "student")]) == 0
+    assert (tmp_path / "student/config.json").is_file()

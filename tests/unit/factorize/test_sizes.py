@@ -25,17 +25,14 @@ from transformers import (
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
-from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
-from llmdistill.factorize.install import features, install
+from llmdistill.factorize.counting import build_reference, count_parameters
+from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import parse_target, plan, summarize
 
 LLAMA_1B = {
     **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
 }
-DECODER_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-DISTILBERT = {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
 
 
 def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -44,7 +41,8 @@ def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrain
 
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:
-    return meta(tiny_config("llama", **{**SIZES, "tie_word_embeddings": True, **changes}))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
+    return meta(tiny_config("llama", **{**sizes, "tie_word_embeddings": True, **changes}))
 
 
 @pytest.mark.parametrize(("config", "settings", "teacher", "student"), [
@@ -60,6 +58,7 @@ def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], te
     assert summary["teacher_params"] == teacher
     assert summary["student_params"] == student
     assert summary["ratio"] == student / teacher
+    assert summary["forward_flops"] == 2 * student
     if config.model_type == "llama":
         assert summary["rank"] == 632
         assert len(summary["ranks"]) == 5 * 16
@@ -100,35 +99,8 @@ def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without
     assert (summary["method"], summary["embedding_columns"], summary["dense"]) == ("kronecker", columns, [])
     assert summary["shapes"]["encoder.layer.0.output.dense"] == [g1, f1, sums]
     assert json.loads(json.dumps(summary)) == summary
-    model = meta(BertConfig(), AutoModel)
-    install(model, plan(model, settings, "kronecker"))
-    assert count_parameters(model) == student
-
-
-def test_forward_flops_are_two_a_parameter_and_equation_7s_of_the_products() -> None:
-    config = BertConfig()
-    shapes = {"*.attention.*": "384x48", "*": "dense"}
-    summary = summarize(config, FactorizeConfig(shapes=shapes), "kronecker")
-    params, flops = by_hand(768, 768, 384, 48, 1)
-    assert summary["forward_flops"] == 2 * (summary["student_params"] - 48 * params) + 48 * flops
-    low_rank = summarize(config, FactorizeConfig(rank=64))
-    assert low_rank["forward_flops"] == 2 * low_rank["student_params"]
-
-
-@pytest.mark.parametrize(("name", "auto", "linears"), [
-    *((name, AutoModelForCausalLM, DECODER_LINEARS) for name in ("llama", "mistral", "qwen2", "qwen3")),
-    ("gpt2", AutoModelForCausalLM, {"c_attn", "c_proj", "c_fc"}),
-    *(("bert", auto, {"query", "key", "value", "dense"}) for auto in (AutoModelForMaskedLM, AutoModel)),
-    ("roberta", AutoModelForMaskedLM, {"query", "key", "value", "dense"}),
-    ("distilbert", AutoModelForMaskedLM, DISTILBERT),
-])  # fmt: skip
-def test_only_linears_of_the_layers(name: str, auto: Any, linears: set[str]) -> None:
-    model = meta(tiny_config(name), auto)
-    found = layer_linears(model)
-    assert {each.rsplit(".", 1)[1] for each in found} == linears
-    assert all(re.search(r"\.\d+\.", f".{each}") for each in found)  # all have a layer number
-    assert all(features(model.get_submodule(each)) == shape for each, shape in found.items())
-    assert len(found) == 2 * {"gpt2": 4, "bert": 6, "roberta": 6, "distilbert": 6}.get(name, 7)
+    factors = 12 * sum(params for params, _ in layer)
+    assert summary["forward_flops"] == 2 * (student - factors) + summary["flops_per_token"]
 
 
 @pytest.mark.parametrize("form", ["plain", "pivoted"])
@@ -146,18 +118,13 @@ def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None,
         assert count({"target_params": str(by_rank[rank + 1] - 1)}) == by_rank[rank]
 
 
-@pytest.mark.parametrize(("text", "params"), [
-    ("690000000", 690_000_000), ("690_000_000", 690_000_000), ("0.69B", 690_000_000), ("77.25M", 77_250_000),
-    ("500k", 500_000), ("62%", 620_000_000), (" 12.5 % ", 125_000_000),
-])  # fmt: skip
-def test_parse_target(text: str, params: int) -> None:
-    assert parse_target(text, 1_000_000_000) == params
-
-
-@pytest.mark.parametrize("text", ["", "many", "-5M", "1.2.3B", "5T", "1e9", "2B", "100%"])
-def test_parse_target_refuses(text: str) -> None:
-    with pytest.raises(UserError, match="target_params"):
-        parse_target(text, 1_000_000_000)
+def test_parse_target() -> None:
+    texts = ("690_000_000", "0.69B", "77.25M", "500k", " 12.5 % ")
+    found = [parse_target(text, 1_000_000_000) for text in texts]
+    assert found == [690_000_000, 690_000_000, 77_250_000, 500_000, 125_000_000]
+    for text in ("", "-5M", "1.2.3B", "5T", "1e9", "100%"):
+        with pytest.raises(UserError, match="target_params"):
+            parse_target(text, 1_000_000_000)
 
 
 def test_patterns_first_match_counts_and_is_literal() -> None:
@@ -169,47 +136,32 @@ def test_patterns_first_match_counts_and_is_literal() -> None:
     assert len(ranks) == 2 + 6
 
 
-OF_SVD = [
-    ({}, ["no size", "rank, ranks, target_params"]),
-    ({"rank": 4, "target_params": "50%"}, ["exactly one", "rank and target_params"]),
-    ({"rank": 17}, ["rank 17", "model.layers.0.self_attn.k_proj", "16"]),
-    ({"rank": 0}, ["rank 0", "from 1"]),
-    ({"ranks": {"*.q_proj": 33}}, ["*.q_proj", "33", "model.layers.0.self_attn.q_proj", "32"]),
-    ({"ranks": {"*.q_porj": 3}}, ["'*.q_porj'", "q_proj"]),
-    ({"ranks": {"lm_head": 3}}, ["'lm_head'", "transformer layers"]),
-    ({"ranks": {"*.k_proj": 16}, "form": "pivoted"}, ["its rank can be from 1 to 15"]),
-    ({"rank": 4, "embedding_rank": 40}, ["embedding_rank 40", "96×32", "32"]),
-    ({"rank": 4, "sums": 2}, ["sums is a setting of the method kronecker"]),
-    ({"target_params": "3000"}, ["3000", "out of reach", "embedding_rank"]),
-]
-OF_KRONECKER = [
-    ({}, ["no size", "one of shapes, target_params"]),
-    ({"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",
-                                       "5 rows does not divide the 32 rows", "1, 2, 4, 8, 16, 32"]),
-    ({"shapes": {"*.down_proj": "2x5"}}, ["5 columns does not divide the 48 columns"]),
-    ({"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "1 to 4"]),
-    ({"shapes": {"*.q_proj": "2x2"}, "sums": 0}, ["sums is 0"]),
-    ({"shapes": {"*.q_proj": "2,2"}}, ["shapes['*.q_proj'] '2,2'", "384x48"]),
-    ({"shapes": {"*": "2x2"}, "embedding_columns": 5}, ["embedding_columns: 5 columns", "width 32"]),
-    ({"shapes": {"*": "2x2", "lm_head": "dense"}, "embedding_columns": 4},
-     ["shapes['lm_head']", "tied", "embedding_columns 4"]),
-    ({"shapes": {"*": "2x2"}, "max_flops": "30%"}, ["max_flops", "target_params"]),
-    ({"target_params": "50%"}, ["needs the weights", "llmdistill compress --method kronecker"]),
-    ({"shapes": {"*": "2x2"}, "rank": 4}, ["rank is a setting of the method svd", "kronecker", "null"]),
-    ({"shapes": {"*": "8x4"}, "form": "pivoted"}, ["form is a setting of the method svd"]),
+REFUSED = [
+    ("svd", {}, "no size.* one of rank, ranks, target_params"),
+    ("svd", {"rank": 4, "target_params": "50%"}, "exactly one.*rank and target_params"),
+    ("svd", {"rank": 17}, "rank 17 .*0.self_attn.k_proj.* 1 to 16"),
+    ("svd", {"rank": 0}, "rank 0 .*from 1"),
+    ("svd", {"ranks": {"*.q_proj": 33}}, r"ranks\['\*.q_proj'\] 33 .*layers.0.self_attn.q_proj.* 1 to 32"),
+    ("svd", {"ranks": {"*.q_porj": 3}}, r"'\*.q_porj' in ranks matches no linear .*q_proj"),
+    ("svd", {"ranks": {"*.k_proj": 16}, "form": "pivoted"}, "its rank can be from 1 to 15"),
+    ("svd", {"rank": 4, "embedding_rank": 40}, "embedding_rank 40 .*96×32 .* 32"),
+    ("svd", {"rank": 4, "sums": 2}, "sums is a setting of the method kronecker.*back to 1"),
+    ("kronecker", {"shapes": {"*.q_proj": "5x2"}}, r"shapes\['\*.q_proj'\] 5x2 for model.layers.0.self_attn.q_proj.* "
+                                                   "5 rows does not divide the 32 rows.*1, 2, 4, 8, 16, 32"),
+    ("kronecker", {"shapes": {"*.down_proj": "2x5"}}, "5 columns does not divide the 48 columns"),
+    ("kronecker", {"shapes": {"*.q_proj": "2x2"}, "sums": 5}, "5 sums.*1 to 4"),
+    ("kronecker", {"shapes": {"*.q_proj": "2x2"}, "sums": 0}, "sums is 0"),
+    ("kronecker", {"shapes": {"*.q_proj": "2,2"}}, r"shapes\['\*.q_proj'\] '2,2'.*384x48"),
+    ("kronecker", {"shapes": {"*": "2x2"}, "embedding_columns": 5}, "embedding_columns: 5 columns.*width 32"),
+    ("kronecker", {"shapes": {"*": "2x2"}, "max_flops": "30%"}, "max_flops.*target_params"),
+    ("kronecker", {"target_params": "50%"}, "needs the weights.*llmdistill compress --method kronecker"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "words"),
-    [*(("svd", *row) for row in OF_SVD), *(("kronecker", *row) for row in OF_KRONECKER)],
-)
-def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize(("method", "settings", "said"), REFUSED)
+def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^.*{said}.*$"):
         plan(tiny_llama(), FactorizeConfig(**settings), method)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -234,7 +186,7 @@ def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto: Any) -> None:
     """The model that is counted has no head, the one that learns has."""
     settings = FactorizeConfig(shapes={"*.layer.*": "2x2", "cls.predictions.decoder": "dense"}, embedding_columns=4)
     with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
-        plan(meta(tiny_config("bert", **SIZES), auto), settings, "kronecker")
+        plan(meta(tiny_config("bert"), auto), settings, "kronecker")
 
 
 def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
@@ -244,14 +196,6 @@ def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
     for bound, rank in ((least, 1), (most, 19)):
         ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", ""))).sizes
         assert set(ranks.values()) == {rank}
-
-
-@pytest.mark.parametrize("content", [None, "{not json", '{"model_type": "nonesuch"}'])
-def test_summarize_refuses_what_is_no_model(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=r"config\.json"):
-        summarize(tmp_path, FactorizeConfig(rank=4))
 
 
 def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:

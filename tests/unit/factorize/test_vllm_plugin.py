@@ -59,10 +59,8 @@ def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole
     config.packed_modules_mapping |= FUSED
     layer = StandInLinear(rank, ranks)
     method = config.get_quant_method(layer, prefix)
-    rows = prefix.endswith(("o_proj", "down_proj"))
-    own = inputs // ranks if rows else inputs
-    total = sum(outputs) if whole is None else whole
-    method.create_weights(layer, own, outputs, inputs, total, torch.float32, weight_loader=None)
+    own = inputs // ranks if prefix.endswith(("o_proj", "down_proj")) else inputs
+    method.create_weights(layer, own, outputs, inputs, whole or sum(outputs), torch.float32, weight_loader=None)
     layer.bias = torch.nn.Parameter(torch.full((sum(outputs),), 7.0), requires_grad=False)
     biased = load(layer, student, prefix, outputs, only=only, transposed=transposed)
     method.process_weights_after_loading(layer)
@@ -132,87 +130,49 @@ LAYERS = {
     f"{BLOCK}.mlp.gate_up_proj": ([24, 24], 16),
     f"{BLOCK}.mlp.down_proj": ([16], 24),
 }
+OF_GPT2 = {"transformer.h.1.attn.c_attn": ([16, 16, 16], 16), "transformer.h.1.attn.c_proj": ([16], 16)}
+"""Its queries, keys and values are one matrix."""
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "factors"), [
-    *(("llama", factors) for factors in SETTINGS), ("qwen2", "svd"), ("qwen2", "kronecker"),
+    *(("llama", factors) for factors in SETTINGS), ("qwen2", "svd"), ("qwen2", "kronecker"), ("qwen2", "mixed"),
+    ("gpt2", "svd"), ("gpt2", "pivoted"),
 ])  # fmt: skip
-def test_a_layer_gives_the_outputs_of_its_parts(plugin, kind, factors):
-    student = make_student(kind, SETTINGS[factors])
-    for prefix, (outputs, inputs) in LAYERS.items():
+def test_a_layer_gives_the_outputs_of_its_parts_and_takes_new_weights(plugin, kind, factors):
+    transposed = kind == "gpt2"
+    # With a rank of 8 the second factor of its c_proj is square.
+    settings = FactorizeConfig(rank=8, form="pivoted") if (kind, factors) == ("gpt2", "pivoted") else SETTINGS[factors]
+    student = make_student(kind, settings)
+    for prefix, (outputs, inputs) in (OF_GPT2 if transposed else LAYERS).items():
         if factors == "mixed" and prefix.endswith("o_proj"):
             continue  # it is dense
         x = torch.randn(5, inputs)
-        y = serve(plugin, student, prefix, outputs, inputs)(x)
-        torch.testing.assert_close(y, torch.cat(expected(student, prefix, x), dim=-1))
-
-
-def changed(student):
-    """The same student after some training."""
-    other = copy.deepcopy(student)
-    for each in other.parameters():
-        each.add_(torch.randn_like(each))
-    return other
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("kind", "factors"), [
-    ("llama", "mixed"), ("llama", "pivoted"), ("llama", "kronecker"), ("qwen2", "svd"), ("qwen2", "mixed"),
-])  # fmt: skip
-def test_a_served_layer_takes_new_weights(plugin, kind, factors):
-    student = make_student(kind, SETTINGS[factors])
-    for prefix, (outputs, inputs) in LAYERS.items():
-        if factors == "mixed" and prefix.endswith("o_proj"):
-            continue
-        served, x = serve(plugin, student, prefix, outputs, inputs), torch.randn(5, inputs)
-        for other in (changed(student), changed(student)):
-            load_again(served.layer, other, prefix, outputs)
+        served = serve(plugin, student, prefix, outputs, inputs, transposed=transposed)
+        torch.testing.assert_close(served(x), torch.cat(expected(student, prefix, x), dim=-1))
+        other = copy.deepcopy(student)
+        for _ in range(2):  # as after some training
+            for each in other.parameters():
+                each.add_(torch.randn_like(each))
+            load_again(served.layer, other, prefix, outputs, transposed=transposed)
             torch.testing.assert_close(served(x), torch.cat(expected(other, prefix, x), dim=-1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("settings", [FactorizeConfig(rank=3), FactorizeConfig(rank=8, form="pivoted")])
-def test_new_weights_of_gpt2_are_transposed_too(plugin, settings):
-    student, x = make_student("gpt2", settings), torch.randn(5, 16)
-    for name, outputs in (("c_attn", [16, 16, 16]), ("c_proj", [16])):
-        served = serve(plugin, student, f"transformer.h.0.attn.{name}", outputs, transposed=True)
-        other = changed(student)
-        load_again(served.layer, other, f"transformer.h.0.attn.{name}", outputs, transposed=True)
-        torch.testing.assert_close(served(x), getattr(other.transformer.h[0].attn, name)(x))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("settings", [FactorizeConfig(rank=3), FactorizeConfig(rank=8, form="pivoted")])
-def test_gpt2_has_one_matrix_for_query_key_and_value_and_is_loaded_transposed(plugin, settings):
-    student = make_student("gpt2", settings)
-    x = torch.randn(5, 16)
-    y = serve(plugin, student, "transformer.h.0.attn.c_attn", [16, 16, 16], transposed=True)(x)
-    torch.testing.assert_close(y, student.transformer.h[0].attn.c_attn(x))
-    # The second factor of a pivoted matrix of 16 outputs and rank 8 is square.
-    y = serve(plugin, student, "transformer.h.0.attn.c_proj", [16], transposed=True)(x)
-    torch.testing.assert_close(y, student.transformer.h[0].attn.c_proj(x))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_tensor_parallelism_split_outputs_or_inputs_but_not_the_rank(plugin, ranks):
-    student = make_student("llama", FactorizeConfig(rank=3))
-    x = torch.randn(5, 16)
+    student, prefix, x = make_student("llama", SETTINGS["svd"]), f"{BLOCK}.self_attn.qkv_proj", torch.randn(5, 16)
     heads = max(1, 2 // ranks)  # key-value heads of a rank; four ranks share two
     own = [16 // ranks, heads * 4, heads * 4]
-    q, k, v = expected(student, f"{BLOCK}.self_attn.qkv_proj", x)
+    q, k, v = expected(student, prefix, x)
     for rank in range(ranks):
-        layer = serve(
-            plugin, student, f"{BLOCK}.self_attn.qkv_proj", own, rank=rank, ranks=ranks, whole=sum(own) * ranks
-        )
-        shared = rank * 2 // ranks
-        wanted = [q.chunk(ranks, -1)[rank], k.chunk(2, -1)[shared], v.chunk(2, -1)[shared]]
+        layer, shared = serve(plugin, student, prefix, own, rank=rank, ranks=ranks, whole=sum(own) * ranks), 2 * rank
+        wanted = [q.chunk(ranks, -1)[rank], *(each.chunk(2, -1)[shared // ranks] for each in (k, v))]
         torch.testing.assert_close(layer(x), torch.cat(wanted, dim=-1))
-    x = torch.randn(5, 24)
-    layers = [serve(plugin, student, f"{BLOCK}.mlp.down_proj", [16], 24, rank=r, ranks=ranks) for r in range(ranks)]
+    prefix, x = f"{BLOCK}.mlp.down_proj", torch.randn(5, 24)
+    layers = [serve(plugin, student, prefix, [16], 24, rank=rank, ranks=ranks) for rank in range(ranks)]
     total = sum(layer(part) for layer, part in zip(layers, x.chunk(ranks, -1), strict=True))
-    torch.testing.assert_close(total, expected(student, f"{BLOCK}.mlp.down_proj", x)[0])
+    torch.testing.assert_close(total, expected(student, prefix, x)[0])
 
 
 def test_what_cannot_be_served_is_said_in_a_sentence(plugin):
@@ -231,9 +191,8 @@ def test_what_cannot_be_served_is_said_in_a_sentence(plugin):
 
 def test_layers_without_factors_are_vllms_own(plugin):
     config = plugin.from_config({"method": "svd", "modules": {"layers.1.mlp.down_proj": 3}})
-    for layer, is_dense in ((0, True), (11, True), (1, False)):
-        found = config.get_quant_method(StandInLinear(), f"model.layers.{layer}.mlp.down_proj")
-        assert isinstance(found, StandInDense) is is_dense
+    methods = [config.get_quant_method(StandInLinear(), f"model.layers.{n}.mlp.down_proj") for n in (0, 11, 1)]
+    assert [isinstance(method, StandInDense) for method in methods] == [True, True, False]
     assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
 
 

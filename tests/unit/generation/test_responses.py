@@ -1,30 +1,35 @@
+"""Answers of a teacher as training data: what is written, after an interruption too, by transformers or by vLLM."""
+
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from damage import flip
 from hostile import refuses
-from transformers import BertConfig
+from transformers import LlamaConfig
 
+from llmdistill.cli import main
 from llmdistill.config import ResponseConfig
-from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.generation import responses
-from llmdistill.generation.answers_file import parts_folder, side_file
-from llmdistill.generation.decode import Decoding, generate_passes
+from llmdistill.generation import answers_file, responses
+from llmdistill.generation.answers_file import check_teacher, parts_folder, read_batches, side_file
 from llmdistill.generation.responses import generate_responses
+from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World
+
+from stand_in_vllm import StandInLLM, install
 
 END = 0
 LIMITS = {"max_prompt_length": 60, "max_length": 70}
@@ -101,39 +106,21 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     ]
     unfinished = sum(ids[-1] != END for ids in answers)
     assert 0 < unfinished < len(answers), "the teacher must finish some and not others"
-    expected = {
-        "teacher": str(teacher),
-        "teacher_fingerprint": fingerprint(teacher),
-        "data": str(data),
-        "prompts": 11,
-        "dropped": 0,
-        "truncated": 0,
-        "unfinished_answers": unfinished,
-        "empty_answers": texts.count(""),
-        "generated_tokens": sum(map(len, answers)),
-        "engine": "hf",
-        "output_sha256": file_sha256(output),
-    }
-    assert {key: record[key] for key in expected} == expected
+    hashes = {"teacher_fingerprint": fingerprint(teacher), "output_sha256": file_sha256(output)}
+    counts = {"prompts": 11, "dropped": 0, "truncated": 0, "empty_answers": texts.count("")}
+    counts |= {"unfinished_answers": unfinished, "generated_tokens": sum(map(len, answers))}
+    assert record.items() >= {"teacher": str(teacher), "data": str(data), "engine": "hf", **hashes, **counts}.items()
     assert record["settings"]["dtype"] == "fp32"
     assert json.loads(side_file(output).read_text()) == record
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
-def test_samples_are_those_of_generate(generate: Callable, teacher: Path, data: Path, tmp_path: Path) -> None:
-    generate()
-    model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
-    prompts = [render_prompt(example) for example in read_examples(data)]
-    examples = [Example("", "", (), raw_prompt=prompt) for prompt in prompts]
-    ids = encode_prompts(examples, tokenizer, Limits(max_prompt_length=60)).ids
-    decoding, alone = Decoding(sample=True, batch_size=2), World.alone()
-    (expected,) = generate_passes(model, tokenizer, ids, decoding, seeds=[4], world=alone, **LIMITS)
-    assert [row["output"] for row in rows(tmp_path / "a.jsonl")] == expected.texts
-    assert len(set(expected.texts)) > 3
-
-
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monkeypatch) -> None:
     generate("whole.jsonl")
+    generate("other.jsonl", seed=5)
+    whole, other = ([row["output"] for row in rows(tmp_path / f"{name}.jsonl")] for name in ("whole", "other"))
+    assert whole != other
+    assert len(set(whole)) > 3
     assert batches_begun(generate, monkeypatch, batches=2) == [0, 1]
     output, parts = tmp_path / "a.jsonl", parts_folder(tmp_path / "a.jsonl")
     finished = (parts / "rank-0.jsonl").read_text().splitlines(keepends=True)
@@ -193,14 +180,130 @@ def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher
     assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
 
 
-def test_misfits_are_refused_before_the_weights_are_loaded(generate, data, tmp_path, monkeypatch) -> None:
+def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
     refuses("beyond the model's context of 80", generate, max_length=81)
     refuses("temperature is 0", generate, temperature=0.0)
     refuses("prompts are longer than", generate, max_prompt_length=20)
-    encoder, output = tmp_path / "encoder", tmp_path / "a.jsonl"
-    BertConfig().save_pretrained(encoder)
-    refuses("bert models do not generate text", generate_responses, str(encoder), str(data), output, SETTINGS)
-    assert not parts_folder(output).exists()
+    assert not parts_folder(tmp_path / "a.jsonl").exists()
     with pytest.raises(ValueError, match="limit is 0: give 1 or more"):
         ResponseConfig(limit=0)
+
+
+def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_path, capsys) -> None:
+    output = tmp_path / "a.jsonl"
+    words = ["generate", "--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy"]
+    words += ["--max_prompt_length", "60", "--max_length", "70", "--engine", "hf", "--limit", "3"]
+    assert main(words) == 0
+    printed, record = capsys.readouterr().out, json.loads(side_file(output).read_text())
+    assert len(rows(output)) == 3
+    assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
+    assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed
+    assert main([*words, "--json"]) == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out) == record
+    assert f"{output} holds these answers already; nothing to do." in again.err
+
+
+def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(teacher: Path, data: Path) -> None:
+    def write_record(**record: object) -> None:
+        side_file(data).write_text(json.dumps({"output_sha256": file_sha256(data), "teacher": "t", **record}))
+
+    hash_now = fingerprint(teacher)
+    assert "there is no prompts.jsonl.provenance.json beside it" in (check_teacher(data, teacher) or "")
+    write_record(teacher_fingerprint="sha256:abc")
+    said = f"{data}: its answers were written by t (sha256:abc), not by the teacher {teacher} ({hash_now})."
+    assert check_teacher(str(data), str(teacher)) == said
+    write_record(teacher_fingerprint=hash_now)
+    assert check_teacher(data, teacher) is None
+    before = file_sha256(data)
+    data.write_text(data.read_text() + "\n")
+    said = f"it changed after it was generated (sha256 {before} then, {file_sha256(data)} now)"
+    assert said in (check_teacher(data, teacher) or "")
+    side_file(data).write_text("[")
+    refuses("provenance.json: not valid JSON", answers_file.read_provenance, data)
+
+
+def test_a_line_that_is_no_finished_batch_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    parts_folder(output).mkdir()
+    answers_file.append_batch(output, 0, 3, {7: [1, 22, 3]})
+    answers_file.append_batch(output, 0, 4, {8: [5]})
+    assert read_batches(output) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
+    with flip(parts_folder(output) / "rank-0.jsonl", -2, 6):
+        refuses("rank-0.jsonl:2: not a finished batch; remove the line", read_batches, output)
+
+
+# vLLM, whose interface is played by a stand-in that decodes with the same tiny model, greedily or not at all.
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Install the stand-in on a machine with two GPUs; returns what it is called with."""
+    return install(monkeypatch)
+
+
+def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        settings = ResponseConfig(decoding="greedy", dtype="fp32", **LIMITS)
+        first = generate_responses(str(teacher), str(data), tmp_path / "hf.jsonl", settings)
+    monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("vLLM loads the model itself"))
+    second = generate_responses(str(teacher), str(data), tmp_path / "vllm.jsonl", settings)
+    assert (first["engine"], second["engine"]) == ("hf", "vllm")
+    assert (first["settings"]["batch_size"], second["settings"]["batch_size"]) == (32, 1024)
+    assert (tmp_path / "vllm.jsonl").read_bytes() == (tmp_path / "hf.jsonl").read_bytes()
+    assert second["generated_tokens"] == first["generated_tokens"]
+    engine, request, *_ = vllm
+    assert (engine["tensor_parallel_size"], engine["trust_remote_code"], engine["max_model_len"]) == (2, False, 70)
+    assert request["max_tokens"] == 10
+
+
+def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def generate(_: Any, prompts: list[Any], sampling_params: list[dict[str, Any]], use_tqdm: bool) -> list[Any]:
+        asked.extend(sampling_params)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(4, 0))]) for _ in prompts]
+
+    monkeypatch.setattr(StandInLLM, "generate", generate)
+    settings = ResponseConfig(temperature=0.7, top_p=0.9, batch_size=3, engine="vllm", dtype="fp32", **LIMITS)
+    generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", settings)
+    seeds = {params["seed"] for params in asked}
+    assert len(seeds) == 7
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert asked[0].items() >= {"temperature": 0.7, "top_p": 0.9, "top_k": -1}.items()
+
+
+def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher, tmp_path, monkeypatch) -> None:
+    def check(pattern: str | None, folder: Path = teacher, ngram: int = 0, ranks: int = 1) -> None:
+        arguments: dict[str, Any] = {"no_repeat_ngram_size": ngram, "world_size": ranks}
+        assert choose_engine("auto", folder, **arguments) == ("vllm" if pattern is None else "hf")
+        assert choose_engine("hf", folder, **arguments) == "hf"
+        if pattern is not None:
+            refuses(pattern, choose_engine, "vllm", folder, **arguments)
+
+    check(None)
+    check("no no_repeat_ngram_size", ngram=6)
+    check("drives all GPUs from one process", ranks=2)
+    config = json.loads((teacher / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "llmdistill", "method": "svd", "modules": {}}
+    for name, content, pattern in (("config", config, "is factorized"), ("adapter_config", {}, "is an adapter")):
+        student = tmp_path / name
+        student.mkdir()
+        (student / f"{name}.json").write_text(json.dumps(content))
+        check(pattern, student)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        check("no GPU")
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    check("not installed")
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (12, 12, 8, 6), (9, 3, 2, 1), (16, 2, 8, 8)]
+)
+def test_the_heads_decide_over_how_many_gpus_a_model_is_split(heads, groups, gpus, expected) -> None:
+    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
+    assert shares(config, gpus) == expected

@@ -1,16 +1,25 @@
+"""Answers of the student in training, by itself and by a server."""
+
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_model
+from stand_in_server import serving
+from tiny import save_decoder, tiny_model
 from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.generation.rollout import OnPolicyLoader, RowNoise, StudentWriter
+from llmdistill.errors import UserError
+from llmdistill.generation import rollout_server
+from llmdistill.generation.rollout import OnPolicyLoader, Prompt, RowNoise, StudentWriter
+from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
+from llmdistill.models.load import load_model
+from llmdistill.runtime.distributed import World
 
 from support import train_loader
 
@@ -65,13 +74,6 @@ def test_ranks_and_micro_batches_do_not_change_an_answer(model) -> None:
     assert rows([batch for pair in zip(*ranks, strict=True) for batch in pair]) == whole
 
 
-def test_a_step_is_a_pure_function_of_seed_and_number(model) -> None:
-    loader = make(model, share=0.5)
-    first = [rows(loader.micro_batches(step)) for step in range(4)]
-    torch.manual_seed(99)
-    assert [rows(make(model, share=0.5).micro_batches(step)) for step in reversed(range(4))] == first[::-1]
-
-
 def test_the_same_prompts_are_answered_anew_in_another_step(model) -> None:
     loader = make(model)
     items = loader.loader.micro_batch_items(0)
@@ -82,8 +84,9 @@ def test_the_same_prompts_are_answered_anew_in_another_step(model) -> None:
 
 def test_share_of_the_steps(model) -> None:
     loader = make(model, share=0.25)
-    share = sum(loader.is_on_policy(step) for step in range(4000)) / 4000
-    assert share == pytest.approx(0.25, abs=0.03)
+    chosen = [loader.is_on_policy(step) for step in range(4000)]
+    assert sum(chosen) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert [loader.is_on_policy(step) for step in range(4000)] == chosen
     step = next(step for step in range(50) if not loader.is_on_policy(step))
     (batch,) = loader.micro_batches(step)
     assert not batch.own_answers
@@ -97,3 +100,124 @@ def test_noise_draws_from_the_softmax() -> None:
     shares = torch.bincount(draws, minlength=5) / len(draws)
     torch.testing.assert_close(shares, logits.softmax(-1), atol=0.02, rtol=0)
     assert shares[4] == 0
+
+
+# Answers by a server, which a stand-in plays.
+
+LONGEST = 6
+PROMPTS = [[Prompt([5, 6, 7], 1), Prompt([9], 2)], [Prompt([5, 6, 7], 3)]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_decoder(tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture
+def server(folder):
+    with serving(folder) as running:
+        yield running
+
+
+def client(url, *, vocabulary=1024, end=2):
+    return RolloutServer(url, vocabulary=vocabulary, max_new_tokens=LONGEST, end_token_ids=[end], wait=5.0)
+
+
+def writer(server, tmp_path, *, every=1, student=None):
+    """One that hands over `student`, by default what the server has, and the folders that it saved."""
+    saved = []
+
+    def save(output):
+        assert not output.exists()
+        shutil.copytree(server._folder if student is None else student, output)
+        saved.append(output)
+
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    return ServerWriter(client(server.url), save, tmp_path / "handed", every=every, world=world), saved
+
+
+def test_the_answers_are_samples_of_the_handed_over_student(server, tmp_path):
+    other = save_decoder(tmp_path / "other", initializer_range=0.5)
+    made, _ = writer(server, tmp_path, student=other)
+    written = made.write(0, PROMPTS)
+    model = load_model(other, dtype=torch.float32).eval()
+    assert [len(rows) for rows in written] == [2, 1]
+    for prompts, rows in zip(PROMPTS, written, strict=True):
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert len(row.ids) == LONGEST or row.ids[-1] == 2
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt.ids, *row.ids]])).logits[0]
+            expected = logits[len(prompt.ids) - 1 : -1].log_softmax(-1)[range(len(row.ids)), row.ids]
+            torch.testing.assert_close(torch.tensor(row.log_probs), expected, rtol=0, atol=1e-5)
+    assert written[0][0].ids != written[1][0].ids  # the same prompt, another seed
+    assert made.write(1, PROMPTS) == written
+
+
+def test_an_answer_ends_after_an_end_token(server):
+    whole = client(server.url).ask(PROMPTS[0][0]).result().ids
+    ending = client(server.url, end=whole[2]).ask(PROMPTS[0][0]).result()
+    assert ending.ids == whole[: whole.index(whole[2]) + 1]
+
+
+@pytest.mark.parametrize(("every", "count"), [(1, 5), (2, 3), (4, 2)])
+def test_the_weights_are_handed_over_every_so_many_steps(server, tmp_path, every, count):
+    made, saved = writer(server, tmp_path, every=every)
+    for step in range(2, 7):
+        made.write(step, PROMPTS[1:])
+    assert len(saved) == count
+
+
+def test_a_server_that_was_started_again_gets_the_weights_again_and_one_of_others_is_refused(server, tmp_path):
+    student = save_decoder(tmp_path / "student", initializer_range=0.5)
+    made, saved = writer(server, tmp_path, every=100, student=student)
+    first = made.write(0, PROMPTS)
+    server.start_again()
+    assert made.write(1, PROMPTS) == first
+    assert len(saved) == 2
+    other, _ = writer(server, tmp_path / "other", every=100)
+    other.write(0, PROMPTS)
+    with pytest.raises(UserError, match="another training has handed its weights to this server"):
+        made.write(2, PROMPTS)
+
+
+def test_a_server_that_keeps_its_cache_is_told_again(server, tmp_path, monkeypatch):
+    answer, told = server._answer, []
+
+    def keeps(path, body):
+        told.extend([path] if path == "/reset_prefix_cache" else [])
+        return (200, {"success": len(told) > 2}) if path == "/reset_prefix_cache" else answer(path, body)
+
+    monkeypatch.setattr(server, "_answer", keeps)
+    monkeypatch.setattr(rollout_server.time, "sleep", lambda _: None)
+    made, _ = writer(server, tmp_path)
+    made.write(0, PROMPTS)
+    assert len(told) == 3
+    told.clear()
+    monkeypatch.setattr(rollout_server, "_TRIES", 2)
+    with pytest.raises(UserError, match="it goes on answering others"):
+        made.write(1, PROMPTS)
+
+
+def test_what_is_wrong_is_said_before_the_run(server, tmp_path):
+    def refused(what, call, *given):
+        with pytest.raises(UserError, match=f"data.rollout.url {server.url}: {what}"):
+            call(*given)
+
+    own = client(server.url)
+    own.check(512)
+    refused(r"it reads 512 tokens, and a text of data\.max_length needs 513", own.check, 513)
+    refused(r"it refuses the weights in .*nothing: HTTP 500: cannot read", own.take_weights, tmp_path / "nothing", "")
+    server.takes_weights = False
+    said = r"it does not take weights \(HTTP 500: no attribute weights_stamp\); start it with `VLLM"
+    refused(said, own.check, 10)
+
+
+@pytest.mark.parametrize(("changes", "vocabulary", "said"), [
+    ({"token_ids": None}, 1024, "it does not give the 1 to 6 tokens of an answer"),
+    ({"token_ids": [5] * 7}, 1024, "it does not give the 1 to 6 tokens of an answer"),
+    ({}, 8, "it names the token [0-9]+, and the student has 8"),
+])  # fmt: skip
+def test_an_answer_that_is_none_is_refused(server, changes, vocabulary, said):
+    server.changes = changes
+    with pytest.raises(UserError, match=said):
+        client(server.url, vocabulary=vocabulary).ask(PROMPTS[0][0]).result()
