@@ -62,7 +62,7 @@ BREAKS = [
         f"{RUN}/callbacks/base.py",
         "(self.step % every == 0 or self.is_last)",
         "self.step % every == 0",
-        f"{TRAINER}::test_validation_stands_in_the_log_where_it_is_due",
+        f"{TRAINER}::test_validation_checkpoints_and_rows_of_the_log_come_where_they_are_due",
     ),
     Break(
         "log-sum-for-mean",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
+import multiprocessing
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +61,6 @@ def test_another_configuration_a_second_start_and_other_folders_are_refused_and_
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
-def test_how_any_teacher_is_sharded_does_not_shape_the_student(parse):
-    words = ("--method", "kd", "--teacher.others.a.model", "embedded:teacher", "--teacher.others.a.sharding")
-    one, other = (shaping_settings(to_dict(parse(*words, each))) for each in ("replicated", "zero3"))
-    assert one == other
-
-
 def test_contents_of_files_count_beside_their_names(parse, tmp_path):
     claim(parse())
     before = (tmp_path / "zero.json").read_text()
@@ -95,27 +89,24 @@ def test_what_does_not_shape_the_student_may_change(parse, tmp_path):
     claim(parse("--train.micro_batch_size", "1"), size=2)
     with pytest.raises(UserError, match="seed was 0 and is now 1"):
         claim(parse("--seed", "1"), size=2)
+    words = ("--method", "kd", "--teacher.others.a.model", "embedded:teacher", "--teacher.others.a.sharding")
+    one, other = (shaping_settings(to_dict(parse(*words, each))) for each in ("replicated", "zero3"))
+    assert one == other
+
+
+def outcome(config) -> str:
+    try:
+        claim(config)
+    except UserError as error:
+        return str(error)
+    return "claimed"
 
 
 def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
-    def claimed_by_another_process() -> str:
-        ours, theirs = os.pipe()
-        if os.fork() == 0:  # a lock is held against other processes alone
-            try:
-                claim(parse())
-                os.write(theirs, b"claimed")
-            except UserError as error:
-                os.write(theirs, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(theirs)
-        os.wait()
-        with os.fdopen(ours) as said:
-            return said.read()
-
-    with claim_folder(parse(), WORLD):
-        assert "another process is at this run" in claimed_by_another_process()
-    assert claimed_by_another_process() == "claimed"
+    with multiprocessing.get_context("fork").Pool(1) as other:  # a lock is held against other processes alone
+        with claim_folder(parse(), WORLD):
+            assert "another process is at this run" in other.apply(outcome, [parse()])
+        assert other.apply(outcome, [parse()]) == "claimed"
 
 
 def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(parse):

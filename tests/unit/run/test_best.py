@@ -16,7 +16,6 @@ from llmdistill.run.callbacks import checkpoints
 from llmdistill.run.callbacks.best import BestStudent, read_best
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.runtime.distributed import World
-from llmdistill.train import main
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -73,22 +72,31 @@ def test_a_model_that_was_killed_while_it_was_saved_is_saved_again(tmp_path):
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-2"]
 
 
-@pytest.mark.parametrize("damage", ["record", "missing", "weights"])
-def test_a_damaged_best_student_is_not_taken(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda student: (student.parents[1] / "best.json").unlink(), r"best\.json is missing"),
+        (shutil.rmtree, "step-1 is missing"),
+        (lambda student: (student / "weights").write_text("9"), "weights changed after"),
+    ],
+)
+def test_a_damaged_best_student_is_not_taken(tmp_path, damage, said):
     best = keeper(tmp_path)
     best.validated(1, 2.0)
-    student = tmp_path / "best" / "step-1"
-    write_manifest(student)
-    if damage == "record":
-        (tmp_path / "best.json").unlink()
-    elif damage == "missing":
-        shutil.rmtree(student)
-    else:
-        (student / "weights").write_text("9")
-    said = {"record": r"best\.json is missing", "missing": "step-1 is missing", "weights": "weights changed after"}
-    with pytest.raises(UserError, match=rf"{said[damage]}.*: the best student is lost"):
+    write_manifest(tmp_path / "best" / "step-1")
+    damage(tmp_path / "best" / "step-1")
+    with pytest.raises(UserError, match=rf"{said}.*: the best student is lost"):
         best.take(tmp_path / "student")
     assert not (tmp_path / "student").exists()
+
+
+def test_a_resumed_run_without_its_best_goes_on_and_says_so(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "valid_loss": 1.0}\n')
+    keeper(tmp_path).begin(1)
+    assert capsys.readouterr().err == ""
+    keeper(tmp_path).begin(3)
+    said = "".join(capsys.readouterr().err.replace("│", "").split())
+    assert "sothebeststudentuptostep3islost" in said
 
 
 LOSSES = {1: 1.0, 2: 3.0, 3: 2.0, 4: 1.5}
@@ -97,61 +105,34 @@ KEEPS_BEST = ("--train.steps", "4", "--train.keep_best", "loss", "--train.valida
 KEEPS_BEST += ("--train.keep_checkpoints", "2", "--scoring.models", "[]")
 
 
-@pytest.fixture(scope="module")
-def kept_best(base, settings):
-    """A finished run, and what a kill after its third checkpoint would have left."""
-    run, killed, save = base / "keeps_best", base / "keeps_best_killed", checkpoints.save_checkpoint
+def names(folder):
+    return {each.name for each in folder.iterdir()}
+
+
+def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_before_the_run_goes_on(
+    tmp_path, trains, monkeypatch
+):
+    run, killed, save = tmp_path / "run", tmp_path / "killed", checkpoints.save_checkpoint
 
     def save_and_copy(engine, folder, step, *more, **named):
         save(engine, folder, step, *more, **named)
         if step == 3:
             shutil.copytree(folder, killed)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(Validation, "loss", lambda self: LOSSES.get(self.trainer.engine.global_steps, 9.0))
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_checkpoint", save_and_copy)
-        patch.setattr(Validation, "loss", lambda self: LOSSES.get(self.trainer.engine.global_steps, 9.0))
-        assert main([*settings, *KEEPS_BEST, "--output_dir", str(run)]) == 0
-        patch.setattr(checkpoints, "save_checkpoint", save)
-        yield run, killed
-
-
-def names(folder):
-    return {each.name for each in folder.iterdir()}
-
-
-def student(folder):
-    return (folder / "model.safetensors").read_bytes()
-
-
-def test_the_best_student_outlives_its_checkpoint_and_the_damage_of_the_newest(kept_best, tmp_path, trains):
-    finished, killed = kept_best
+        assert trains(run, *KEEPS_BEST)[0] == 0
     assert names(killed / "checkpoints") == {"step-2", "step-3"}
-    assert names(killed / "best") == {"step-1"}
-    assert student(finished / "student") == student(killed / "best" / "step-1")
-    run = tmp_path / "run"
-    shutil.copytree(killed, run)
-    with flip(run / "checkpoints" / "step-3" / "rank-00000.safetensors", -1):
-        code, said = trains(run, *KEEPS_BEST)
-    assert code == 0, said
-    assert "thecheckpointofstep3isdamagedandisnotused" in "".join(said.replace("│", "").split())
-    assert student(run / "student") == student(finished / "student")
-    assert json.loads((run / "metrics.json").read_text())["kept"]["step"] == 1
-    assert names(run / "checkpoints") == {"damaged-step-3", "step-3", "step-4"}
-
-
-def test_a_lost_best_student_is_said_before_the_run_goes_on(kept_best, tmp_path, trains):
-    _, killed = kept_best
-    run = tmp_path / "run"
-    shutil.copytree(killed, run)
-    with flip(run / "best" / "step-1" / "model.safetensors", -1):
-        code, said = trains(run, *KEEPS_BEST)
+    best = killed / "best" / "step-1" / "model.safetensors"
+    whole = best.read_bytes()
+    with flip(best, -1):
+        code, said = trains(killed, *KEEPS_BEST)
     assert code == 2
-    assert f"error: {run}/best/step-1/model.safetensors changed after it was written" in said
-    assert f"the best student so far is lost; remove {run}/best.json, and the next validation counts as" in said
-    assert names(run / "checkpoints") == {"step-2", "step-3"}, "nothing was trained"
-    (run / "best.json").unlink()  # the remedy
-    code, said = trains(run, *KEEPS_BEST)
-    assert code == 0, said
-    assert "sothebeststudentuptostep3islost" in "".join(said.replace("│", "").split())
-    assert json.loads((run / "metrics.json").read_text())["kept"]["step"] == 4
+    assert f"error: {best} changed after it was written" in said
+    assert f"the best student so far is lost; remove {killed}/best.json, and the next validation counts as" in said
+    assert names(killed / "checkpoints") == {"step-2", "step-3"}, "nothing was trained"
+    assert trains(killed, *KEEPS_BEST)[0] == 0
+    for folder in (run, killed):
+        assert (folder / "student" / "model.safetensors").read_bytes() == whole
+        assert json.loads((folder / "metrics.json").read_text())["kept"]["step"] == 1

@@ -13,7 +13,6 @@ import llmdistill
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.factorize import measure
-from llmdistill.factorize.counting import layer_linears
 from llmdistill.methods import METHODS
 from llmdistill.models.passes import HookSums
 from llmdistill.run import calibration
@@ -48,6 +47,7 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
         calibration_batches(config, plan.models, many)
 
 
+UNIFORM = {"allocation": "uniform", "target_params": None, "rank": 4}
 SETTINGS = {"target_params": "85%", "weighting": "gradients", "allocation": "loss"}
 ROWS = [
     {"instruction": f"Count to {number}.", "output": " ".join("abcdefgh"[: number % 8 + 1])} for number in range(40)
@@ -58,9 +58,6 @@ ROWS = [
 def teacher(tmp_path) -> LlamaForCausalLM:
     """A model in memory with the embedded tokenizer."""
     return LlamaForCausalLM.from_pretrained(save_decoder(tmp_path / "teacher", num_hidden_layers=2))
-
-
-ONE_BY_ONE = {"micro_batch_size": 1}
 
 
 def made(model, folder=None, **given):
@@ -74,9 +71,9 @@ def same(one, other) -> bool:
 
 
 def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_path, monkeypatch):
-    kept, one_rank = tmp_path / "kept", {"allocation": "uniform", "target_params": None, "rank": 4}
-    assert same(made(teacher, kept, **one_rank), made(teacher, **one_rank))
-    others = ({"target_params": "78%"}, {**one_rank, "rank": 7})
+    kept = tmp_path / "kept"
+    assert same(made(teacher, kept, **UNIFORM), made(teacher, **UNIFORM))
+    others = ({"target_params": "78%"}, {**UNIFORM, "rank": 7})
     own = [made(teacher, **other) for other in others]
 
     def fails(*_args, **_more):
@@ -88,59 +85,43 @@ def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_
     assert same(made(teacher, kept, **others[1]), own[1])
     # Pivoted factors reach higher ranks, and a weighting by the inputs alone needs less than what is there.
     monkeypatch.undo()
-    others = ({"form": "pivoted", "rank": 28, **one_rank}, {"weighting": "activations", **one_rank})
+    others = ({**UNIFORM, "form": "pivoted", "rank": 12}, {**UNIFORM, "weighting": "activations"})
     own = [made(teacher, **other) for other in others]
     monkeypatch.setattr(HookSums, "count", fails)
     assert [same(made(teacher, kept, **other), each) for other, each in zip(others, own, strict=True)] == [True] * 2
 
 
-def test_a_pass_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path, monkeypatch):
-    whole, passes = made(teacher, calibration=ONE_BY_ONE), []
-    monkeypatch.setattr(measure, "KEEP_SECONDS", 0.0)
-    real = HookSums.count
+def test_a_measurement_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path, monkeypatch):
+    """In passes over the data for few matrices each, as many as fit into the memory, and one for the costs."""
+    small = {"micro_batch_size": 1, "memory": 40_000 / 2**30}
+    in_one_pass = made(teacher, calibration={"micro_batch_size": 1})
+    batches, kills, real = [], [], HookSums.count
 
-    def killed(sums, mask):
-        passes.append(mask)
-        if len(passes) in (4, 7, 13):  # twice in the pass for the moments, and once in that for the costs
+    def count(sums, mask):
+        batches.append(mask)
+        if kills and len(batches) == kills[0]:
+            del kills[0]
             raise KeyboardInterrupt
         return real(sums, mask)
 
-    monkeypatch.setattr(HookSums, "count", killed)
-    for _ in range(3):
+    monkeypatch.setattr(HookSums, "count", count)
+    monkeypatch.setattr(measure, "KEEP_SECONDS", 0.0)
+    whole = made(teacher, calibration=small)
+    usual = len(batches)
+    assert usual > 3 * 8, "there are several passes"
+    assert same(whole, in_one_pass)
+    batches.clear()
+    kills += [4, 7, 13, usual - 8 + 3 + 3]  # two in the first pass, one in the second, and one in that for the costs
+    while kills:
         with pytest.raises(KeyboardInterrupt):
-            made(teacher, tmp_path / "kept", calibration=ONE_BY_ONE)
-    assert same(made(teacher, tmp_path / "kept", calibration=ONE_BY_ONE), whole)
-    # Each batch of the moments was counted once, but for the two that kills interrupted; the costs began again.
-    assert len(passes) == 8 + 2 + 3 + 8
-
-
-def test_a_measurement_goes_on_where_it_was_killed(teacher, tmp_path, monkeypatch):
-    kept, whole, passes = tmp_path / "kept", made(teacher), []
-    small = {"calibration": {"memory": 40_000 / 2**30}}
-    real = measure.measure_moments
-
-    def killed(model, names, *args, **more):
-        if len(passes) == 2:
-            raise KeyboardInterrupt
-        passes.append(names)
-        return real(model, names, *args, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "measure_moments", killed)
-        with pytest.raises(KeyboardInterrupt):
-            made(teacher, kept, **small)
-    done = {f"model.{file.name.removesuffix('.safetensors')}" for file in (kept / "gradients").glob("*.safetensors")}
-    assert done == {name for names in passes for name in names}
-    measured = []
-    monkeypatch.setattr(
-        measure, "measure_moments", lambda model, names, *a, **m: measured.extend(names) or real(model, names, *a, **m)
-    )
-    assert same(made(teacher, kept, **small), whole)
-    assert set(measured) == set(layer_linears(teacher)) - done
+            made(teacher, tmp_path / "kept", calibration=small)
+    assert same(made(teacher, tmp_path / "kept", calibration=small), whole)
+    # Each batch of the moments was counted once, but for the three that kills interrupted; the costs began again.
+    assert len(batches) == usual + 3 + 3
 
 
 def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
-    made(teacher, tmp_path / "kept")
+    made(teacher, tmp_path / "kept", **UNIFORM)
     remedy = "; choose another folder, or null to keep nothing"
     for other, said in (
         ({"calibration": {"seed": 1}}, "seed was 0 and is now 1"),
@@ -148,11 +129,11 @@ def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
         ({"max_length": 400}, r"data\.max_length was \d+ and is now 400"),
     ):
         with pytest.raises(UserError, match=f"it holds statistics of another measurement: {said}.*{remedy}"):
-            made(teacher, tmp_path / "kept", **other)
+            made(teacher, tmp_path / "kept", **UNIFORM, **other)
     with torch.no_grad():
         teacher.lm_head.weight[0, 0] += 1
     with pytest.raises(UserError, match="content of teacher was sha256"):
-        made(teacher, tmp_path / "kept")
+        made(teacher, tmp_path / "kept", **UNIFORM)
     # The same model by its folder: it has another identity, and keeps it.
     named = str(tmp_path / "teacher")
-    assert same(made(named, tmp_path / "named"), made(named, tmp_path / "named"))
+    assert same(made(named, tmp_path / "named", **UNIFORM), made(named, tmp_path / "named", **UNIFORM))

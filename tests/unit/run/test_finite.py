@@ -62,7 +62,6 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path)
     said = str(error.value)
     assert "the term logits is inf at step 2: logits on rank 0, in the micro batches of the samples 1, 11, 21" in said
     assert "looked at step 2" in said
-    assert "a lower train.learning_rate" in said
     kept = load_file(tmp_path / "not_finite" / "step-2" / "rank-00000.safetensors")
     assert torch.equal(kept["0/input_ids"], batches()[1].input_ids), "only the micro batch that is wrong is kept"
     assert not any(name.startswith("1/") for name in kept)

@@ -11,9 +11,9 @@ from types import MappingProxyType
 import pytest
 import torch
 from plain_engine import PlainEngine
-from references import token_loss
+from tiny import tiny_model
 
-from llmdistill.batch import LossSum, Outputs, Taps
+from llmdistill.batch import LossSum
 from llmdistill.config import TrainConfig
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import scoring_batches
@@ -28,6 +28,7 @@ from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.log import RunLog
 from llmdistill.run.trainer import Trainer
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 
 from support import log_rows, train_loader
@@ -87,18 +88,6 @@ class Student:
             sum(factors[name] * loss.sum for name, loss in losses.items()),
             {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
         )
-
-
-class Table:
-    """A model whose logits are those of a table."""
-
-    def __init__(self, table):
-        self.table = table
-
-    def learn(self, batch, running):
-        (term,) = running.token_terms
-        loss = token_loss(term, Outputs(self.table[batch.input_ids], Taps()), None, batch, shift=True)
-        return Losses(loss.sum, {term.name: loss})
 
 
 def make_trainer(micro_batch_size, steps=4):
@@ -162,9 +151,8 @@ def test_every_step_and_rank_draws_its_own_random_numbers():
 
 def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     _, trainer = make_trainer(4)
-    vocabulary = 7
-    table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    trainer.student = Table(table)
+    model = tiny_model("llama").double()
+    trainer.student = tapped(make_sft(), "student", model)
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     make = partial(collate, pad_token_id=0)
     of_ranks = ((0, 1), (0, 3), (1, 3), (2, 3))
@@ -174,9 +162,9 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     expected = []
     for item in items:
         ids = item.prompt_ids + item.response_ids
-        for place in range(len(item.prompt_ids), len(ids)):
-            expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
-    mean = pytest.approx(sum(expected) / len(expected), rel=1e-12)
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+        expected += [-float(log_probs[place - 1, ids[place]]) for place in range(len(item.prompt_ids), len(ids))]
+    mean = pytest.approx(sum(expected) / len(expected), rel=1e-10)
     assert Validation(trainer, shares[0], make_sft(), tmp_path).loss() == mean
     assert trainer.engine.modes == ["eval", "train"]
     # A rank that has nothing left goes through the motions, and counts nothing.
@@ -184,14 +172,17 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     assert Validation(trainer, batches, make_sft(), tmp_path).loss() == mean
 
 
-def test_validation_stands_in_the_log_where_it_is_due(tmp_path, monkeypatch):
+def test_validation_checkpoints_and_rows_of_the_log_come_where_they_are_due(tmp_path, monkeypatch):
     _, trainer = make_trainer(8, steps=5)
-    trainer.settings = replace(trainer.settings, validate_every=2, log_every=3)
+    trainer.settings = replace(trainer.settings, validate_every=2, log_every=3, save_every=3)
+    saved, save = [], "llmdistill.run.callbacks.checkpoints.save_checkpoint"
+    monkeypatch.setattr(save, lambda _, folder, step, *__, **___: saved.append(step))
     validation = Validation(trainer, [object()], trainer.method, tmp_path)
     monkeypatch.setattr(Validation, "loss", lambda self: 0.5)
     train(trainer, tmp_path, validation)
     rows = log_rows(tmp_path)
     assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
+    assert saved == [3, 5]
     assert sum(row["tokens"] for row in rows) == sum(
         int(batch.attention_mask.sum()) for step in range(5) for batch in trainer.loader.micro_batches(step)
     )
@@ -210,7 +201,7 @@ def test_a_run_whose_validation_overflows_goes_on_with_a_lower_learning_rate(tmp
 def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
     _, trainer = make_trainer(4, steps=6)
     trainer.engine.backward = lambda loss: None
-    trainer.settings = replace(trainer.settings, log_every=4)
+    trainer.settings = replace(trainer.settings, log_every=4, save_every=None)
     terms = []
     for step in range(6):
         losses, _ = trainer.train_step(trainer.loader.micro_batches(step))
@@ -228,14 +219,4 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
         assert row["loss"] == row["all"] + 3 * row["labeled"]
     # The counts of each step, the terms of each applied one, and the positions of each row.
     assert len(sums) == 6 + 4 + len(rows)
-
-
-@pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, [3, 4]), (9, [4])])
-def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, monkeypatch, save_every, expected):
-    _, trainer = make_trainer(8)
-    trainer.settings = replace(trainer.settings, save_every=save_every)
-    saved = []
-    save = "llmdistill.run.callbacks.checkpoints.save_checkpoint"
-    monkeypatch.setattr(save, lambda _, folder, step, *__, **___: saved.append(step))
-    train(trainer, tmp_path)
-    assert saved == expected
+    assert not (tmp_path / "checkpoints").exists()

@@ -7,7 +7,7 @@ import torch
 from byte_tokenizers import byte_level, sentencepiece_like
 from tiny import tiny_model
 
-from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Taps
+from llmdistill.batch import IGNORE_INDEX, Batch, OtherTokens
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.token_bytes import TokenBytes
 from llmdistill.methods.kd import KdConfig, build_kd
@@ -70,7 +70,7 @@ def texts_of_spans(batch: Batch, taught: Batch, others: OtherTokens, teacher) ->
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-def test_each_span_has_the_same_text_on_both_sides(name):
+def test_each_span_has_the_same_text_on_both_sides_and_begins_at_its_first_row(name):
     batch, teacher = batch_of(), TEACHERS[name]
     taught, others = translation(teacher)(batch)
     found = texts_of_spans(batch, taught, others, teacher)
@@ -82,12 +82,13 @@ def test_each_span_has_the_same_text_on_both_sides(name):
     assert len(compared) == len(batch.label_rows)
     assert (others.pairs >= 0).any()
     assert others.num_spans > 3
+    for span in range(others.num_spans):
+        rows, theirs = ((each == span).nonzero()[:, 0] for each in (others.student_spans, others.spans))
+        assert others.starts[rows].tolist() == [theirs[0], *[-1] * (len(rows) - 1)]
+    assert (others.starts[others.student_spans < 0] == -1).all()
     for ids_T, mask_T, (prompt, answer) in zip(taught.input_ids, taught.attention_mask, PAIRS, strict=True):
-        expected = [
-            *teacher(f"You ask: {prompt}")["input_ids"],
-            *TokenBytes(teacher).encode(answer),
-            teacher.eos_token_id,
-        ]
+        asked_for = teacher(f"You ask: {prompt}")["input_ids"]
+        expected = [*asked_for, *TokenBytes(teacher).encode(answer), teacher.eos_token_id]
         assert ids_T[mask_T == 1].tolist() == expected
 
 
@@ -106,16 +107,6 @@ def test_a_cache_knows_examples_by_the_teachers_tokens():
     assert found[0] == found[1]
     assert own[0] != own[1]
     assert len(set(found[0])) == len(PAIRS)
-
-
-def test_a_span_begins_at_the_first_of_its_rows():
-    batch = batch_of()
-    _, others = translation(TEACHERS["byte-level"])(batch)
-    for span in range(others.num_spans):
-        rows = (others.student_spans == span).nonzero()[:, 0]
-        theirs = (others.spans == span).nonzero()[:, 0]
-        assert others.starts[rows].tolist() == [theirs[0], *[-1] * (len(rows) - 1)]
-    assert (others.starts[others.student_spans < 0] == -1).all()
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -138,27 +129,17 @@ def test_plain_text_is_read_whole(starts):
     assert 0 < missing <= max(len(first), len(TokenBytes(STUDENT).pieces[int(ids[0, 0])])) + 5
 
 
-def test_packed_rows_and_padding_on_the_left_change_nothing():
-    items, translate = [encoded(*pair) for pair in PAIRS[:3]], translation(TEACHERS["byte-level"])
-    plain = collate(items, STUDENT.pad_token_id)
-    packed = collate_packed(items, STUDENT.pad_token_id, max_length=200)
-    order = [sample[0] for sample in plain.sample_ids]
-    in_order = sorted(range(len(items)), key=lambda n: [s for row in packed.sample_ids for s in row].index(order[n]))
-    again = collate([items[n] for n in in_order], STUDENT.pad_token_id)
-    width = again.input_ids.shape[1]
-    rolled = [width - int(length) for length in again.attention_mask.sum(1)]
-    left = Batch(
-        *(
-            torch.stack([row.roll(more) for row, more in zip(each, rolled, strict=True)])
-            for each in (again.input_ids, again.attention_mask, again.labels)
-        )
-    )
-    taught, expected = translate(again)
-    for other in (packed, left):
-        its, found = translate(other)
-        assert torch.equal(taught.input_ids, its.input_ids)
-        for name in ("labels", "spans", "pairs", "student_spans", "starts"):
-            assert torch.equal(getattr(expected, name), getattr(found, name)), name
+def test_padding_on_the_left_changes_nothing():
+    plain, translate = batch_of(PAIRS[:3]), translation(TEACHERS["byte-level"])
+    free = [plain.input_ids.shape[1] - int(length) for length in plain.attention_mask.sum(1)]
+    rolled = [
+        torch.stack([row.roll(more) for row, more in zip(each, free, strict=True)])
+        for each in (plain.input_ids, plain.attention_mask, plain.labels)
+    ]
+    (taught, expected), (again, found) = translate(plain), translate(Batch(*rolled))
+    assert torch.equal(taught.input_ids, again.input_ids)
+    for name in ("labels", "spans", "pairs", "student_spans", "starts"):
+        assert torch.equal(getattr(expected, name), getattr(found, name)), name
 
 
 def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
@@ -183,33 +164,13 @@ def test_what_the_teacher_cannot_read_is_not_compared():
 
 
 def test_the_first_token_that_the_teacher_reads_is_predicted_by_none():
-    item, teacher = encoded("The cat", "sat on the mat"), byte_level(420, end="</end>")
+    item, teacher = encoded("The cat", "sat on the mat"), TEACHERS["byte-level"]
     translate = Translation(STUDENT, teacher, prompts={sample_id(item.prompt_ids): []}, longest=100)
     batch = collate([item], STUDENT.pad_token_id).with_label_rows(shift=True)
     taught, others = translate(batch)
-    found = texts_of_spans(batch, taught, others, teacher)
-    assert all(one == other for one, other in found)
+    compared = b"".join(one for one, _ in texts_of_spans(batch, taught, others, teacher))
     first = TokenBytes(teacher).pieces[int(taught.input_ids[0, 0])]
-    assert b"".join(one for one, _ in found) != b"sat on the mat" + b"END"
-    assert len(b"".join(one for one, _ in found)) <= len(b"sat on the matEND") - len(first)
-
-
-def test_the_teacher_is_asked_for_the_tokens_of_spans_and_says_once_how_many():
-    batch, said = batch_of(), []
-
-    class Live:
-        def teach(self, taught, *, lm_head):
-            assert lm_head == ("labels",)
-            rows = torch.arange(len(taught.label_rows))[:, None].float()
-            return Outputs(logits=None, taps=Taps(), lm_head={"labels": HeadInputs(rows, None, None)})
-
-    teacher = TranslatedTeacher(Live(), translation(TEACHERS["byte-level"]), said.append)
-    for _ in range(2):
-        (others,) = teacher.teach(batch, lm_head=("labels",)).lm_head.values()
-        assert len(others.head.rows) == len(others.labels) == len(others.spans)
-    (note,) = said
-    assert "of the first batch's labels" in note
-    assert "% within spans" in note
+    assert len(compared) <= len(b"sat on the matEND") - len(first)
 
 
 @pytest.mark.parametrize("spans", ["alm", "uld"])
@@ -222,9 +183,8 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
     }
     method = build_kd(KdConfig(spans=spans, temperature=2.0), models["teacher"].config, models["student"].config)
     student = tapped(method, "student", models["student"])
-    teacher = TranslatedTeacher(
-        tapped(method, "teacher", models["teacher"]), translation(teacher_tokens), lambda _: None
-    )
+    said: list[str] = []
+    teacher = TranslatedTeacher(tapped(method, "teacher", models["teacher"]), translation(teacher_tokens), said.append)
     whole = collate(items, STUDENT.pad_token_id).with_label_rows(shift=True)
     divided = [
         collate_packed(items[:2], STUDENT.pad_token_id, max_length=200),
@@ -241,6 +201,9 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert max(float(each.abs().max()) for each in found[0]) > 1e-3
+    (note,) = said  # at the first batch alone
+    assert "of the first batch's labels" in note
+    assert "% within spans" in note
 
 
 def test_a_window_may_begin_within_a_character():

@@ -27,8 +27,8 @@ from llmdistill.run.forecast.layout import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.run.teachers import make_teacher
-from llmdistill.run.wiring import request_of, tapped
-from llmdistill.teacher import cache_folder, shards
+from llmdistill.run.wiring import tapped
+from llmdistill.teacher import shards
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher
 
@@ -45,8 +45,7 @@ def assert_as_live(plan: Plan, teacher: CachedTeacher, found: list[Batch]) -> di
     """Check that a cached teacher gives the terms and gradients of the live one; returns those of the first batch."""
     live = make_teacher(plan, WORLD)
     expected = losses(plan, tapped(plan.method, "teacher", live.model, forward=live.forward), found)
-    for ours, theirs in zip(losses(plan, teacher, found), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses(plan, teacher, found), expected, rtol=1e-4, atol=1e-6)
     return expected[0]
 
 
@@ -93,26 +92,6 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
     assert taught.weight.shape == (plan.models.teacher.vocab_size, 32)
     assert float(found) == pytest.approx(total, rel=1e-5)
-
-
-def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, made):
-    plan, data = planned("--kd.temperature", "2")
-    folder = made("--kd.temperature", "2", settings=TOP_K)
-    (batch, *_) = batches(plan, data)
-    models = [loaded(plan, role).double() for role in ("teacher", "student")]
-    with torch.no_grad():
-        shown = [model(batch.input_ids, batch.attention_mask).logits for model in models]
-    log_p, log_q = ((each.flatten(0, 1)[batch.label_rows] / 2).log_softmax(-1) for each in shown)
-    rank = log_p.argsort(descending=True).argsort()
-    tail = rank >= TOP_K.top_k
-    whole, missing = (log_p.exp() * (log_p - log_q)).sum(), 0.0
-    for p, q, outside in zip(log_p, log_q, tail, strict=True):
-        inner_p, inner_q = p[outside].log_softmax(0), q[outside].log_softmax(0)
-        missing += float(p[outside].exp().sum() * (inner_p.exp() * (inner_p - inner_q)).sum())
-    found = losses(plan, cached(plan, folder), [batch])[0]["forward_kl"] * len(batch.label_rows)
-    assert missing > 0.01 * float(whole)
-    assert float(found) == pytest.approx(4 * (float(whole) - missing), rel=1e-5)
-    assert not (folder / "head.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -201,27 +180,8 @@ def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tm
     monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
     record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
     assert record["settings"]["engine"] == "vllm"
+    assert not (folder / "head.safetensors").exists()
     assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
     checked(planned, tmp_path / "cache", *words)
-    found = batches(plan, data)
-    expected = losses(plan, cached(plan, folder), found)
-    for ours, theirs in zip(losses(plan, cached(plan, tmp_path / "cache"), found), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_only_the_rows_of_a_batch_are_read(made, planned, monkeypatch):
-    plan, data = planned()
-    folder, read = CacheFolder(made()), list[int]()
-    rows = folder.rows
-
-    def counted(name, places):
-        found = rows(name, places)
-        read.append(len(found))
-        return found
-
-    monkeypatch.setattr(folder, "rows", counted)
-    (batch, *_) = batches(plan, data, size=2)
-    teacher = CachedTeacher(folder, request_of(plan.method), shift=True, device=WORLD.device)
-    teacher.teach(batch, lm_head=["labels"])
-    assert read == [len(batch.label_rows)]
-    assert cache_folder.entry_of(made(), "shards/00000.safetensors", folder.record) is not None
+    ours, theirs = (losses(plan, cached(plan, each), batches(plan, data)) for each in (tmp_path / "cache", folder))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
