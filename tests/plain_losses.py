@@ -48,6 +48,8 @@ def token_losses_plain(
 
 
 def _logits(inputs: HeadInputs, vocabulary: int | None) -> Tensor:
+    if inputs.weight is None:  # the rows are the logits
+        return inputs.rows[:, :vocabulary]
     bias_V = None if inputs.bias is None else inputs.bias[:vocabulary]
     logits_NV = functional.linear(inputs.rows.to(inputs.weight.dtype), inputs.weight[:vocabulary], bias_V)
     return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))

@@ -43,11 +43,10 @@ def test_half_precision_is_computed_in_fp32(name: str) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("garbage", [0.0, math.nan])
-def test_padding_does_not_matter(name: str, garbage: float) -> None:
+def test_padding_does_not_matter(name: str) -> None:
     loss_of, shape = LOSSES[name]
     results = []
-    for filling in (1.0, garbage):
+    for filling in (1.0, math.nan):
         student, teacher = (torch.where(real_places(x), x, filling) for x in (make(shape, 0), make(shape, 1)))
         loss = loss_of(student.requires_grad_(), teacher, MASK)
         loss.sum.backward()

@@ -51,11 +51,8 @@ def labels() -> Tensor:
 
 def merge_plainly(p_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
     """(N, k + 1) probabilities: each of the tokens, and the sum of all others."""
-    rows = []
-    for p_V, tokens in zip(p_NV, tokens_Nk.tolist(), strict=True):
-        others = [j for j in range(p_NV.shape[1]) if j not in tokens]
-        rows.append(torch.cat([p_V[tokens], p_V[others].sum()[None]]))
-    return torch.stack(rows)
+    of_others = p_NV.scatter(1, tokens_Nk, 0.0).sum(1, keepdim=True)
+    return torch.cat([p_NV.gather(1, tokens_Nk), of_others], dim=1)
 
 
 def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], factors: Tensor, k: int) -> TokenLosses:

@@ -1,8 +1,7 @@
-"""LoRA: folders of adapters against W + alpha / r · BA by hand, and students that train adapters alone."""
+"""LoRA: folders of adapters against peft's own forward pass, and students that train adapters alone."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -13,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
+from llmdistill.batch import Taps
 from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
+from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, merge_lora
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
@@ -46,11 +46,10 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
 
 
-def save_adapter(folder: Path, name: str = "llama", **options: Any) -> Path:
+def save_adapter(folder: Path) -> Path:
     """A random adapter and, beside it, its base; the adapter's folder."""
-    tiny_model(name).save_pretrained(folder.parent / "base")
-    options = {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 6, **options}
-    model = get_peft_model(tiny_model(name), PeftConfig(**options))
+    tiny_model("llama").save_pretrained(folder.parent / "base")
+    model = get_peft_model(tiny_model("llama"), PeftConfig(target_modules=["q_proj", "down_proj"], r=3, lora_alpha=6))
     randomize(model)
     model.save_pretrained(folder)
     return named_base(folder, "../base")
@@ -63,53 +62,33 @@ def named_base(folder: Path, base: str | None) -> Path:
     return folder
 
 
-def by_hand(folder: Path, *, conv1d: bool = False) -> dict[str, torch.Tensor]:
-    """The merged weights, from the two files alone."""
-    weights = load_file(folder.parent / "base" / "model.safetensors")
-    adapter = load_file(folder / "adapter_model.safetensors")
-    for key in [key for key in adapter if key.endswith("lora_A.weight")]:
-        name = key.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
-        product = 6 / 3 * adapter[key.replace("lora_A", "lora_B")].double() @ adapter[key].double()
-        weights[name] = (weights[name].double() + (product.T if conv1d else product)).float()
-    return weights
-
-
-@pytest.mark.parametrize(("name", "targets"), [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn"])])
-def test_an_adapter_loads_merged(tmp_path: Path, name: str, targets: list[str]) -> None:
-    conv1d = name == "gpt2"
-    folder = save_adapter(tmp_path / "adapter", name, target_modules=targets, fan_in_fan_out=conv1d)
+def test_an_adapter_loads_merged(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter")
     assert is_adapter(folder) > is_adapter(tmp_path / "base")
     assert load_config(folder).to_dict() == load_config(tmp_path / "base").to_dict()
     model = load_model(folder, dtype=torch.float32)
-    expected = by_hand(folder, conv1d=conv1d)
-    assert type(model) is type(tiny_model(name))
+    assert type(model) is type(tiny_model("llama"))
     assert model.config._attn_implementation == "sdpa"
-    state = model.state_dict()
-    assert state.keys() == tiny_model(name).state_dict().keys()
-    for name, value in expected.items():
-        assert torch.allclose(state[name], value, atol=1e-6, rtol=0), name
-    assert not torch.equal(model(TOKENS).logits, load_model(tmp_path / "base", dtype=torch.float32)(TOKENS).logits)
-
-
-def test_bf16_rounds_once(tmp_path: Path) -> None:
-    folder = save_adapter(tmp_path / "adapter")
-    exact, rounded = load_model(folder, dtype=torch.float32), load_model(folder, dtype=torch.bfloat16)
-    assert rounded.dtype == rounded.config.dtype == torch.bfloat16
-    for (name, one), other in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+    assert model.state_dict().keys() == tiny_model("llama").state_dict().keys()
+    base = load_model(tmp_path / "base", dtype=torch.float32)
+    before, expected = base(TOKENS).logits, PeftModel.from_pretrained(base, folder)(TOKENS).logits
+    assert torch.allclose(model(TOKENS).logits, expected, atol=1e-5, rtol=0)
+    assert (expected - before).abs().max() > 0.01
+    half, plain = (load_model(tmp_path / each, dtype=torch.bfloat16) for each in ("adapter", "base"))
+    assert half.dtype == half.config.dtype == torch.bfloat16
+    for (name, one), other in zip(model.named_parameters(), half.parameters(), strict=True):
         assert torch.equal(one.bfloat16(), other), name
     # Loading in bf16 leaves the angles of RoPE alone, and so does the cast here.
-    plain = dict(load_model(tmp_path / "base", dtype=torch.bfloat16).named_buffers())
-    assert {name: buffer.dtype for name, buffer in rounded.named_buffers()} == {n: b.dtype for n, b in plain.items()}
+    assert {name: each.dtype for name, each in half.named_buffers()} == {n: b.dtype for n, b in plain.named_buffers()}
 
 
 def test_base_is_found_beside_the_adapter_or_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(tmp_path / "adapter")
     expected = load_model(folder, dtype=torch.float32)(TOKENS).logits
-    named_base(folder, str(tmp_path / "base"))
-    assert torch.equal(load_model(folder, dtype=torch.float32)(TOKENS).logits, expected)
     monkeypatch.chdir(tmp_path)
-    named_base(folder, "base")
-    assert torch.equal(load_model("adapter", dtype=torch.float32)(TOKENS).logits, expected)
+    for base in (str(tmp_path / "base"), "base"):
+        named_base(folder, base)
+        assert torch.equal(load_model("adapter", dtype=torch.float32)(TOKENS).logits, expected)
 
 
 def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +153,27 @@ def test_no_merging_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         apply_adapter(tiny_model("llama"), folder)
 
 
+ASPECTS: dict[Any, frozenset[int]]
+ASPECTS = dict.fromkeys(["query", "key", "value", "ffn_up", "ffn_down", "hidden"], frozenset({0, 1}))
+
+
+def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, Taps]:
+    recorder = Recorder(model, ASPECTS)
+    with recorder.recording():
+        logits = model(TOKENS, use_cache=False).logits
+    taps = recorder.take()
+    recorder.remove()
+    return logits, taps
+
+
 STUDENTS = {"llama-factorized": (factorized, 18), "gpt2": (partial(tiny_model, "gpt2"), 8)}
 
 
 @pytest.mark.parametrize("student", STUDENTS)
-def test_adapters_start_as_identity_and_merge_back(student: str) -> None:
+def test_adapters_start_as_identity_are_tapped_and_merge_back(student: str) -> None:
     make, linears = STUDENTS[student]
     model = make()
-    before, expected, modules = model.state_dict().keys(), model(TOKENS).logits, dict(make().named_modules())
+    before, (expected, _), modules = model.state_dict().keys(), outputs(model), dict(make().named_modules())
     state = torch.get_rng_state()
     add_lora(model, LORA, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
@@ -193,13 +185,16 @@ def test_adapters_start_as_identity_and_merge_back(student: str) -> None:
     assert torch.equal(model(TOKENS).logits, expected)
 
     randomize(model)
-    adapted = model(TOKENS).logits
+    adapted, taps = outputs(model)
     assert (adapted - expected).abs().max() > 0.01
     merge_lora(model)
     assert model.state_dict().keys() == before
     assert {name: type(module) for name, module in model.named_modules()} == {n: type(m) for n, m in modules.items()}
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert torch.allclose(model(TOKENS).logits, adapted, atol=1e-5, rtol=0)
+    merged, merged_taps = outputs(model)
+    assert torch.allclose(merged, adapted, atol=1e-5, rtol=0)
+    for aspect in ASPECTS:  # fp32, values up to 10
+        torch.testing.assert_close(*(getattr(each, aspect) for each in (taps, merged_taps)), atol=1e-5, rtol=1e-4)
 
 
 def test_targets() -> None:
@@ -212,41 +207,3 @@ def test_targets() -> None:
     with pytest.raises(UserError, match=r"student\.lora\.targets: 'proj' is no linear .* there are .*q_proj") as caught:
         add_lora(tiny_model("llama"), LoraConfig(rank=2, targets=["q_proj", "proj"]), seed=0)
     assert "lm_head" not in str(caught.value)
-
-
-@pytest.mark.parametrize("student", STUDENTS)
-def test_taps_see_what_the_adapters_add(student: str) -> None:
-    make, _ = STUDENTS[student]
-    model = make()
-    add_lora(model, LORA, seed=0)
-    randomize(model)
-    merged = copy.deepcopy(model)
-    merge_lora(merged)
-    aspects = ["query", "key", "value", "ffn_up", "ffn_down", "hidden"]
-    request: Any = {aspect: frozenset({0, 1}) for aspect in aspects}
-    taps = []
-    for each in (model, merged, make()):
-        recorder = Recorder(each, request)
-        with recorder.recording():
-            each(TOKENS, use_cache=False)
-        taps.append(recorder.take())
-    for aspect in aspects:
-        for layer in (0, 1):
-            adapted, expected, plain = (getattr(each, aspect)[layer] for each in taps)
-            assert torch.allclose(adapted, expected, atol=1e-5, rtol=1e-4), aspect  # fp32, values up to 10
-            assert (adapted - plain).abs().max() > 1e-3, aspect
-
-
-def test_adapters_load_whole_or_not_at_all() -> None:
-    trained, fresh = tiny_model("llama"), tiny_model("llama")
-    for each in (trained, fresh):
-        add_lora(each, LORA, seed=0)
-    randomize(trained)
-    state = {name: p.detach() for name, p in trained.named_parameters() if p.requires_grad}
-    load_adapters(fresh, state)
-    assert torch.equal(fresh(TOKENS).logits, trained(TOKENS).logits)
-    first = min(state)
-    less, more = {n: each for n, each in state.items() if n != first}, {**state, "model.norm.weight": torch.ones(16)}
-    for other in (less, more):
-        with pytest.raises(RuntimeError, match="differ, first in"):
-            load_adapters(fresh, other)

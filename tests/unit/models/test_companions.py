@@ -46,14 +46,15 @@ def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_
 
 
 def sentence_encoder(folder: Path, *, linear: bool = False) -> Path:
-    """A teacher as sentence-transformers saves it."""
+    """A teacher as sentence-transformers saves it, which also names a folder outside of its own."""
     AutoModel.from_config(tiny_config("bert")).save_pretrained(folder)
-    modules = ["", "1_Pooling", *(["2_Dense"] if linear else []), "3_Normalize"]
+    modules = ["", "1_Pooling", *(["2_Dense"] if linear else []), "../secret", "3_Normalize"]
     (folder / "modules.json").write_text(json.dumps([{"path": path, "type": "..."} for path in modules]))
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
     (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
     for name in modules[1:-1]:
         (folder / name).mkdir()
+    (folder.parent / "secret/config.json").write_text("{}")
     pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     if linear:
@@ -68,8 +69,8 @@ def names(folder: Path) -> set[str]:
 
 
 OF_MODELS = {"config.json", "model.safetensors", "manifest.json"}
-OF_SENTENCES = {"modules.json", "1_Pooling/config.json"}
-OF_SENTENCES |= {"sentence_bert_config.json", "config_sentence_transformers.json"}
+SETTINGS = {"sentence_bert_config.json", "config_sentence_transformers.json"}
+OF_SENTENCES = {"modules.json", "1_Pooling/config.json", *SETTINGS}
 
 
 def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path: Path) -> None:
@@ -83,23 +84,11 @@ def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path
     assert "1_Pooling/config.json" in str(manifest_damage(tmp_path / "student"))
 
 
-@pytest.mark.parametrize("linear", [False, True])
-def test_a_narrower_student_pools_its_own_width_or_has_no_modules(tmp_path: Path, linear: bool) -> None:
+@pytest.mark.parametrize(("linear", "files"), [(False, OF_SENTENCES), (True, set())])
+def test_a_narrower_student_pools_its_own_width_or_has_no_modules(tmp_path, linear, files) -> None:
     teacher = sentence_encoder(tmp_path / "teacher", linear=linear)
     make_student(teacher, tmp_path / "student", StudentConfig(shape="1x8x2", init="random"), seed=0, head="none")
-    if linear:  # its matrix is of the teacher's width
-        assert names(tmp_path / "student") == OF_MODELS
-        return
-    assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES
-    pooling = json.loads((tmp_path / "student/1_Pooling/config.json").read_text())
-    assert pooling == {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
-
-
-def test_a_module_outside_of_the_folder_is_not_copied(tmp_path: Path) -> None:
-    teacher = sentence_encoder(tmp_path / "teacher")
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "secret/config.json").write_text("{}")
-    (teacher / "modules.json").write_text(json.dumps([{"path": "../secret"}, {"path": "1_Pooling"}]))
-    compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
-    assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES
-    assert names(tmp_path / "secret") == {"config.json"}
+    assert names(tmp_path / "student") == OF_MODELS | files  # a matrix would be of the teacher's width
+    if files:
+        pooling = json.loads((tmp_path / "student/1_Pooling/config.json").read_text())
+        assert pooling == {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}

@@ -18,9 +18,7 @@ def test_shapes(name: str) -> None:
     config = AutoConfig.for_model(name, **{**settings, "num_hidden_layers": 2, **widths})
     shape = shape_of(config)
     assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.intermediate_size) == (2, 16, 4, 40)
-    # The same layers whether the model has a head or not.
-    model, bare = build_meta(config, "lm_head"), build_meta(config)
-    assert [type(layer) for layer in layers_of(model)] == [type(layer) for layer in layers_of(bare)]
+    assert len(layers_of(build_meta(config))) == 2
 
 
 def test_sliding_windows() -> None:

@@ -37,7 +37,7 @@ def q4(tmp_path_factory) -> Path:
     return write_gguf(TEACHER, tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf", "Q4_1")
 
 
-def test_the_weights_are_those_of_gguf_and_all_else_comes_along(q4):
+def test_the_weights_are_those_of_gguf_and_are_made_once_for_all_copies(q4, cache, tmp_path, capsys):
     folder = locate(str(q4))
     found = load_model(folder, dtype="auto")
     expected = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
@@ -57,9 +57,6 @@ def test_the_weights_are_those_of_gguf_and_all_else_comes_along(q4):
     assert "quantization_config" not in config
     assert config["license"] == "cc0-1.0"
 
-
-def test_it_is_made_once_for_all_copies_of_a_file_and_said(q4, cache, tmp_path, capsys):
-    folder = locate(str(q4))
     said = f"tiny.Q4_1.gguf: dequantizing 4 bits (Q4_1), once; kept in {folder}\n"
     assert capsys.readouterr().err.count(said) == 1
     written = (folder / "model.safetensors").stat().st_mtime_ns
@@ -83,12 +80,6 @@ def test_processes_that_need_it_at_the_same_time_make_it_once(q4, monkeypatch):
     assert len(made) == 1
 
 
-def test_a_folder_with_a_config_is_that_model(q4, tmp_path):
-    folder = Path(shutil.copytree(TEACHER, tmp_path / "model"))
-    shutil.copy(q4, folder)
-    assert locate(str(folder)) == folder
-
-
 def test_padding_is_said(tmp_path, capsys):
     folder = locate(str(write_gguf(TEACHER, tmp_path / "tiny.gguf", tokens=1000)))
     assert f"kept in {folder}; 24 rows of its embeddings are padding\n" in capsys.readouterr().err
@@ -102,7 +93,7 @@ def rewritten(file: Path, *, without: str = "", architecture: str = "llama", par
     writer = gguf.GGUFWriter(file.with_suffix(".new"), architecture)
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name.replace("llama.", f"{architecture}."), field.contents(), *field.types)
+            writer.add_key_value(name, field.contents(), *field.types)
     if parts:
         writer.add_uint16("split.count", parts)
     for tensor in reader.tensors:
@@ -134,13 +125,15 @@ def test_a_file_that_cannot_be_read_is_one_sentence_and_leaves_nothing(damage, q
     assert [each.name for each in cache.glob("*") if not each.name.endswith(".lock")] == []
 
 
-def test_what_names_no_single_file_is_one_sentence(q4, tmp_path):
+def test_what_names_no_single_file_is_one_sentence_unless_it_is_a_model(q4, tmp_path):
     with pytest.raises(UserError, match=r"absent\.gguf: no such file: give the path of a GGUF file$"):
         locate(str(tmp_path / "absent.gguf"))
     shutil.copy(q4, tmp_path / "a.gguf")
     shutil.copy(q4, tmp_path / "b.gguf")
     with pytest.raises(UserError, match=r"no config\.json and 2 GGUF files: name one of them, such as .*a\.gguf$"):
         locate(str(tmp_path))
+    shutil.copy(TEACHER / "config.json", tmp_path)
+    assert locate(str(tmp_path)) == tmp_path
 
 
 def test_a_missing_package_is_named(q4, monkeypatch):

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.models.importance import Importance, important_parts, measure_importance
+from llmdistill.models.families import layers_of
+from llmdistill.models.importance import important_parts, measure_importance
 from llmdistill.models.shapes import Parts, initialize, parse_shape, shaped_config, teacher_layers
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 30}
@@ -45,11 +46,6 @@ def teacher_of(kind: str) -> Any:
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     return model
-
-
-def blocks_of(model: Any) -> Any:
-    base = model.base_model
-    return getattr(base, "layers", None) or getattr(base, "h", None) or base.encoder.layer
 
 
 def batches(seed: int = 0, count: int = 2) -> list[Batch]:
@@ -98,14 +94,11 @@ def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     for layer in range(4):
         into, out = seen[f"{prefix}.{layer}"]
-        cosines = [float(a @ b) / float(a.norm() * b.norm()) for a, b in zip(into, out, strict=True)]
-        assert float(found.influence_L[layer]) == pytest.approx(1 - sum(cosines) / 32, abs=1e-5)
-        contexts = seen[f"{prefix}.{layer}.{PARTS[kind]['out']}"][0]
-        for head in range(6):
-            part = contexts[:, head * 8 : head * 8 + 8]
-            norms = [float(row.square().sum()) ** 0.5 for row in part]
-            assert float(found.heads_LH[layer, head]) == pytest.approx(sum(norms) / 32, rel=1e-4)
-            close(found.contexts_LHD[layer, head], part.abs().mean(0))
+        cosines = (into * out).sum(1) / (into.norm(dim=1) * out.norm(dim=1))
+        close(found.influence_L[layer], 1 - cosines.mean())
+        contexts = seen[f"{prefix}.{layer}.{PARTS[kind]['out']}"][0].unflatten(1, (6, 8))
+        close(found.heads_LH[layer], contexts.square().sum(-1).sqrt().mean(0))
+        close(found.contexts_LHD[layer], contexts.abs().mean(0))
         close(found.neurons_LF[layer], seen[f"{prefix}.{layer}.{PARTS[kind]['down']}"][0].abs().mean(0))
     last = {"gpt2": "transformer.ln_f", "bert": "bert.embeddings.LayerNorm"}.get(kind, "model.norm")
     names = [last, *(f"{prefix}.{layer}.{norm}" for layer in range(4) for norm in NORMS[kind])]
@@ -116,29 +109,13 @@ def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
         close(found.norms[name.partition(".")[2]], out.abs().mean(0))
         centered = into - into.mean(1, keepdim=True) if kind in ("gpt2", "bert") else into
         close(found.spreads[name.partition(".")[2]], centered.square().mean(0))
-    if kind == "llama":
-        assert found.scores_LGD is None
-        return
-    for layer in range(4):
+    assert (found.scores_LGD is None) == (kind == "llama")
+    for layer in range(4) if kind != "llama" else ():
         if kind == "bert":
             query, key = (seen[f"{prefix}.{layer}.attention.self.{name}"][1] for name in ("query", "key"))
         else:
             query, key, _ = seen[f"{prefix}.{layer}.attn.c_attn"][1].split(48, dim=1)
-        scores = (query.square().mean(0) * key.square().mean(0)).sqrt()
-        close(found.scores_LGD[layer].flatten(), scores)
-
-
-def test_sums_over_ranks_are_those_of_one() -> None:
-    teacher, given = teacher_of("gpt2"), batches(count=4)
-    whole = measure_importance(teacher, given)
-    first: list[Tensor] = []
-    measure_importance(teacher, given[:2], reduce=lambda each: first.append(each.clone()))
-    other = iter(first)
-    both = measure_importance(teacher, given[2:], reduce=lambda each: each.add_(next(other)))
-    assert both.tokens == whole.tokens
-    for name in ("heads_LH", "contexts_LHD", "neurons_LF", "influence_L", "scores_LGD"):
-        torch.testing.assert_close(getattr(both, name), getattr(whole, name))
-    torch.testing.assert_close(dict(both.norms), dict(whole.norms))
+        close(found.scores_LGD[layer].flatten(), (query.square().mean(0) * key.square().mean(0)).sqrt())
 
 
 def test_no_token_and_no_number() -> None:
@@ -152,9 +129,14 @@ def test_no_token_and_no_number() -> None:
 
 # --- planted parts ----------------------------------------------------------------------------------------------------
 
-CHANNELS, NEURONS = [*range(3, 19), *range(30, 46)], [*range(5, 30), *range(70, 85)]
-GROUPS = {"llama": [0, 2], "gpt2": [0, 2, 3, 5], "bert": [0, 2, 3, 5]}
-LAYERS = [1, 3]
+CHANNELS = [*range(3, 19), *range(30, 46)]
+NEURONS = {1: [*range(5, 30), *range(70, 85)], 3: [*range(39), 77]}
+GROUPS = {"llama": {1: [0, 2], 3: [1, 2]}, "gpt2": {1: [0, 2, 3, 5], 3: [1, 2, 3, 4]}}
+"""By the layers that stay, which differ in them but share the channels."""
+
+
+def groups_of(kind: str) -> dict[int, list[int]]:
+    return GROUPS["llama" if kind == "llama" else "gpt2"]
 
 
 def rows_of(module: Any) -> Tensor:
@@ -180,8 +162,6 @@ def planted(kind: str) -> Any:
     teacher, names, centered = teacher_of(kind), PARTS[kind], kind in ("gpt2", "bert")
     others = without(CHANNELS, 48)
     per_group = 2 if kind == "llama" else 1
-    groups = without(GROUPS[kind], 6 // per_group)
-    features = [group * 8 + feature for group in groups for feature in range(8)]
     for module in teacher.base_model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.data[:, others] = 0
@@ -194,27 +174,32 @@ def planted(kind: str) -> Any:
                 module.bias.data.zero_()
             elif centered:
                 module.bias.data[others] = 0
-    for index, block in enumerate(blocks_of(teacher)):
+    for index, block in enumerate(layers_of(teacher)):
+        is_kept = index in NEURONS
+        groups = without(groups_of(kind).get(index, []), 6 // per_group)
+        features = [group * 8 + feature for group in groups for feature in range(8)]
         silence(block.get_submodule(names["value"]), [96 + row for row in features] if kind == "gpt2" else features)
-        silence(block.get_submodule(names["up"]), without(NEURONS, 96))
+        silence(block.get_submodule(names["up"]), without(NEURONS.get(index, []), 96))
+        if kind == "gpt2" and not is_kept:  # what the norms of dropped layers see must not count
+            block.ln_1.bias.data[others] = 9.0
         for name in ("out", "down"):
             writer = block.get_submodule(names[name])
-            silence(writer, others if index in LAYERS else list(range(48)))
-            if centered and index in LAYERS:
+            silence(writer, others if is_kept else list(range(48)))
+            if centered and is_kept:
                 rows_of(writer)[CHANNELS] -= rows_of(writer)[CHANNELS].mean(0)
                 writer.bias.data[CHANNELS] -= writer.bias.data[CHANNELS].mean()
     return teacher
 
 
-def pruned(teacher: PreTrainedModel, shape: str, *, spec: str = "important") -> tuple[Any, Parts, Importance]:
+def pruned(teacher: PreTrainedModel, shape: str) -> tuple[Any, Parts]:
     importance = measure_importance(teacher, batches())
     config = shaped_config(teacher.config, parse_shape(shape))
     depth = parse_shape(shape).depth
-    layers = teacher_layers(spec, depth, 4, key="student.layers", influence=importance.influence_L)
+    layers = teacher_layers("important", depth, 4, key="student.layers", influence=importance.influence_L)
     parts = important_parts(importance, config, teacher.config, layers)
     student: Any = type(teacher)(config).eval()
     initialize(student, teacher, parts)
-    return student, parts, importance
+    return student, parts
 
 
 def hidden(model: Any) -> Tensor:
@@ -227,40 +212,27 @@ def hidden(model: Any) -> Tensor:
 @pytest.mark.parametrize("kind", WIDTHS)
 def test_planted_parts_are_found_and_do_what_the_teacher_does(kind: str) -> None:
     teacher = planted(kind)
-    student, parts, _ = pruned(teacher, "2x32x4x40")
-    assert parts.layers == LAYERS
+    student, parts = pruned(teacher, "2x32x4x40")
+    assert parts.layers == list(NEURONS)
     assert parts.hidden_W.tolist() == CHANNELS
-    assert parts.groups_LG.tolist() == [GROUPS[kind]] * 2
-    assert parts.neurons_LF.tolist() == [NEURONS] * 2
+    assert parts.groups_LG.tolist() == list(groups_of(kind).values())
+    assert parts.neurons_LF.tolist() == list(NEURONS.values())
     torch.testing.assert_close(hidden(student), hidden(teacher)[:, CHANNELS], rtol=1e-4, atol=1e-5)
     if kind != "bert":  # the non-linearity in BERT's head does not keep the mean zero
         ids = batches(seed=5)[0].input_ids
         torch.testing.assert_close(student(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_each_layer_has_heads_and_neurons_of_its_own_but_all_share_the_channels() -> None:
-    _, parts, importance = pruned(teacher_of("gpt2"), "3x40x5x50", spec="1,2,4")
-    for index, layer in enumerate((0, 1, 3)):
-        best = sorted(range(96), key=lambda neuron: -float(importance.neurons_LF[layer, neuron]))[:50]
-        assert parts.neurons_LF[index].tolist() == sorted(best)
-        heads = sorted(range(6), key=lambda head: -float(importance.heads_LH[layer, head]))[:5]
-        assert parts.groups_LG[index].tolist() == sorted(heads)
-    seen = [values for name, values in importance.norms.items() if not name.startswith("h.2.")]
-    assert len(seen) == 7
-    total = [sum(float(values[channel]) for values in seen) for channel in range(48)]
-    assert parts.hidden_W.tolist() == sorted(sorted(range(48), key=lambda channel: -total[channel])[:40])
-
-
 def test_narrower_heads_of_rotary_models_keep_the_frequencies() -> None:
     teacher = tiny_model("llama", **{**SIZES, "hidden_size": 96}, **WIDTHS["llama"])
-    student, parts, _ = pruned(teacher, "4x48x6")  # 8 of 16 features
+    student, parts = pruned(teacher, "4x48x6")  # 8 of 16 features
     assert parts.matched_LGD[0, 0].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
     whole = teacher.model.rotary_emb.inv_freq
     torch.testing.assert_close(student.model.rotary_emb.inv_freq, whole[parts.matched_LGD[0, 0, :4]])
-    student, parts, _ = pruned(teacher, "4x48x6x96x16")  # all of them
+    student, parts = pruned(teacher, "4x48x6x96x16")  # all of them
     assert parts.matched_LGD[1, 2].tolist() == list(range(16))
     assert torch.equal(student.model.rotary_emb.inv_freq, whole)
-    student, parts, _ = pruned(teacher, "4x72x6")  # 12 of 16 features: no pair has just these frequencies
+    student, parts = pruned(teacher, "4x72x6")  # 12 of 16 features: no pair has just these frequencies
     own = student.model.rotary_emb.inv_freq
     nearest = [int((whole.log() - frequency.log()).abs().argmin()) for frequency in own]
     assert parts.matched_LGD[3, 2].tolist() == [*nearest, *(8 + pair for pair in nearest)]
@@ -269,12 +241,12 @@ def test_narrower_heads_of_rotary_models_keep_the_frequencies() -> None:
 def test_narrower_heads_without_rotary_positions_take_the_features_that_count() -> None:
     teacher = teacher_of("bert")
     matched, values = [0, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 7]
-    for block in blocks_of(teacher):
+    for block in layers_of(teacher):
         attention = block.attention.self
         for head in range(6):
             silence(attention.key, [head * 8 + feature for feature in without(matched, 8)])
             silence(attention.value, [head * 8 + feature for feature in without(values, 8)])
-    student, parts, _ = pruned(teacher, "4x36x6")
+    student, parts = pruned(teacher, "4x36x6")
     assert parts.matched_LGD.tolist() == [[matched] * 6] * 4
     assert parts.values_LGD.tolist() == [[values] * 6] * 4
     chosen = [head * 8 + feature for head in range(6) for feature in matched]

@@ -1,41 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel
+from word_models import save_tokenizer
 
 from llmdistill.errors import UserError
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import build_meta, load_model
+from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
 
 BERT = tiny_config("bert")
-
-
-def save_model(folder: Path, **changes: int) -> Path:
-    tiny_model("llama", **changes).save_pretrained(folder)
-    return folder
-
-
-def save_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
-    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    inner.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(("saved", "head", "loaded"), [
@@ -72,17 +52,13 @@ def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy
     assert torch.equal(models[0].base_model.get_input_embeddings().weight, words)
 
 
-def test_a_new_head_excuses_no_other_weight(tmp_path: Path) -> None:
+def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path: Path) -> None:
     BertForMaskedLM(BERT).save_pretrained(tmp_path)
     weights, gone = load_file(tmp_path / "model.safetensors"), "bert.encoder.layer.1.output.dense.weight"
     save_file({name: value for name, value in weights.items() if name != gone}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
-        load_model(tmp_path, dtype=torch.float32, head="lm_head", new_head=True)
-
-
-def test_on_the_meta_device_nothing_is_allocated() -> None:
-    for config in (GPT2Config(), BERT):
-        assert {parameter.device.type for parameter in build_meta(config).parameters()} == {"meta"}
+    for new_head in (False, True):
+        with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
+            load_model(tmp_path, dtype=torch.float32, head="lm_head", new_head=new_head)
 
 
 def test_bad_folders(tmp_path: Path) -> None:
@@ -110,68 +86,60 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="safetensors"):
-        load_model(folder, dtype=torch.float32)
-
-
-def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path)
-    file = folder / "model.safetensors"
+def test_damaged_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
     weights = load_file(file)
 
     def refused(said: str) -> None:
         with pytest.raises(UserError, match=said):
-            load_model(folder, dtype=torch.float32)
+            load_model(tmp_path, dtype=torch.float32)
 
-    del weights["model.norm.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
-    refused(r"1 weights are missing, such as model\.norm\.weight")
     save_file({**weights, "model.norm.weight": torch.ones(8)}, file, metadata={"format": "pt"})
     refused("cannot be loaded")
     file.write_bytes(file.read_bytes()[:200])
     refused("cannot be loaded")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    file.unlink()
+    refused("safetensors")
+
+
+def tokenizer_of(folder: Path, words: list[str], **settings: Any) -> Path:
+    save_tokenizer(folder, words, marked=False, **settings)
+    return folder
 
 
 def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:
-    words = ["<unk>", "a", "</s>", "<pad>"]
-    plain = save_tokenizer(tmp_path / "plain", words, eos_token="</s>", padding_side="left")
-    tokenizer = load_tokenizer(plain)
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.padding_side) == (2, 2, "left")
-    own = load_tokenizer(save_tokenizer(tmp_path / "own", words, eos_token="</s>", pad_token="<pad>"))
-    assert (own.pad_token_id, own.eos_token_id) == (3, 2)
+    words = ["[UNK]", "a", "</s>", "[PAD]"]
+    own = load_tokenizer(tokenizer_of(tmp_path / "own", words, eos_token="</s>", padding_side="left"))
+    assert (own.pad_token_id, own.eos_token_id, own.padding_side) == (3, 2, "left")
+    plain = load_tokenizer(tokenizer_of(tmp_path / "plain", words[:3], eos_token="</s>"))
+    assert (plain.pad_token_id, plain.eos_token_id) == (2, 2)
 
 
 def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
     def bare(name: str, words: list[str]) -> Path:
-        folder = save_tokenizer(tmp_path / name, words)
+        folder = tokenizer_of(tmp_path / name, words)
         (folder / "tokenizer_config.json").unlink()
         return folder
 
-    gpt2 = load_tokenizer(bare("gpt2", ["<unk>", "a", "<|endoftext|>"]))
+    gpt2 = load_tokenizer(bare("gpt2", ["[UNK]", "a", "<|endoftext|>"]))
     assert gpt2.eos_token_id == gpt2.pad_token_id == 2
-    with_config = bare("config", ["<unk>", "a", "end", "<|endoftext|>"])
+    with_config = bare("config", ["[UNK]", "a", "end", "<|endoftext|>"])
     tiny_config("llama").save_pretrained(with_config)
     assert load_tokenizer(with_config).eos_token == "end"
     with pytest.raises(UserError, match="names no end token"):
-        load_tokenizer(bare("none", ["<unk>", "a"]))
-
-
-def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
-    """A model of so many vocabulary rows, and a tokenizer where there are words."""
-    save_model(folder, vocab_size=size)
-    return folder if words is None else save_tokenizer(folder, words, eos_token="</s>")
-
-
-TOKENS = ["<unk>", "a", "</s>", "b"]
+        load_tokenizer(bare("none", ["[UNK]", "a"]))
 
 
 def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
-    small = vocabulary(tmp_path / "small", 28, TOKENS)
-    large = vocabulary(tmp_path / "large", 1030, TOKENS)
+    def vocabulary(size: int) -> Path:
+        """A model of so many vocabulary rows."""
+        folder = tokenizer_of(tmp_path / str(size), ["[UNK]", "a", "</s>", "b"], eos_token="</s>")
+        tiny_config("llama", vocab_size=size).save_pretrained(folder)
+        return folder
+
+    small, large = vocabulary(28), vocabulary(1030)
     size, note = compare_vocabularies(large, small)
     assert size == 28
     assert note == (
@@ -180,6 +148,6 @@ def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
     )
     assert compare_vocabularies(small, large)[0] == 28
     # Four tokens need four rows; with three the last one has no embedding, and that is no padding.
-    assert compare_vocabularies(large, vocabulary(tmp_path / "four", 4, TOKENS))[0] == 4
+    assert compare_vocabularies(large, vocabulary(4))[0] == 4
     with pytest.raises(UserError, match=r"token 'b' has the id 3, and the model has 3 embeddings: take"):
-        compare_vocabularies(large, vocabulary(tmp_path / "three", 3, TOKENS))
+        compare_vocabularies(large, vocabulary(3))

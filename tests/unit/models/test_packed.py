@@ -57,8 +57,11 @@ def kernel(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale
     return torch.cat([attend(*part, scale, window_size) for part in parts])
 
 
-@pytest.fixture(params=["by sequence", "in one call"])
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+WAYS = ("by sequence", "in one call")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in one call":
         monkeypatch.setattr(packed, "has_kernel", lambda _: True)
         monkeypatch.setattr(packed, "varlen_attn", kernel)
@@ -75,7 +78,7 @@ def make_batch() -> Batch:
     return Batch(ids, SEGMENTS, labels, position_ids=positions)
 
 
-def alone(batch: Batch) -> list[tuple[int, slice, Tensor]]:
+def sequences_of(batch: Batch) -> list[tuple[int, slice, Tensor]]:
     """Row, place and tokens (1, n) of each sequence."""
     bounds = [(0, 0, 5), (0, 5, 9), (0, 9, 13), (1, 0, 2), (1, 2, 10)]
     return [(row, slice(first, end), batch.input_ids[row : row + 1, first:end]) for row, first, end in bounds]
@@ -86,13 +89,14 @@ def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
     return dict.fromkeys(("query", "key", "value", "hidden", "ffn_down"), layers)
 
 
-@pytest.mark.usefixtures("_both_ways")
-@pytest.mark.parametrize(
-    ("name", "checkpointing"), [*((name, False) for name in NAMES), ("llama", True), ("mistral", True)]
-)
+@pytest.mark.parametrize(("way", "name", "checkpointing"), [
+    *(("in one call", name, False) for name in NAMES),
+    *((way, name, True) for way in WAYS for name in ("llama", "mistral")),
+], indirect=["way"])  # fmt: skip
+@pytest.mark.usefixtures("way")
 def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name: str, checkpointing: bool) -> None:
     model, batch = make(name), make_batch()
-    for row, place, ids in alone(batch):
+    for row, place, ids in sequences_of(batch):
         logits = model(input_ids=ids, use_cache=False).logits[0]
         functional.cross_entropy(logits[:-1], batch.labels[row, place][1:], reduction="sum").backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -113,7 +117,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
     recorder = Recorder(model, every_aspect(model))
     with torch.no_grad():
         ours = TappedModel(model, recorder)(batch)
-        for row, place, ids in alone(batch):
+        for row, place, ids in sequences_of(batch):
             with recorder.recording():  # the stock model, with the mask that it makes
                 logits = model(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(ours.logits[row, place], logits[0], rtol=1e-12, atol=1e-12)
@@ -124,7 +128,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
                     torch.testing.assert_close(mine[row, ..., place, :], stock[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
 def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
     """As the student's own answers have it."""

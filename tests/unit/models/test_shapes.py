@@ -34,7 +34,7 @@ GROUPED = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 3}
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 96},
     "distilbert": {"hidden_dim": 96},
-    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "llama": {"attention_bias": True},
     "qwen3": {"head_dim": 16},
 }
 KINDS = [name for name, family in FAMILIES.items() if family.layer_axes is not None and name in SETTINGS]
@@ -69,10 +69,10 @@ def start(student: PreTrainedModel, teacher: PreTrainedModel, init: str, layers:
     initialize(student, teacher, first_parts(student.config, teacher.config, layers))
 
 
-def sliced(kind: str, shape: str = "2x24x4", layers: tuple[int, ...] = (1, 3)) -> tuple[Any, Any]:
+def sliced(kind: str) -> tuple[Any, Any]:
     teacher = teacher_of(kind)
-    student = student_of(teacher, shape)
-    start(student, teacher, "slice", list(layers))
+    student = student_of(teacher, "2x24x4")
+    start(student, teacher, "slice", [1, 3])
     return student, teacher
 
 
@@ -86,10 +86,13 @@ def test_notation() -> None:
     ("6x384", r"assistants\[0\] .* is no shape: write DEPTHxWIDTHxHEADS"),
     ("0x384x12", "is no shape"),
     ("6x20x6", "6 heads .* one of 1, 2, 4, 5, 10, 20 heads"),
+    ("2x24x3", "student.shape: 3 heads cannot share keys and values 2 at a time, as the teacher's 6 do"),
+    ("2x20x4", "student.shape: 4 heads of the width 20 have no even number of features each"),
+    ("2x24x4x50x7", "student.shape: 4 heads of the width 24 have no even number of features each"),
 ])  # fmt: skip
-def test_what_is_no_shape(text: str, said: str) -> None:
+def test_what_is_no_shape_for_a_llama(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        parse_shape(text, key="assistants[0]")
+        shaped_config(CONFIGS["llama"], parse_shape(text, key="assistants[0]"))
 
 
 @EVERY
@@ -115,8 +118,7 @@ def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
     sizes = shape_of(shaped_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
     assert (sizes.hidden_size, sizes.num_kv_heads, sizes.intermediate_size, sizes.head_dim) == (3072, 8, 9216, 128)
     assert shape_of(shaped_config(llama, parse_shape("32x3072x32"))).head_dim == 96
-    with pytest.raises(UserError, match="no even number of features each"):
-        shaped_config(llama, parse_shape("32x3072x32x9216x127"))
+    assert shape_of(shaped_config(CONFIGS["bert"], parse_shape("2x20x4"))).head_dim == 5
     assert shape_of(shaped_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x6"))).head_dim == 6
     with pytest.raises(UserError, match=r"the heads of a gpt2 have width / heads = 6 features each, not 8"):
         shaped_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x8"))
@@ -133,22 +135,10 @@ def test_windows_are_spread_over_the_layers() -> None:
     assert shape_of(shaped_config(mistral, parse_shape("2x48x6"))).windows == (5, 5)
 
 
-@pytest.mark.parametrize(("shape", "expected"), [
-    ("2x24x3", "student.shape: 3 heads cannot share keys and values 2 at a time, as the teacher's 6 do"),
-    ("2x20x4", "student.shape: 4 heads of the width 20 have no even number of features each"),
-])  # fmt: skip
-def test_proportions_that_do_not_come_out_even(shape: str, expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        shaped_config(CONFIGS["llama"], parse_shape(shape))
-    shaped_config(CONFIGS["bert"], parse_shape(shape))
-
-
 def test_the_teachers_layers_are_counted_from_zero_and_no_fewer_than_the_students() -> None:
     assert teacher_layers("spread", 5, 12, key="student.layers") == [0, 2, 4, 7, 9]
     with pytest.raises(UserError, match=r"a student of 13 layers cannot be made of a teacher's 12; .*random"):
         teacher_layers("spread", 13, 12, key="student.layers")
-    with pytest.raises(UserError, match="'middle' names no layers: give uniform, spread, first, last, important, or"):
-        teacher_layers("middle", 3, 12, key="student.layers")
 
 
 @EVERY
@@ -166,8 +156,6 @@ PLAIN = [head * 8 + feature for head in range(4) for feature in range(6)]
 """The first 6 of 8 features of the first 4 heads."""
 ROTARY = [head * 8 + feature for head in range(4) for feature in (0, 1, 2, 4, 5, 6)]
 """The same where feature i turns with i + 4."""
-
-
 AXES: dict[str, Any] = {
     "W": range(24),
     "F": range(48),
@@ -179,20 +167,21 @@ AXES: dict[str, Any] = {
     "*": slice(None),
 }
 """Rows or columns that a student of 24 channels and 48 neurons takes."""
-BERT = {
-    **{"self.query": "PW", "self.key": "PW", "self.value": "PW", "attention.output.dense": "WP"},
-    **{"intermediate.dense": "FW", "output.dense": "WF", "embeddings": "*W", "dense": "WW"},
-}
-OF_LLAMA = {"q_proj": "RW", "k_proj": "rW", "v_proj": "pW", "o_proj": "WP", "down_proj": "WF", "embed_tokens": "*W"}
 PLACES = {
-    "bert": {**BERT, "seq_relationship": "*W", "predictions": "*"},
-    "roberta": {**BERT, "lm_head": "*"},
+    "bert": {
+        **{"self.query": "PW", "self.key": "PW", "self.value": "PW", "attention.output.dense": "WP"},
+        **{"intermediate.dense": "FW", "output.dense": "WF", "embeddings": "*W", "dense": "WW"},
+        **{"seq_relationship": "*W", "predictions": "*"},
+    },
     "distilbert": {
         **{"q_lin": "PW", "k_lin": "PW", "v_lin": "PW", "out_lin": "WP", "lin1": "FW", "lin2": "WF"},
         **{"embeddings": "*W", "vocab_transform": "WW", "vocab_projector": "*"},
     },
     "gpt2": {"c_attn": "WQ", "attn.c_proj": "PW", "c_fc": "WF", "c_proj": "FW", "wte": "*W", "wpe": "*W"},
-    "llama": {**OF_LLAMA, "gate_proj": "FW", "up_proj": "FW"},
+    "llama": {
+        **{"q_proj": "RW", "k_proj": "rW", "v_proj": "pW", "o_proj": "WP", "gate_proj": "FW", "up_proj": "FW"},
+        **{"down_proj": "WF", "embed_tokens": "*W", "lm_head": "*W"},
+    },
 }
 """By the end of a module's name, or a part of it, the axes of its weight; the first that fits holds."""
 
@@ -216,14 +205,6 @@ def test_slices_of_head_norms() -> None:
     assert torch.equal(own.weight, theirs.weight[[*range(6), *range(8, 14)]])
 
 
-def test_tied_stays_tied_and_untied_untied() -> None:
-    student, teacher = sliced("llama")
-    assert student.lm_head.weight is student.model.embed_tokens.weight
-    student, teacher = sliced("mistral")
-    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight[:, :24])
-    assert not torch.equal(student.lm_head.weight, student.model.embed_tokens.weight)
-
-
 def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     teacher = teacher_of("roberta")
     torch.manual_seed(1)
@@ -231,8 +212,6 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     fresh = copy.deepcopy(student.classifier.state_dict())
     start(student, teacher, "layers", [0, 1, 2, 3])
     assert all(torch.equal(value, fresh[name]) for name, value in student.classifier.state_dict().items())
-    layer, source = student.roberta.encoder.layer[0], teacher.base_model.encoder.layer[0]
-    assert torch.equal(layer.output.dense.bias, source.output.dense.bias)
     classifier = student_of(student, "2x24x4")
     start(classifier, student, "slice", [0, 1])
     assert torch.equal(classifier.classifier.dense.weight, student.classifier.dense.weight[:24, :24])

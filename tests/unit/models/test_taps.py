@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import SETTINGS, tiny_config, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.gemma2.modeling_gemma2 import apply_rotary_pos_emb
 
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
@@ -17,29 +18,24 @@ CONFIGS = {name: tiny_config(name, num_hidden_layers=LAYERS) for name in SETTING
 EVERY = frozenset(range(LAYERS))
 SCALES = {"granite": 1.0, "opt": 1.0, "gemma3_text": 256**-0.5}
 """Factors on query·key that are not the root of the head width."""
-PROJECTED = [name for name in CONFIGS if FAMILIES[name].projections is not None]
+INSIDE = {
+    "gemma2": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "mpnet": ("attention.attn", ("q", "k", "v")),
+    "deberta-v2": ("attention.self", ("query_proj", "key_proj", "value_proj")),
+}
+"""The attention and its projections, where the projections are tapped."""
+DISTANCES = {"max_relative_positions": 4, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
 
 
 def make(name: str) -> PreTrainedModel:
     return tiny_model(name, seed=3, num_hidden_layers=LAYERS)
 
 
-def make_inputs(*, padded: bool = True) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 60, (3, 7), generator=generator)
+def make_inputs() -> dict[str, Tensor]:
+    ids = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    if padded:
-        mask[0, 5:] = mask[1, 3:] = 0
+    mask[0, 5:] = mask[1, 3:] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
-    aspects: list[Aspect] = ["query", "key", "value", "ffn_down", "hidden"]
-    family = family_of(model.config)
-    for aspect, name in (("ffn_up", family.ffn_up), ("ffn_gate", family.ffn_gate)):
-        if name is not None:
-            aspects.append(aspect)  # type: ignore[arg-type]
-    return dict.fromkeys(aspects, EVERY)
 
 
 def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor]) -> tuple[Tensor, Taps]:
@@ -55,8 +51,11 @@ def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor
 def test_taps_are_what_the_modules_compute(name: str) -> None:
     model = make(name)
     inputs = make_inputs()
-    logits, taps = record(model, {**every_aspect(model), "embedding": frozenset({0})}, inputs)
     family = family_of(model.config)
+    aspects: list[Aspect] = ["query", "key", "value", "ffn_down", "hidden"]
+    aspects += ["ffn_up"] if family.ffn_up is not None else []
+    aspects += ["ffn_gate"] if family.ffn_gate is not None else []
+    logits, taps = record(model, {**dict.fromkeys(aspects, EVERY), "embedding": frozenset({0})}, inputs)
     heads, groups = 4, getattr(model.config, "num_key_value_heads", 4)
     width = getattr(model.config, "head_dim", None) or 4
     wide = 48 if name in ("modernbert", "phi3") else 24  # with its gate
@@ -65,7 +64,7 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
         assert taps.key[layer].shape == taps.value[layer].shape == (3, groups, 7, width)
         assert family.ffn_up is None or taps.ffn_up[layer].shape == (3, 7, wide)
         assert taps.ffn_down[layer].shape == taps.hidden[layer].shape == (3, 7, 16)
-        assert name in PROJECTED or taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
+        assert name in INSIDE or taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
     assert set(taps.ffn_gate) == (EVERY if family.ffn_gate else set())
     # The layers' outputs as transformers gives them (the last one only before the final norm).
     whole = model(**inputs, output_hidden_states=True)
@@ -94,35 +93,9 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     assert torch.equal(down(inner), taps.ffn_down[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "deberta-v2"])
-def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
-    model, inputs = make(name), make_inputs()
-    request: TapRequest = {"value": frozenset({1}), "hidden": EVERY, "query": frozenset({0})}
-    _, plain = record(model, request, inputs)
-    values = plain.value[1].transpose(1, 2).flatten(2)
-    sizes = {"value": (values.shape[-1], 5), "hidden": (16, 6)}
-    projectors = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
-    model = make(name)
-    recorder = Recorder(model, request, projectors)
-    with recorder.recording():
-        model(**inputs)
-    taps = recorder.take()
-    assert taps.projected.keys() == {"value", "hidden"}
-    assert torch.equal(taps.projected["value"][1], projectors["value"](values))
-    for layer in EVERY:
-        assert torch.equal(taps.projected["hidden"][layer], projectors["hidden"](plain.hidden[layer]))
-        assert torch.equal(taps.hidden[layer], plain.hidden[layer])
-    sum(taps.projected["hidden"][layer].sum() for layer in EVERY).backward()
-    assert projectors["hidden"].weight.grad is not None
-    assert model.base_model.get_input_embeddings().weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if name not in ("distilbert", "mistral", "gemma3_text", *PROJECTED)]
-)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"distilbert", "mistral", "gemma3_text", *INSIDE}))
 def test_queries_and_keys_give_the_models_attention(name: str) -> None:
-    model = make(name)
-    inputs = make_inputs(padded=False)
+    model, inputs = make(name), {"input_ids": make_inputs()["input_ids"]}
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     model.set_attn_implementation("eager")
     attentions = model(**inputs, output_attentions=True).attentions
@@ -137,47 +110,25 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
         torch.testing.assert_close(scores.softmax(-1), attentions[layer], atol=1e-6, rtol=1e-5)
 
 
-def test_mpnet_adds_a_bias_of_the_distance() -> None:
-    model, inputs = make("mpnet"), make_inputs(padded=False)
-    _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
-    bias = model.mpnet.encoder.compute_position_bias(inputs["input_ids"][..., None])
-    assert bias.abs().max() > 0
-    for layer, expected in enumerate(model(**inputs, output_attentions=True).attentions):
-        scores = taps.query[layer] @ taps.key[layer].transpose(-1, -2) / 4**0.5
-        torch.testing.assert_close((scores + bias).softmax(-1), expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_debertas_taps_are_those_of_its_tokens(share: bool) -> None:
-    """Its distances may go through the same projections; as many of them as tokens here, in a batch of one."""
-    changes = {"share_att_key": share, "max_relative_positions": 4, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
-    model = tiny_model("deberta-v2", **changes)
+@pytest.mark.parametrize(("name", "changes"), [
+    ("gemma2", {}), ("mpnet", {}), *(("deberta-v2", {**DISTANCES, "share_att_key": share}) for share in (False, True)),
+])  # fmt: skip
+def test_where_attention_does_more_the_projections_are_tapped(name: str, changes: dict[str, Any]) -> None:
+    """DeBERTa's distances may go through the same projections; as many of them as tokens here, in a batch of one."""
+    model = tiny_model(name, seed=3, **changes)
     ids = torch.randint(5, 60, (1, 8))
     request: TapRequest = dict.fromkeys(("query", "key", "value"), frozenset({0, 1}))
     expected = model(ids, output_hidden_states=True)
     logits, taps = record(model, request, {"input_ids": ids})
     assert torch.equal(logits, expected.logits)
+    attention, projections = INSIDE[name]
     for layer, block in enumerate(layers_of(model)):
-        for aspect in ("query", "key", "value"):
-            whole = getattr(block.attention.self, f"{aspect}_proj")(expected.hidden_states[layer])
-            assert torch.equal(getattr(taps, aspect)[layer], whole.view(1, 8, 4, 4).transpose(1, 2))
-
-
-def test_gemma2_turns_and_caps_what_is_tapped() -> None:
-    model, inputs = make("gemma2"), make_inputs(padded=False)
-    model.config.attn_logit_softcapping = 0.01
-    for layer in layers_of(model):
-        layer.self_attn.attn_logit_softcapping = 0.01
-    _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
-    cos, sin = model.model.rotary_emb(taps.query[0], torch.arange(7)[None])
-    for layer, expected in enumerate(model(**inputs, output_attentions=True).attentions):
-        query, key = apply_rotary_pos_emb(taps.query[layer], taps.key[layer], cos, sin)
-        scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) * model.config.query_pre_attn_scalar**-0.5
-        scores = 0.01 * (scores / 0.01).tanh()
-        seen = torch.ones(7, 7).tril().bool()
-        if model.config.layer_types[layer] == "sliding_attention":
-            seen = seen.triu(1 - model.config.sliding_window)
-        torch.testing.assert_close(scores.masked_fill(~seen, -torch.inf).softmax(-1), expected, atol=1e-6, rtol=1e-5)
+        given = expected.hidden_states[layer]
+        given = block.input_layernorm(given) if name == "gemma2" else given
+        for aspect, projection in zip(request, projections, strict=True):
+            flat = block.get_submodule(f"{attention}.{projection}")(given)
+            heads = flat.unflatten(-1, (-1, 8 if name == "gemma2" else 4)).transpose(1, 2)
+            assert torch.equal(getattr(taps, aspect)[layer], heads)
 
 
 def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
@@ -187,20 +138,15 @@ def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpointing_is_refused() -> None:
+def test_what_cannot_be_tapped_is_refused() -> None:
     model = make("llama").train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     recorder = Recorder(model, {"hidden": frozenset({0})})
     with pytest.raises(UserError, match="use_reentrant"), recorder.recording():
         model(**make_inputs(), use_cache=False)
-    model(**make_inputs(), use_cache=False)  # without recording it is nobody's business
-    with recorder.recording(), torch.no_grad():  # and without gradients it is harmless
+    with recorder.recording(), torch.no_grad():  # without gradients it is harmless
         model(**make_inputs(), use_cache=False)
     assert set(recorder.take().hidden) == {0}
-
-
-def test_what_cannot_be_tapped_is_refused() -> None:
-    model = make("llama")
     model.set_attn_implementation("eager")
     with pytest.raises(UserError, match="sdpa"):
         Recorder(model, {"query": frozenset({0})})

@@ -12,16 +12,9 @@ from llmdistill.losses.fused.triton_attention import attention_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody uses
 
-KINDS: tuple[AttentionKind, ...] = ("student_teacher", "teacher_student", "score_mse")
-SEEN = {"student_teacher": (True, 5), "teacher_student": (False, None), "score_mse": (False, 18)}
-"""A view for each kind: causal or not, and a window; no kernel treats a view of one kind as that of another."""
 TOKENS = 21  # two blocks of 16, the second not full
-MASKS = {
-    "right": [[1] * 14 + [0] * 7],
-    "left": [[0] * 18 + [1] * 3],
-    "packed": [[1] * 6 + [2] * 9 + [3] * 2 + [0] * 4],
-    "two, of which one is empty": [[0] * 21, [1] * 21],
-}
+RIGHT, LEFT = [[1] * 14 + [0] * 7], [[0] * 18 + [1] * 3]
+PACKED = [[1] * 6 + [2] * 9 + [3] * 2 + [0] * 4]
 
 
 def make(seed, batch, heads, groups, width, dtype=torch.float32) -> AttentionInputs:
@@ -61,34 +54,36 @@ def check(device, kind, student, teacher, mask, *seen, tolerance=1e-5, **options
         assert not result[(segments == 0)[:, None].expand(result.shape[:3])].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_blocks_of_a_cpu(device: torch.device, kind: AttentionKind) -> None:
-    check(device, kind, make(0, 1, 2, 1, 12), make(1, 1, 2, 2, 20), MASKS["packed"], *SEEN[kind])
+SIDES = make(0, 1, 2, 1, 12), make(1, 1, 2, 2, 20)
+HALF = make(0, 1, 2, 1, 16, torch.bfloat16), make(1, 1, 2, 1, 16, torch.bfloat16)
+EMPTY = [[0] * 21, [1] * 21]
+UNTIL = torch.tensor([[4] * 4 + list(range(5, 15)) + [TOKENS] * 7, [10] * 10 + list(range(11, 22))])
+"""The source of 4 or 10 tokens sees itself; a token of the target sees the source and the target up to itself."""
+CASES: list[tuple] = [
+    ("student_teacher", *SIDES, PACKED, True, 5),
+    ("teacher_student", *SIDES, PACKED, False, None),
+    ("score_mse", *SIDES, PACKED, False, 18),
+    ("teacher_student", make(0, 2, 2, 1, 12), make(1, 2, 2, 2, 20), [*RIGHT, [1] * TOKENS], False, None, UNTIL),
+    ("student_teacher", make(0, 1, 1, 1, 8), make(1, 1, 1, 1, 16), LEFT, True, None),
+    ("student_teacher", make(0, 2, 1, 1, 8), make(1, 2, 1, 1, 16), EMPTY, True, None),
+]
+"""No kernel treats a view of one kind (causal or not, and a window) as that of another."""
 
 
-def test_a_source_and_its_target(device: torch.device) -> None:
-    """The source of 4 or 10 tokens sees itself; a token of the target sees the source and the target up to itself."""
-    visible_until = torch.tensor([[4] * 4 + list(range(5, 15)) + [TOKENS] * 7, [10] * 10 + list(range(11, 22))])
-    mask = [*MASKS["right"], [1] * TOKENS]
-    check(device, "teacher_student", make(0, 2, 2, 1, 12), make(1, 2, 2, 2, 20), mask, False, None, visible_until)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_blocks_of_a_cpu(device: torch.device, case: tuple) -> None:
+    check(device, *case)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_padding(device: torch.device, mask: list[list[int]]) -> None:
-    sides = make(0, len(mask), 1, 1, 8), make(1, len(mask), 1, 1, 16)
-    check(device, "student_teacher", *sides, mask, True, None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["student_teacher", "teacher_student", "score_mse"])
 def test_half_precision(device: torch.device, kind: AttentionKind) -> None:
-    sides = make(0, 1, 2, 1, 16, torch.bfloat16), make(1, 1, 2, 1, 16, torch.bfloat16)
-    check(device, kind, *sides, MASKS["right"], True, None, tolerance=1e-2)
+    check(device, kind, *HALF, RIGHT, True, None, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("groups", [(4, 1), (2, 4)])
 def test_grouped_queries_in_uneven_blocks(device: torch.device, groups: tuple[int, int]) -> None:
     student, teacher = (make(seed, 1, 4, each, 8) for seed, each in enumerate(groups))
-    check(device, "teacher_student", student, teacher, MASKS["right"], True, None, blocks=(16, 32))
+    check(device, "teacher_student", student, teacher, RIGHT, True, None, blocks=(16, 32))
 
 
 def test_heads_cut_anew_are_views(device: torch.device) -> None:
@@ -96,13 +91,13 @@ def test_heads_cut_anew_are_views(device: torch.device) -> None:
     student, teacher = (torch.randn(1, TOKENS, 24, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     views = [flat.unflatten(-1, (2, 12)).transpose(1, 2) for flat in (student, teacher)]
     sides = [AttentionInputs(view, view, 12**-0.5) for view in views]
-    check(device, "teacher_student", *sides, MASKS["right"], False, None)
+    check(device, "teacher_student", *sides, RIGHT, False, None)
 
 
 def test_one_tensor_on_both_sides_gets_both_shares_of_the_gradient(device: torch.device) -> None:
     query, teacher = make(0, 1, 2, 2, 8).query.to(device), make(1, 1, 2, 2, 8)
     one, two = AttentionInputs(query, query, 0.5), AttentionInputs(query, query.clone(), 0.5)
-    segments = torch.tensor(MASKS["packed"])
+    segments = torch.tensor(PACKED)
     apart = run(device, "teacher_student", two, teacher, segments, False, None)
     together = run(device, "teacher_student", one, teacher, segments, False, None, key_grad=False)
     assert torch.equal(together.sum, apart.sum)
@@ -110,7 +105,7 @@ def test_one_tensor_on_both_sides_gets_both_shares_of_the_gradient(device: torch
     assert together.key_grad is None
 
 
-def test_only_what_is_asked_for(device: torch.device) -> None:
+def test_only_what_is_asked_for_and_no_sequences(device: torch.device) -> None:
     given = device, "student_teacher", make(0, 1, 1, 1, 8), make(1, 1, 1, 1, 8), torch.ones(1, TOKENS), True, None
     whole = run(*given)
     for query, key in ((False, False), (True, False), (False, True)):
@@ -118,11 +113,7 @@ def test_only_what_is_asked_for(device: torch.device) -> None:
         assert torch.equal(found.sum, whole.sum)
         assert torch.equal(found.query_grad, whole.query_grad) if query else found.query_grad is None
         assert torch.equal(found.key_grad, whole.key_grad) if key else found.key_grad is None
-
-
-def test_no_sequences(device: torch.device) -> None:
-    sides = make(0, 0, 2, 1, 8)
-    found = run(device, "student_teacher", sides, sides, torch.ones(0, TOKENS), True, None)
+    none = make(0, 0, 2, 1, 8)
+    found = run(device, "student_teacher", none, none, torch.ones(0, TOKENS), True, None)
     assert found.sum.item() == 0
-    assert found.query_grad.shape == sides.query.shape
-    assert found.key_grad.shape == sides.key.shape
+    assert (found.query_grad.shape, found.key_grad.shape) == (none.query.shape, none.key.shape)

@@ -9,10 +9,8 @@ from torch import Tensor
 from llmdistill.losses.features import MIN_SQUARE, squared_error
 from llmdistill.losses.fused import triton_features
 
-MASKS = {
-    "ragged": [[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1, 1]],
-    "one sequence is empty": [[0] * 7, [1] * 7, [1, 0, 0, 0, 0, 0, 0]],
-}
+RAGGED = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1, 1]])
+ONE_EMPTY = torch.tensor([[0] * 7, [1] * 7, [1, 0, 0, 0, 0, 0, 0]])
 SHAPES = {
     "flat": (3, 7, 36),
     "one feature": (3, 7, 1),
@@ -83,8 +81,7 @@ def check(device, student, teacher, mask, *, normalize, layouts=(by_tokens, by_t
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_the_operations_of_torch(device: torch.device, shape: tuple[int, ...], normalize: bool) -> None:
-    mask = torch.tensor(MASKS["ragged"])
-    check(device, make(shape, 0), make(shape, 1), mask, normalize=normalize)
+    check(device, make(shape, 0), make(shape, 1), RAGGED, normalize=normalize)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -92,15 +89,13 @@ def test_several_programs_share_the_work(device, monkeypatch, normalize) -> None
     """The last block of tokens is not full, nor is that of features where tokens are cut."""
     monkeypatch.setattr(triton_features, "TILE", 64)
     monkeypatch.setattr(triton_features, "WIDEST_CUT", 16)
-    mask = torch.tensor(MASKS["one sequence is empty"])
-    check(device, make((3, 5, 7, 12), 0), make((3, 5, 7, 12), 1), mask, normalize=normalize)
+    check(device, make((3, 5, 7, 12), 0), make((3, 5, 7, 12), 1), ONE_EMPTY, normalize=normalize)
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 36), (3, 2, 7, 20)], ids=["flat", "heads"])
 @pytest.mark.parametrize(("of_student", "of_teacher"), zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True))
 def test_any_strides(device, of_student, of_teacher, shape) -> None:
-    mask = torch.tensor(MASKS["ragged"])
-    check(device, make(shape, 0), make(shape, 1), mask, normalize=True, layouts=(of_student, of_teacher))
+    check(device, make(shape, 0), make(shape, 1), RAGGED, normalize=True, layouts=(of_student, of_teacher))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +103,8 @@ def test_any_strides(device, of_student, of_teacher, shape) -> None:
 )
 def test_half_precision(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool) -> None:
     """The sum is as exact as in fp32, the gradient but for its rounding to 8 bits."""
-    shape, mask = (3, 4, 7, 64), torch.tensor(MASKS["ragged"])
-    sides = [make(shape, seed, dtype) for seed, dtype in enumerate(dtypes)]
-    check(device, *sides, mask, normalize=normalize, tolerance=2**-7)
+    sides = [make((3, 4, 7, 64), seed, dtype) for seed, dtype in enumerate(dtypes)]
+    check(device, *sides, RAGGED, normalize=normalize, tolerance=2**-7)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 7, 20), (3, 0, 20)])
