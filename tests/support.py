@@ -45,12 +45,6 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launch_command(*arguments: str, ranks: int = 1) -> list[str]:
-    launcher = Path(sys.executable).with_name("deepspeed")
-    flags = ["--num_gpus", str(ranks), "--master_port", str(free_port()), "--log_level", "error"]
-    return [str(launcher), *flags, MAIN_JOB, *arguments]
-
-
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -34,24 +34,10 @@ def launch(rank_server):
     return run
 
 
-@pytest.fixture(scope="module")
-def finetune(launch, request, encoder, data):
-    """Fine-tunes the encoder of a module on its data, with its SETTINGS; returns the run's folder."""
-    given = ("--recipe", "finetune", "--train.dtype", "fp32", "--train.global_batch_size", "8")
-    given += ("--student.model", str(encoder), "--data.task.dir", str(data), *request.module.SETTINGS.split())
-
-    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
-        done = launch(*given, "--output_dir", str(folder), *arguments, ranks=ranks)
-        (folder / "said.txt").write_text(done.stdout, encoding="utf-8")
-        return folder
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def tiny_teacher(tmp_path_factory):
-    """A random Llama with grouped-query attention and the embedded tokenizer."""
-    return save_decoder(tmp_path_factory.mktemp("teacher"))
+    """A random Llama of two layers with grouped-query attention and the embedded tokenizer."""
+    return save_decoder(tmp_path_factory.mktemp("teacher"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ INT4 = ("--student.quantize.weights", "int4", "--student.quantize.group_size", "
 DENSE = (*INT8, *KD, "--student.shape", "1x32x4", "--student.init", "layers")
 
 
-@pytest.mark.parametrize(("run", "ds_config"), [((*INT8, *KD), "zero1"), (INT8, "zero2"), (DENSE, "zero2")])
+@pytest.mark.parametrize(("run", "ds_config"), [(INT8, "zero1"), (DENSE, "zero2")])
 def test_two_ranks_equal_one(trained, run, ds_config):
     one, two = trained(*run), trained(*run, ranks=2, ds_config=ds_config)
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-4)
@@ -32,9 +32,9 @@ def test_two_ranks_equal_one(trained, run, ds_config):
 
 
 def test_a_resumed_run_is_bit_equal(trained, launch, settings, tmp_path):
-    whole = trained(*INT4, ranks=2)
+    whole = trained(*INT4)
     folder = interrupted_copy(whole, tmp_path / "resumed")
-    launch(*settings, "--ds_config", "zero2", "--output_dir", str(folder), *INT4, ranks=2)
+    launch(*settings, "--ds_config", "zero2", "--output_dir", str(folder), *INT4)
     assert largest_difference(whole, folder) == 0
     assert logged(folder, "loss") == logged(whole, "loss")
 
@@ -42,7 +42,7 @@ def test_a_resumed_run_is_bit_equal(trained, launch, settings, tmp_path):
 def test_the_untrained_student_is_whole_and_the_trained_one_is_what_learned(trained):
     folder = trained(*INT4)
     # It rounds from the first step on.
-    assert abs(logged(folder, "loss")[0] - logged(trained(*KD), "loss")[0]) > 1e-4
+    assert abs(logged(folder, "loss")[0] - logged(trained(*KD, "--train.steps", "1"), "loss")[0]) > 1e-4
     before, after = load_file(folder / "untrained" / "model.safetensors"), weights(folder)
     name = "model.layers.0.mlp.up_proj.A"
     assert before[f"{name}.weight"].dtype == torch.float32

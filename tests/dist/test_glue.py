@@ -57,10 +57,11 @@ def evaluate(encoder, data, launch):
     return run
 
 
-def test_two_ranks_learn_what_one_does(evaluate, tmp_path):
-    evaluate(tmp_path / "one", ranks=1, script=True)
-    said = evaluate(tmp_path / "two", ranks=2)
-    assert said.count("[1/1] STS-B learning_rate=0.003 epochs=12 seed=1: ") == 1
+def test_two_ranks_and_trials_side_by_side_learn_what_one_does(evaluate, tmp_path):
+    seeds = ("--seeds", "1,2")
+    evaluate(tmp_path / "one", *seeds, ranks=1, script=True)
+    said = evaluate(tmp_path / "two", *seeds, ranks=2)
+    assert said.count("[1/2] STS-B learning_rate=0.003 epochs=12 seed=1: ") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (
         [line.split("\t") for line in (tmp_path / name / run / "predictions/student/dev.tsv").read_text().splitlines()]
@@ -70,22 +71,17 @@ def test_two_ranks_learn_what_one_does(evaluate, tmp_path):
     for first, second in zip(one[1:], two[1:], strict=True):
         assert first[::2] == second[::2]  # the example's number, and what is right
         assert float(first[1]) == pytest.approx(float(second[1]), abs=1e-4)
-    metrics = [json.loads((tmp_path / name / "results.json").read_text())["tasks"]["STS-B"] for name in ("one", "two")]
-    for metric in ("pearson", "spearman"):
-        means = [each["dev"]["STS-B"][metric]["mean"] for each in metrics]
-        assert means[0] > 50
-        assert means[1] == pytest.approx(means[0], rel=1e-5)
     assert (tmp_path / "one/predictions/STS-B.tsv").read_text() == (tmp_path / "two/predictions/STS-B.tsv").read_text()
 
-
-def test_trials_in_processes_of_their_own_give_the_same(evaluate, tmp_path):
-    seeds = ("--seeds", "1,2")
-    evaluate(tmp_path / "one", *seeds, ranks=1)
     said = evaluate(tmp_path / "beside", "--trials_at_once", "2", *seeds, ranks=0)
     assert said.index("seed=1 ...") < said.index("seed=2 ...") < said.index("seed=1: pearson")
-    one, beside = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "beside"))
-    for results in (one, beside):
-        del results["run"], results["tasks"]["STS-B"]["seconds"]
-    assert beside == one
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two", "beside")]
+    scores = [each["tasks"]["STS-B"]["dev"]["STS-B"] for each in results]
+    for metric in ("pearson", "spearman"):
+        assert scores[0][metric]["mean"] > 50
+        assert scores[1][metric]["mean"] == pytest.approx(scores[0][metric]["mean"], rel=1e-5)
+    for each in results:
+        del each["run"], each["tasks"]["STS-B"]["seconds"]
+    assert results[2] == results[0]
     weights = [(tmp_path / name / "STS-B/best/model.safetensors").read_bytes() for name in ("one", "beside")]
     assert weights[0] == weights[1]

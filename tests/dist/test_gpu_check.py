@@ -16,7 +16,7 @@ def look(rank_server, tmp_path):
     """The lines of a part, by the names of their measures."""
 
     def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
-        told = tmp_path / "told.jsonl"
+        told = tmp_path / f"{part}.jsonl"
         words = ["--part", part, "--device", "cpu", "--told", str(told)]
         done = rank_server.run(words, ranks=ranks, program="scripts/gpu_check/gpu_check.py")
         assert done.returncode == 0, done.stderr
@@ -28,21 +28,14 @@ def look(rank_server, tmp_path):
     return run
 
 
-def test_zero_has_the_losses_of_plain_fp32_on_two_ranks(look):
+def test_each_part_finds_what_it_looks_for(look):
     lines = look("zero", ranks=2)
     assert all(line.value < 1e-6 for name, line in lines.items() if "in fp32" in name)
     # bf16 is rounded, so that a difference of nothing would be that of two runs in fp32.
     assert all(line.value > 1e-4 for name, line in lines.items() if "in bf16" in name)
     assert len(lines) == 7
-
-
-def test_only_deepspeed_waits(look):
     lines = look("waits")
     assert len(lines) == 3
-    for line in lines.values():
-        assert "look at the norm 0" not in line.detail
-        assert "elsewhere in DeepSpeed 0" in line.detail
-
-
-def test_memory_is_as_forecast(look):
+    assert all("look at the norm 0" not in line.detail for line in lines.values())
+    assert all("elsewhere in DeepSpeed 0" in line.detail for line in lines.values()), "only DeepSpeed waits"
     assert len(look("memory")) == 2

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 @pytest.fixture
 def overflowing(tiny_teacher, tmp_path):
-    """The tiny teacher with finite weights whose product is inf, in the third layer."""
+    """The tiny teacher with finite weights whose product is inf, in the second layer."""
     folder = tmp_path / "teacher"
     shutil.copytree(tiny_teacher, folder)
     state = load_file(folder / "model.safetensors")
-    state["model.layers.2.mlp.up_proj.weight"] = torch.full_like(state["model.layers.2.mlp.up_proj.weight"], 3e38)
+    state["model.layers.1.mlp.up_proj.weight"] = torch.full_like(state["model.layers.1.mlp.up_proj.weight"], 3e38)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -27,13 +27,13 @@ def said_by(done) -> str:
 
 def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, overflowing, tmp_path):
     run = tmp_path / "run"
-    shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "2x32x4")
+    shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "1x32x4")
     student = (*shape, "--teacher.model", str(overflowing))
     done = launch(*settings, *student, "--output_dir", str(run), ranks=2, code=2)
     said = said_by(done)
     assert "step 3 was skipped, because its gradient is not finite" in said
     assert "on rank 0, 1, in the micro batches of the samples" in said
-    assert "with an output that is not finite is the teacher, in model.layers.2.mlp.up_proj" in said
+    assert "with an output that is not finite is the teacher, in model.layers.1.mlp.up_proj" in said
     assert not (run / "student").exists()
     assert {each.name for each in (run / "not_finite").iterdir()} == {"step-1", "step-2", "step-3", "ended.json"}
     assert len(list((run / "not_finite" / "step-2").glob("rank-*.safetensors"))) == 2

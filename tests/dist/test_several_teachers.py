@@ -10,8 +10,9 @@ import pytest
 from tiny import save_decoder
 
 from llmdistill.embedded import locate
+from llmdistill.train import main
 
-from support import interrupted_copy, largest_difference
+from support import largest_difference
 
 SAME, OTHER = 5e-5, 5e-4
 """Largest differences of equal and of other students. Adam divides a gradient by its size, so where it is nearly 0 five
@@ -22,7 +23,7 @@ KD = ("--method", "kd", "--scoring.models", "[]")
 @pytest.fixture(scope="module")
 def skills(tmp_path_factory) -> Path:
     """A second teacher, which is far from the first."""
-    return save_decoder(tmp_path_factory.mktemp("skills"), initializer_range=0.5)
+    return save_decoder(tmp_path_factory.mktemp("skills"), initializer_range=0.5, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +60,6 @@ def test_two_ranks_learn_what_one_does_of_the_teachers_of_rows(trained, of_rows)
     assert largest_difference(alone, trained(*of_rows, "--data.packing", "true")) < SAME
 
 
-def test_equal_teachers_are_one(trained, averaged, tiny_teacher):
-    twice = trained(*averaged, "--teacher.others.skills.model", str(tiny_teacher))
-    assert largest_difference(twice, trained(*KD)) < SAME
-
-
-def test_answers_of_the_student_keep_the_teacher_of_their_row(trained, of_rows):
-    own = (*of_rows, "--data.on_policy", "1.0", "--kd.ratio", "1.0", "--data.max_prompt_length", "150")
-    own = (*own, "--data.max_length", "160", "--data.long_prompts", "drop")
-    assert largest_difference(trained(*own), trained(*own, ranks=2)) < SAME
-
-
-def test_a_resumed_run_is_bit_equal(trained, launch, settings, of_rows, tmp_path):
-    whole = trained(*of_rows)
-    copy = interrupted_copy(whole, tmp_path / "run")
-    launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(copy), *of_rows)
-    assert largest_difference(whole, copy) == 0
-
-
 @pytest.mark.parametrize("rule", ["averaged", "of_rows"])
 def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, tmp_path, rule):
     """Each teacher is in memory alone, while its cache is made."""
@@ -88,12 +71,13 @@ def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, t
     sizes = [json.loads((tmp_path / key / "cache.json").read_text())["examples"] for key in caches]
     assert sizes == ([100, 100] if rule == "averaged" else [66, 34])
     read = [word for key in caches for word in (f"--{key}", str(tmp_path / key))]
+    if rule == "averaged":
+        read = read[:2]  # one of them from its cache, and the other live
     assert largest_difference(trained(*own), trained(*own, *read)) < SAME
-    swapped = (read[0], read[3], read[2], read[1])
-    job = (*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "swapped"), *own, *swapped)
-    assert "its teacher is" in launch(*job, code=2).stderr
-    mixed = trained(*own, *read[:2])  # one of them from its cache, and the other live
-    assert largest_difference(trained(*own), mixed) < SAME
+    if rule == "of_rows":
+        swapped = (read[0], read[3], read[2], read[1])
+        job = (*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "swapped"), *own, *swapped)
+        assert "its teacher is" in launch(*job, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -107,8 +91,8 @@ def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, t
         ("of_rows", ["--teacher.others", "{}"], "teacher.average is rows, but there is one teacher"),
     ],
 )
-def test_what_several_teachers_cannot_do_is_one_sentence(launch, settings, request, tmp_path, rule, more, said):
+def test_what_several_teachers_cannot_do_is_one_sentence(settings, request, tmp_path, capsys, rule, more, said):
     own = (*request.getfixturevalue(rule), "--output_dir", str(tmp_path / "run"))
-    done = launch(*settings, "--ds_config", "zero2", *own, *more, code=2)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert main([*settings, *own, *more]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.search(said, line), line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -51,16 +50,11 @@ def answers(run: Path, row: str) -> list[float]:
     return [float(line.split("\t")[1]) for line in file.read_text().splitlines()[1:]]
 
 
-def trained_now(said: str) -> int:
-    """The number of trials that ran; a line of a trial that is kept says so at its end."""
-    return sum(line.startswith("[1/1] STS-B ") and line.endswith(" on dev") for line in said.splitlines())
-
-
 def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     launch(*settings, "--ds_config", "zero1", "--output_dir", str(one))
     said = launch(*settings, "--ds_config", "zero3", "--output_dir", str(two), ranks=2).stdout
-    assert trained_now(said) == 4
+    assert sum(line.startswith("[1/1] STS-B ") and line.endswith(" on dev") for line in said.splitlines()) == 4
     assert "both stages" in said
     rows = ("teacher", "two_stages", "no_pretraining", "no_kd")
     for row in rows:
@@ -70,11 +64,3 @@ def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, t
     for first, second in itertools.combinations(rows, 2):
         assert max(abs(a - b) for a, b in zip(answers(one, first), answers(one, second), strict=True)) > 0.1
     assert (two / "tasks/tsne/STS-B.png").is_file()
-
-    table = json.loads((one / "tasks/report.json").read_text())["rows"]
-    trained = (one / "student/model.safetensors").stat().st_mtime_ns
-    (one / "tasks/no_kd/STS-B/lr-0.003-epochs-2-seed-1/metrics.json").unlink()
-    said = launch(*settings, "--ds_config", "zero1", "--output_dir", str(one)).stdout
-    assert trained_now(said) == 1, "the same command only does what is missing"
-    assert (one / "student/model.safetensors").stat().st_mtime_ns == trained
-    assert json.loads((one / "tasks/report.json").read_text())["rows"] == table

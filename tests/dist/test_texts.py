@@ -54,15 +54,15 @@ def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_lo
     words = [*settings, "--data.kind", "text", "--data.train", tests["towns"], "--data.valid", str(files["valid"])]
     words += ["--data.tests", json.dumps(tests), "--data.max_length", "32", "--train.steps", "3"]
     words += ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT)]
-    words += ["--methods", "none,sft,kd", "--seeds", "1", "--learning_rates", "3e-3"]
+    words += ["--methods", "none,kd", "--seeds", "1", "--learning_rates", "3e-3"]
     launch("compare", *words, "--output_dir", str(tmp_path / "out"), program="llmdistill.cli", ranks=0)
 
     out = tmp_path / "out"
     results = json.loads((out / "results.json").read_text())
     methods = results["methods"]
-    assert (results["score"], list(methods)) == ("perplexity", ["teacher", "none", "sft", "kd"])
-    folders = {name: out / methods[name]["runs"][0] / "student" for name in ("sft", "kd")}
-    folders |= {"teacher": tiny_teacher, "none": out / methods["none"]["runs"][0] / "untrained"}
+    assert (results["score"], list(methods)) == ("perplexity", ["teacher", "none", "kd"])
+    folders = {"teacher": tiny_teacher, "none": out / methods["none"]["runs"][0] / "untrained"}
+    folders["kd"] = out / methods["kd"]["runs"][0] / "student"
     for name, folder in folders.items():
         expected = {text: plain_loop(folder, texts[text]) for text in tests}
         found = dict(methods[name]["perplexity"])

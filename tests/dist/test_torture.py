@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 from torture import page
-from torture_child import Fault, phase_of
 from torture_faults import slots, tried
 from torture_results import Tally, differences, left_behind
 from torture_runs import SCENARIOS, Shop, verdict
@@ -38,28 +37,6 @@ def test_killed_runs_end_as_undisturbed_ones(shop, case):
     tally = tried(shop, "kills", [number_of(*case)])
     assert tally.failures == []
     assert not dict(tally.figures)["kills"].startswith("0")
-
-
-@pytest.mark.parametrize("number", [1, 2])  # a rollout on one rank, a remote teacher on two
-def test_runs_whose_server_was_lost_end_as_undisturbed_ones(shop, number):
-    tally = tried(shop, "servers", [number])
-    assert tally.failures == []
-    assert dict(tally.figures)["servers"].startswith("1 ")
-
-
-def test_a_full_disk_leaves_the_former_checkpoint_and_the_run_goes_on(shop, tmp_path):
-    train, folder = SCENARIOS["train"], tmp_path / "full"
-    folder.mkdir()
-    changes = shop.changes(train, 1, 0)
-    # The second checkpoint's file of weights.
-    place = next(n for n, change in enumerate(changes, 1) if change.startswith("write ") and "/step-4/" in change)
-    assert phase_of(changes[place - 1]) == "saving"
-    done = shop.run(train, folder, ranks=1, fault=Fault("full", change=place))
-    assert (done.code, "Traceback" in done.said) == (2, False)
-    assert "rank-00000.safetensors: no space left on device for its " in done.errors
-    assert (folder / "run/checkpoints/step-2/manifest.json").is_file()
-    assert shop.run(train, folder, ranks=1).code == 0
-    assert verdict(shop, train, 1, folder) == []
 
 
 def test_what_differs_is_seen(shop, tmp_path):

@@ -60,10 +60,3 @@ def test_layers_are_the_students_and_the_map_says_which_teach_them(models) -> No
         assert means[name] == pytest.approx(pair.feature_error(name, [(0, 4), (2, 1)], "token"), rel=1e-4)
     assert means["hidden"] == pytest.approx(pair.feature_error("hidden", [(2, 1)], "token"), rel=1e-4)
     assert means["attention"] == pytest.approx(pair.attention_kl([(2, 1)], "student_teacher"), rel=1e-4)
-
-
-def test_labels_alone_need_no_teacher(models) -> None:
-    config = models.bert(2, 16, 4, 4)
-    assert build_makd(MakdConfig(), config, config).needs_teacher
-    method = build_makd(MakdConfig(**dict.fromkeys(TERMS, 0.0) | {"label": 1.0}), config, config)
-    assert (list(method.weights), method.needs_teacher) == (["label"], False)

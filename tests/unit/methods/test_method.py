@@ -14,16 +14,8 @@ from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.tinybert import TinybertConfig
-from llmdistill.objective import Objective
 
 SETTINGS: dict[str, Any] = {"kd": KdConfig(), "minilm": MinilmConfig(value_mse=0.5), "tinybert": TinybertConfig()}
-
-
-def test_one_method_stays_itself(models) -> None:
-    config = models.bert(2, 16, 4, 4)
-    assert list(build_method(["kd"], SETTINGS, config, config).weights) == ["forward_kl", "label"]
-    objective = Objective(tokens=False, sequences="classes")
-    assert list(build_method(["sft"], {}, config, config, objective).weights) == ["sequence_label"]
 
 
 def test_terms_are_those_of_all_methods(models) -> None:
