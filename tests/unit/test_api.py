@@ -80,12 +80,6 @@ class TestCompress:
         assert not held & {tensor.data_ptr() for tensor in student.parameters()}
         assert student.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
 
-    def test_settings_that_do_not_fit(self, model):
-        with pytest.raises(UserError, match=r"rnak.*did you mean rank"):
-            llmdistill.compress(model, rnak=8)
-        with pytest.raises(UserError, match=r"shapes.*kronecker"):
-            llmdistill.compress(model, rank=8, shapes={"*": "2x2"})
-
 
 def test_sizes_are_those_of_the_student(model, folder):
     found = llmdistill.sizes(model, rank=8)
@@ -102,15 +96,13 @@ def test_sizes_are_those_of_the_student(model, folder):
 def test_export_in_memory_and_by_name_gives_the_students_logits(model, folder, tokenizer, tmp_path):
     student = llmdistill.compress(model, rank=8)
     found = llmdistill.export(student, tmp_path / "one", tokenizer=tokenizer)
-    assert found["output"] == str(tmp_path / "one")
-    assert found["params"] == model.num_parameters()
+    assert (found["output"], found["params"]) == (str(tmp_path / "one"), model.num_parameters())
     llmdistill.compress(folder, rank=8, output=tmp_path / "student")
     assert llmdistill.export(tmp_path / "student", tmp_path / "two") == {**found, "output": str(tmp_path / "two")}
-    ids = torch.tensor([[3, 4, 5]])
     for name in ("one", "two"):
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert type(stock.model.layers[0].mlp.up_proj) is torch.nn.Linear
-        assert torch.allclose(stock(ids).logits, student(ids).logits, atol=1e-4)
+        assert torch.allclose(stock(IDS).logits, student(IDS).logits, atol=1e-4)
     with pytest.raises(UserError, match="no factorized student"):
         llmdistill.export(folder, tmp_path / "three")
 
@@ -148,7 +140,6 @@ class TestEvaluate:
         given = {"tokenizer": tokenizer, "data_dir": tmp_path}
         scores = llmdistill.evaluate(classifier, "rte", output=tmp_path / "answers", **given)
         assert scores["dev"] == {"RTE": {"accuracy": pytest.approx(200 / 3)}}
-        assert scores["score"] == scores["chance"] == pytest.approx(200 / 3)
         written = (tmp_path / "answers" / "data" / "dev.tsv").read_text().splitlines()
         assert written[1:] == ["0\t0\t0", "1\t0\t1", "2\t0\t0"]
         assert classifier.training
@@ -162,15 +153,6 @@ class TestEvaluate:
         ):
             with pytest.raises(UserError, match=said):
                 llmdistill.evaluate(scored, data, **given)
-
-    def test_what_does_not_fit(self, model, folder):
-        for scored, data, settings, said in (
-            (model, ROWS, {}, "tokenizer is missing"),
-            (folder, [ROWS[0], {"instruction": "What?"}], {}, 'data: row 2: the key "output" is missing'),
-            (folder, ROWS, {"decodin": "greedy"}, "did you mean decoding"),
-        ):
-            with pytest.raises(UserError, match=said):
-                llmdistill.evaluate(scored, data, **settings)
 
 
 class TestDistill:
@@ -228,18 +210,27 @@ class TestDistill:
         assert len(result.history) == 3
         assert not (result.folder / "checkpoints").exists()
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
-            ({"stesp": 3}, "stesp.*did you mean train.steps"),
-            ({"settings": {"train.micro_batch_sise": 1}}, "train.micro_batch_sise.*train.micro_batch_size"),
-            ({"teacher": torch.nn.Linear(2, 2)}, "teacher is a Linear"),
-        ],
-    )
-    def test_what_does_not_fit(self, model, tokenizer, change, said, tmp_path):
-        given = {"teacher": model, "student": model, "data": ROWS, "tokenizer": tokenizer, "output_dir": tmp_path}
-        with pytest.raises(UserError, match=said):
-            llmdistill.distill(**{**given, **change})
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model, _: llmdistill.compress(model, rnak=8), r"rnak.*did you mean rank"),
+        (lambda model, _: llmdistill.compress(model, rank=8, shapes={"*": "2x2"}), r"shapes.*kronecker"),
+        (lambda model, _: llmdistill.evaluate(model, ROWS), "tokenizer is missing"),
+        (lambda _, folder: llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}]), 'row 2: the key "output"'),
+        (lambda _, folder: llmdistill.evaluate(folder, ROWS, decodin="greedy"), "did you mean decoding"),
+        (lambda _, folder: llmdistill.distill(folder, folder, ROWS, stesp=3), "stesp.*did you mean train.steps"),
+        (
+            lambda _, folder: llmdistill.distill(folder, folder, ROWS, settings={"train.micro_batch_sise": 1}),
+            "train.micro_batch_sise.*train.micro_batch_size",
+        ),
+        (lambda _, folder: llmdistill.distill(torch.nn.Linear(2, 2), folder, ROWS), "teacher is a Linear"),
+    ],
+)
+def test_what_does_not_fit(model, folder, tmp_path, monkeypatch, call, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        call(model, folder)
 
 
 @pytest.mark.parametrize(("prompt", "said"), [(None, "chat"), ("Q: {instruction}{input}\nA:", "Q: {instruction}")])
@@ -263,21 +254,13 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     asked = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["prompt"]
     assert asked == (prompt or "chat")
     # Asked in another way, the models would have other perplexities.
-    for model, measured in ((teacher, "teacher"), (tmp_path / "run" / "student", "student")):
-        alike = llmdistill.evaluate(model, ROWS[:2], prompt=asked, **ANSWERS)["perplexity"]
+    for model, measured, prompt in ((teacher, "teacher", asked), (tmp_path / "run" / "student", "student", None)):
+        alike = llmdistill.evaluate(model, ROWS[:2], prompt=prompt, **ANSWERS)["perplexity"]
         other = llmdistill.evaluate(model, ROWS[:2], prompt="minillm", **ANSWERS)["perplexity"]
         assert alike == pytest.approx(result.metrics[measured]["perplexity"]["t"], rel=1e-4)
         assert abs(alike - other) > 1e-3 * alike
-    by_itself = llmdistill.evaluate(tmp_path / "run" / "student", ROWS[:2], **ANSWERS)["perplexity"]
-    assert by_itself == pytest.approx(alike, rel=1e-6)
     card = (tmp_path / "run" / "student" / "README.md").read_text()
     assert "## How to ask it" in card
-    assert ("apply_chat_template" if prompt is None else "```text\nQ: {instruction}{input}\nA:\n```") in card
+    assert ("apply_chat_template" if asked == "chat" else "```text\nQ: {instruction}{input}\nA:\n```") in card
     with pytest.raises(UserError, match=r"data\.prompt was .* and is now minillm"):
         llmdistill.distill(teacher, None, ROWS, "kd", **call, prompt="minillm")
-
-
-def test_public_names_are_there_and_documented():
-    assert {*llmdistill._PUBLIC, "__version__", "losses"} == set(llmdistill.__all__)
-    for name in llmdistill._PUBLIC:
-        assert getattr(llmdistill, name).__doc__, name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from damage import damage, flip, kinds
+from damage import flip
 
 from llmdistill.artifacts import (
     MANIFEST,
@@ -43,20 +43,12 @@ def test_a_kept_result_comes_back_to_the_same_record_alone(tmp_path: Path) -> No
     assert read_result(file, {**ASKED, "seed": 2}) is None
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"\xff\xfe{}", "not valid JSON"),
-        (b'"text"', "not a JSON object"),
-        (b'{"step": "1"}', "it has no step, or one of another type"),
-    ],
-)
-def test_a_record_of_another_kind_is_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_record_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    file.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        read_record(file, remedy="remove it", keys={"step": int})
-    assert str(error.value) == f"{file}: {said}; remove it"
+    for content, said in (('"text"', "not a JSON object"), ('{"step": "1"}', "it has no step, or one of another type")):
+        file.write_text(content)
+        with pytest.raises(UserError, match=rf"^{file}: {said}; remove it$"):
+            read_record(file, remedy="remove it", keys={"step": int})
 
 
 def test_a_manifest_names_the_first_file_that_changed(tmp_path: Path) -> None:
@@ -68,10 +60,6 @@ def test_a_manifest_names_the_first_file_that_changed(tmp_path: Path) -> None:
     assert manifest_damage(folder) is None
     (folder / "new").write_text("of the user")
     assert manifest_damage(folder) is None
-    for files in kinds(folder).values():
-        if files[0].name != "new":
-            with damage(files[0]):
-                assert str(files[0]) in str(manifest_damage(folder))
     with flip(folder / "a", 0):
         assert [manifest_damage(folder, slice(rank, None, 2)) is None for rank in (0, 1)] == [False, True]
     (folder / "sub" / "b").write_text("cut")

@@ -20,10 +20,10 @@ def fails(tmp_path, capsys, monkeypatch):
     """Run the main job on a mistake; gives the sentence."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def run(*arguments: str, ds_config: str = DS) -> str:
+    def run(*arguments: str) -> str:
         capsys.readouterr()  # what the test itself printed
         example = () if "--recipe" in arguments else ("--recipe", "quickstart")
-        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *example, *arguments])
+        code = main(["--ds_config", DS, "--output_dir", str(tmp_path / "run"), *example, *arguments])
         captured = capsys.readouterr()
         assert code == 2
         assert captured.err.startswith("error: ")
@@ -52,61 +52,85 @@ def test_a_set_whose_answers_are_all_empty(fails, tmp_path):
     assert "the answers of all 2 examples are empty" in fails("--data.train", rows(tmp_path / "none.jsonl", row, row))
 
 
-def test_a_length_beyond_the_positions_of_a_model(fails, tmp_path):
-    for name, positions in (("bert", 16), ("roberta", 17), ("gpt2", 16)):
+def test_a_length_beyond_the_positions_of_a_model(fails, text, tmp_path):
+    for name, positions in (("roberta", 17), ("gpt2", 16)):
         tiny_config(name, max_position_embeddings=positions).save_pretrained(tmp_path / name)
-    text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--method", "kd")
-    for name in ("bert", "roberta"):
-        given = ("--teacher.model", str(tmp_path / name), "--student.factorize.rank", "2", "--data.max_length", "17")
-        said = f"data.max_length is 17, but teacher.model {tmp_path / name} has positions for 16"
-        assert said in fails(*given, *text)
-    lengths = ("--data.max_prompt_length", "8", "--data.max_length", "17")
+    teacher = ("--teacher.model", str(tmp_path / "roberta"), "--student.factorize.rank", "2", "--method", "kd")
+    said = f"data.max_length is 17, but teacher.model {tmp_path / 'roberta'} has positions for 16"
+    assert said in fails(*text, *teacher, "--data.max_length", "17")
     student = ("--student.model", str(tmp_path / "gpt2"), "--method", "sft")
+    lengths = ("--data.max_prompt_length", "8", "--data.max_length", "17")
     assert "has positions for 16; give that or less" in fails(*student, *lengths)
 
 
-def test_long_prompts_are_counted(fails, tmp_path):
-    row = json.dumps({"instruction": "word " * 600, "input": "", "output": "b"})
-    said = fails("--data.train", rows(tmp_path / "long.jsonl", row, row))
-    assert "2 of 2 prompts are longer than data.max_prompt_length" in said
-    assert "long.jsonl:1" in said
-    assert "data.long_prompts=drop" in said
+@pytest.fixture
+def text(tmp_path):
+    """Arguments of a run on text."""
+    recipe, file = tmp_path / "text.yaml", rows(tmp_path / "text.txt", "one line", "another", "", "the end")
+    return ("--recipe", rows(recipe, f"data: {{kind: text, train: {file}, max_length: 32}}"))
 
 
-FACTORIZE = "--student.factorize."
-WEIGHTED = (f"{FACTORIZE}weighting", "gradients")
-BY_LOSS = (*WEIGHTED, f"{FACTORIZE}rank", "null", f"{FACTORIZE}allocation", "loss", f"{FACTORIZE}target_params")
-ON_VALID = (f"{FACTORIZE}calibration.data", "embedded:valid")
-SAMPLED = ("--method", "kd", "--kd.divergence", "log_ratio")
-OWN = ("--kd.ratio", "1", "--data.on_policy", "1")
-IMPORTANT = ("--method", "kd", "--student.init", "important", "--student.shape")
+def encoder(tmp_path, kind=BertConfig, architecture="BertForPreTraining"):
+    """A folder with nothing but a config, which is all that is looked at."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
+    kind(**sizes, architectures=[architecture]).save_pretrained(tmp_path / "teacher")
+    return ("--teacher.model", str(tmp_path / "teacher"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--student.model", "embedded:teacher", *WEIGHTED), "student.model embedded:teacher is not factorized"),
-        ((*IMPORTANT, "2x64x4", f"{FACTORIZE}calibration.data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+WEIGHTED = "--student.factorize.weighting gradients"
+BY_LOSS = f"{WEIGHTED} --student.factorize.rank null --student.factorize.allocation loss"
+SAMPLED = "--method kd --kd.divergence log_ratio"
+OWN = "--kd.ratio 1 --data.on_policy 1"
+PACKED = "--student.quantize.packed true"
+INT8, INT4 = (f"--student.quantize.weights {each}" for each in ("int8", "int4"))
+KRONECKER = "--student.method kronecker --student.factorize.target_params null --student.factorize.shapes {'*':8x8}"
+SHAPE = "--student.shape 2x32x4"
+NO_TERM = "--distilbert.soft 0 --distilbert.label 0 --distilbert.cosine 0"
+MISFITS = {
+    "instructions": [
+        (f"--student.model embedded:teacher {WEIGHTED}", "student.model embedded:teacher is not factorized"),
         (
-            (*BY_LOSS, "5%"),
-            "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146",
+            "--method kd --student.init important --student.shape 2x64x4 --student.factorize.calibration.data no.jsonl",
+            "no.jsonl: no such file",
         ),
-        ((f"{FACTORIZE}weighting", "none", *ON_VALID), "is embedded:valid, but nothing is measured on it"),
-        (("--method", "sft", "--data.on_policy", "0.5"), "data.on_policy is 0.5, but method sft"),
+        (f"{BY_LOSS} --student.factorize.target_params 5%", "rank 1 for every linear, the smallest allocation"),
+        (
+            "--student.factorize.weighting none --student.factorize.calibration.data embedded:valid",
+            "is embedded:valid, but nothing is measured on it",
+        ),
+        ("--method sft --data.on_policy 0.5", "data.on_policy is 0.5, but method sft"),
         (SAMPLED, "kd.divergence is log_ratio, but data.on_policy is 0"),
-        ((*SAMPLED, *OWN, "--kd.temperature", "2"), "kd.divergence is log_ratio, but kd.temperature is not 1"),
-        (
-            (*SAMPLED, *OWN, "--teacher.url", "http://a", "--teacher.top_k", "5"),
-            "kd.divergence is log_ratio, but teacher.url",
-        ),
-        (
-            ("--method", "kd", *OWN, "--data.rollout.url", "http://a", "--student.quantize.weights", "int8"),
-            "data.rollout.url is http://a, but student.quantize.weights is int8",
-        ),
+        (f"{SAMPLED} {OWN} --kd.temperature 2", "kd.divergence is log_ratio, but kd.temperature is not 1"),
+        (f"{SAMPLED} {OWN} --teacher.url http://a --teacher.top_k 5", "kd.divergence is log_ratio, but teacher.url"),
+        (f"--method kd {OWN} --data.rollout.url http://a {INT8}", "http://a, but student.quantize.weights is int8"),
+        (f"{INT4} --ds_config zero3", "ZeRO-3 keeps shares: take ZeRO-2"),
+        (f"{INT4} --student.lora.rank 4", "student.lora.rank 4 trains adapters instead"),
+        (PACKED, "no weights: give student.quantize.weights int8 or int4"),
+        (f"{INT8} {PACKED}", "leave it out for int8"),
+        (f"{INT4} {KRONECKER}", "Kronecker factors are none: take student.method svd"),
     ],
-)
-def test_settings_that_do_not_fit(fails, arguments, said):
-    assert said in fails(*arguments)
+    "text": [
+        ("--method seqkd", "method seqkd learns answers"),
+        ("--data.train embedded:train", "holds instructions, but data.kind is text"),
+        ("--data.tests.a b.jsonl", "data.tests.a b.jsonl is no text, but data.kind is text"),
+        ('--method sft --also ["minilm"]', "method sft has no teacher"),
+        ("--student.assistant_training.steps 9", "give student.assistants"),
+        ("--minilm.teacher_layers uniform --minilm.teacher_layer 2", "leave one of them out"),
+        (NO_TERM, "no term is left"),
+    ],
+    "encoder": [
+        (SHAPE, "factorize the teacher"),
+        ("--data.text.next_sentence true --data.text.pairs false", "next_sentence is true, but data.text.pairs is"),
+        ("--method minilmv2 --minilmv2.teacher_layer auto", "name a text there"),
+    ],
+}
+"""What the data, and the teacher, are -> more arguments of the run, and what is said of them."""
+
+
+@pytest.mark.parametrize(("kind", "words", "said"), [(kind, *each) for kind in MISFITS for each in MISFITS[kind]])
+def test_settings_that_do_not_fit(fails, text, tmp_path, kind, words, said):
+    given = {"instructions": (), "text": text, "encoder": (*text, *encoder(tmp_path))}[kind]
+    assert said in fails(*given, *words.split())
 
 
 def test_architectures_that_a_method_does_not_know(fails, tmp_path):
@@ -119,37 +143,24 @@ def test_architectures_that_a_method_does_not_know(fails, tmp_path):
     assert "is an encoder (bert)" in fails(*teacher)
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """A copy of the embedded teacher, of which a JSON file is changed."""
-    folder = tmp_path / "student"
-    shutil.copytree(locate("embedded:teacher"), folder)
-
-    def change(name, edit):
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-        edit(content)
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
-        return ("--student.model", str(folder), "--method", "kd")
-
-    return change
-
-
-def test_student_with_other_tokens(fails, copied):
-    def swap(content):
-        vocabulary = content["model"]["vocab"]
-        first, second = list(vocabulary)[300:302]
-        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-
-    said = fails(*copied("tokenizer.json", swap), "--method", "makd")
+def test_student_with_other_tokens(fails, tmp_path):
+    student = shutil.copytree(locate("embedded:teacher"), tmp_path / "student")
+    content = json.loads((student / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (student / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    said = fails("--student.model", str(student), "--method", "makd")
     assert "different tokenizers, first at id" in said
     assert "take --method kd, which compares the text that both read" in said
-    assert "llmdistill generate, then --method seqkd" in said
 
 
-def test_padded_vocabulary_is_trimmed_and_said(copied, capsys, monkeypatch):
+def test_padded_vocabulary_is_trimmed_and_said(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    student = copied("config.json", lambda content: content.update(vocab_size=content["vocab_size"] + 64))
-    assert main(["--ds_config", DS, *student, "--dry_run", "--json"]) == 0
+    student = shutil.copytree(locate("embedded:teacher"), tmp_path / "student")
+    config = json.loads((student / "config.json").read_text(encoding="utf-8"))
+    (student / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 64}))
+    assert main(["--ds_config", DS, "--student.model", str(student), "--method", "kd", "--dry_run", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert "the 64 rows beyond those both have are padding" in note
 
@@ -161,93 +172,13 @@ def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
     assert "have only a validation loss: take loss" in fails(*best, *text, "--data.tests", "{}")
 
 
-# Text and encoders.
-
-
-@pytest.fixture
-def text(tmp_path):
-    """Arguments of a run on text."""
-    recipe, file = tmp_path / "text.yaml", tmp_path / "text.txt"
-    file.write_text("one line\nanother\n\nthe end\n", encoding="utf-8")
-    recipe.write_text(f"data: {{kind: text, train: {file}, max_length: 32}}\n", encoding="utf-8")
-    return ("--recipe", str(recipe))
-
-
-def encoder(tmp_path, kind=BertConfig, architecture="BertForPreTraining"):
-    """A folder with nothing but a config, which is all that is looked at."""
-    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
-    kind(**sizes, architectures=[architecture]).save_pretrained(tmp_path / "teacher")
-    return ("--teacher.model", str(tmp_path / "teacher"))
-
-
-NEXT_SENTENCE = ("--data.text.next_sentence", "true")
-MINILMV2 = ("--method", "minilmv2", "--student.shape", "2x32x4")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (MINILMV2, "minilmv2.relation_heads is 48: it must divide the width of what is related, 48 in the teacher and"),
-        (("--student.shape", "2x32x4"), "factorize the teacher"),
-        ((*NEXT_SENTENCE, "--data.text.pairs", "false"), "next_sentence is true, but data.text.pairs is false"),
-        (("--method", "minilmv2", "--minilmv2.teacher_layer", "auto"), "name a text there"),
-    ],
-)
-def test_settings_that_do_not_fit_an_encoder(fails, text, tmp_path, arguments, said):
-    assert said in fails(*text, *encoder(tmp_path), *arguments)
-
-
 def test_heads_that_a_teacher_lacks(fails, text, tmp_path):
     rank = ("--student.factorize.rank", "4")
     roberta = encoder(tmp_path, RobertaConfig, "RobertaForMaskedLM")
-    assert "roberta has no next-sentence head" in fails(*text, *roberta, *rank, *NEXT_SENTENCE)
+    said = fails(*text, *roberta, *rank, "--data.text.next_sentence", "true")
+    assert "roberta has no next-sentence head" in said
     decoder = ("--method", "kd", "--student.shape", "2x32x4", "--data.text.pairs", "true")
     assert "data.text.pairs is true, but llama is a decoder" in fails(*text, *decoder)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--method", "seqkd"), "method seqkd learns answers"),
-        (("--data.train", "embedded:train"), "holds instructions, but data.kind is text"),
-        (("--data.tests.a", "b.jsonl"), "data.tests.a b.jsonl is no text, but data.kind is text"),
-        (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
-        (("--student.assistant_training.steps", "9"), "give student.assistants"),
-        (("--minilm.teacher_layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
-        (("--distilbert.soft", "0", "--distilbert.label", "0", "--distilbert.cosine", "0"), "no term is left"),
-    ],
-)
-def test_settings_of_a_text_that_contradict(fails, text, arguments, said):
-    assert said in fails(*text, *arguments)
-
-
-FEW_BITS = ("--student.quantize.weights", "int4")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ds_config", "said"),
-    [
-        (FEW_BITS, "zero3", "ZeRO-3 keeps shares: take ZeRO-2"),
-        ((*FEW_BITS, "--student.lora.rank", "4"), DS, "student.lora.rank 4 trains adapters instead"),
-        (("--student.quantize.packed", "true"), DS, "no weights: give student.quantize.weights int8 or int4"),
-        (("--student.quantize.weights", "int8", "--student.quantize.packed", "true"), DS, "leave it out for int8"),
-        (
-            (
-                *FEW_BITS,
-                "--student.method",
-                "kronecker",
-                f"{FACTORIZE}target_params",
-                "null",
-                f"{FACTORIZE}shapes",
-                "{'*': 8x8}",
-            ),
-            DS,
-            "Kronecker factors are none: take student.method svd",
-        ),
-    ],
-)
-def test_students_of_few_bits_that_cannot_learn(fails, arguments, ds_config, said):
-    assert said in fails(*arguments, ds_config=ds_config)
 
 
 def test_weights_of_few_bits_are_not_trained_on(fails, tmp_path):

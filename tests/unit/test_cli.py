@@ -21,7 +21,6 @@ from llmdistill.train import main as train_main
     ("arguments", "said"),
     [
         (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
-        (["compres"], "generate, export, push, evaluate; did you mean compress?"),
         (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
         (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, int8"),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
@@ -67,30 +66,26 @@ def test_launcher_flags_of_glue_start_all_ranks_or_each_trial(monkeypatch, at_on
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("key", "value", "said"),
     [
-        (["--data.train", "nowhere.jsonl"], "error: nowhere.jsonl: no such file; give a JSONL"),
-        (["--output_dir", "{file}/run"], "error: --output_dir {file}/run: {file} is a file; give another folder"),
+        ("data.train", "nowhere.jsonl", "nowhere.jsonl: no such file; give a JSONL"),
+        ("output_dir", "file/run", "--output_dir file/run: /"),
     ],
 )
-def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, monkeypatch, arguments, said):
+def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, monkeypatch, key, value, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    words = [word.replace("{file}", str(tmp_path / "file")) for word in arguments]
-    assert train_main(["--recipe", "quickstart", "--dry_run", "--json", *words]) == 2
+    assert train_main(["--recipe", "quickstart", "--dry_run", "--json", f"--{key}", value]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["student_params"] > 0
-    assert printed.err.startswith(said.replace("{file}", str(tmp_path / "file")))
+    assert printed.err.startswith(f"error: {said}")
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("run", [train_main, lambda words: main(["train", *words])])
-def test_dry_run_takes_the_launcher_s_flags(capsys, run):
-    assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run"]) == 0
-    assert "x 2 rank(s)" in capsys.readouterr().out
-
-
-def test_the_script_alone_starts_no_ranks(capsys):
+def test_dry_run_takes_the_launcher_s_flags_and_the_script_alone_starts_no_ranks(capsys):
+    for run in (train_main, lambda words: main(["train", *words])):
+        assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run"]) == 0
+        assert "x 2 rank(s)" in capsys.readouterr().out
     assert train_main(["--num_gpus", "2", "--ds_config", "zero2"]) == 2
     assert "--num_gpus is the launcher's: give it to deepspeed (--num_gpus 2 " in capsys.readouterr().err
 
@@ -104,7 +99,7 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     noted = classmethod(lambda cls, *words, **more: loaded.append(cls) or load(cls, *words, **more))
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", noted)
     output = str(tmp_path / "student")
-    data = ["--calibration.data", "embedded:train", "--calibration.examples", "16", "--calibration.held_out", "8"]
+    data = ["--calibration.data", "embedded:train", "--calibration.examples", "8", "--calibration.held_out", "4"]
     assert main(["compress", "--model", "embedded:teacher", "--output", output, *BY_LOSS, *data, "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(loaded) == 1  # the teacher, once
@@ -156,7 +151,6 @@ def test_recipes_are_listed_with_a_line_each_and_shown(capsys):
     *lines, _, _ = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     assert min(len(line.split(maxsplit=1)[1]) for line in lines) > 20
-    assert "makd/bert-256" in recipe_names()
     assert main(["recipes", "makd/bert-256"]) == 0
     assert capsys.readouterr().out == (RECIPES / "makd/bert-256.yaml").read_text()
     assert main(["recipes", "makd/bert-25"]) == 2

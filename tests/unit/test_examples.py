@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -42,6 +41,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
         return runpy.run_path(str(ROOT / "scripts/examples" / name), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_compress_my_llama(capsys):
     data = rows()
     arguments = ["--teacher", decoder(), "--train", data, "--test", data, "--size", "90%"]
@@ -57,6 +57,7 @@ def test_compress_my_llama(capsys):
     assert printed.endswith(f"Where is 0?\n\n### Response:\n\n{written}\n(right is In town 0.)\n")
 
 
+@pytest.mark.slow
 def test_small_encoder_for_retrieval(capsys, monkeypatch):
     tokenizer, teacher = AutoTokenizer.from_pretrained(locate("embedded:teacher")), "encoder"
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "max_position_embeddings": 512}
@@ -104,6 +105,7 @@ def test_my_own_loss(capsys):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_plain_loop(capsys):
     """On the embedded world: both students get better at what the training data leave out, and MaKD's more so."""
     names = run("plain_loop.py", "--steps", "5", "--batch_size", "8", "--output", "student")
@@ -119,9 +121,3 @@ def test_plain_loop(capsys):
     # The student in its folder is the one that was scored.
     loaded, tokens = AutoModelForCausalLM.from_pretrained("student").eval(), names["test"][0][0][None]
     assert torch.equal(loaded(tokens).logits, names["student"](tokens).logits)
-
-
-def test_the_plain_loop_is_one_short_file_without_the_engine():
-    text = (ROOT / "scripts/examples/plain_loop.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    assert not re.search(r"deepspeed|llmdistill\.(run|runtime|config)|llmdistill\.distill\(", text)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llmdistill import fingerprints
 from llmdistill.errors import UserError
-from llmdistill.fingerprints import file_sha256, fingerprint
+from llmdistill.fingerprints import fingerprint
 
 
 @pytest.fixture
@@ -31,16 +29,13 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def test_fingerprint_belongs_to_the_model_and_not_to_its_folder(teacher: Path, tmp_path: Path) -> None:
-    own = fingerprint(teacher)
-    assert re.fullmatch(r"sha256:[0-9a-f]{64}", own)
-    copy = tmp_path / "copy"
+    own, copy = fingerprint(teacher), tmp_path / "copy"
     shutil.copytree(teacher, copy)
     config = json.loads((copy / "config.json").read_text())
     config.update(transformers_version="4.0.0", _name_or_path="elsewhere", dtype="bfloat16", torch_dtype="float16")
     (copy / "config.json").write_text(json.dumps(dict(sorted(config.items()))))
-    assert fingerprint(str(copy)) == own
     (copy / "README.md").write_text("nothing of importance")
-    assert fingerprint(copy) == own
+    assert fingerprint(str(copy)) == own
     (copy / "merges.txt").write_text("a b")
     assert fingerprint(copy) != own
     (copy / "merges.txt").unlink()
@@ -69,15 +64,12 @@ def test_fingerprint_of_an_adapter_covers_adapter_and_base(teacher: Path, tmp_pa
     save_file({"lora_A": torch.zeros(2, 4)}, adapter / "adapter_model.safetensors")
     first = fingerprint(adapter)
     assert first != fingerprint(teacher)
-    moved = tmp_path / "moved"
-    shutil.copytree(teacher, moved)
+    moved = teacher.rename(tmp_path / "moved")
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 2, "base_model_name_or_path": str(moved)}))
     assert fingerprint(adapter) == first
     save_file({"lora_A": torch.ones(2, 4)}, adapter / "adapter_model.safetensors")
     second = fingerprint(adapter)
-    weights = load_file(moved / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    (moved / "merges.txt").write_text("a b")
     assert len({first, second, fingerprint(adapter)}) == 3
 
 
@@ -103,10 +95,9 @@ def test_files_and_folders_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first.write_bytes(b"0123456789" * 100)
     second.write_bytes(first.read_bytes())
     assert fingerprint(first) == fingerprint(second)
-    assert file_sha256(first) == hashlib.sha256(first.read_bytes()).hexdigest()
     folder = fingerprint(second.parent)
     second.write_bytes(b"0123456780" + first.read_bytes()[10:])
-    assert len({fingerprint(first), fingerprint(second)}) == 2
+    assert fingerprint(second) != fingerprint(first)
     assert fingerprint(second.parent) != folder
     # Of a large file the size and some places count.
     for name, value in (("_WHOLE_BYTES", 100), ("_SAMPLES", 3), ("_SAMPLE_BYTES", 10)):

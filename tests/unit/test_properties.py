@@ -1,12 +1,11 @@
 """Whatever a user gives is taken, or refused in one sentence: no traceback, no hang, nothing written.
 
-LLMDISTILL_CASES=400 tries more than 10,000 inputs; the number is printed (with -n 0).
+LLMDISTILL_CASES=400 tries more than 10,000 inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import yaml
-from hostile import SEEDS, TEXTS, VALUES, damaged, outcome, tried, tries
-from readers import READERS, read_ds
+from hostile import SEEDS, TEXTS, VALUES, damaged, outcome, tries
+from readers import READERS
 
 from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, changed, checked, parse_run, run_parser
+from llmdistill.config.command_line import build, checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
@@ -32,21 +31,11 @@ from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.layer_maps import mapped_layers
 from llmdistill.models.shapes import parse_shape
-from llmdistill.runtime.ds_config import SHIPPED
-from llmdistill.tasks import squad_files, task_key
+from llmdistill.tasks import task_key
 
 pytestmark = pytest.mark.slow
 
 DS = ("--ds_config", "zero2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _say_how_many(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Print how many cases were tried."""
-    yield
-    plugins = request.config.pluginmanager
-    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n{tried['cases']:,} inputs tried, of which {tried['refused']:,} were refused by a sentence")
 
 
 # What is set, in a recipe, on the command line and in Python.
@@ -82,28 +71,20 @@ def test_command_lines(data: st.DataObject) -> None:
         outcome(lambda: parse_run([*DS, *words], METHODS))
 
 
-def sections(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each section of a configuration with its defaults, by its key."""
-    yield prefix, kind
+def sections(kind: Any) -> Iterator[Any]:
+    """Each section of a configuration with its defaults."""
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.default_factory):
-            yield from sections(field.default_factory(), f"{prefix}{field.name}.")
+            yield (section := field.default_factory())
+            yield from sections(section)
 
 
 SECTIONS = [
-    *(each for _, each in sections(RunConfig(ds_config="zero2")) if not isinstance(each, RunConfig)),
+    *sections(RunConfig(ds_config="zero2")),
     *(entry.settings() for entry in METHODS.values() if entry.settings is not None),
     *(ResponseConfig(), CacheConfig(), MachineConfig(), FineTuningConfig(model="m", teacher="t")),
 ]
 """All settings that have numbers."""
-
-
-@tries(data=st.data())
-def test_values_of_every_section(data: st.DataObject) -> None:
-    section = data.draw(st.sampled_from(SECTIONS))
-    names = [field.name for field in dataclasses.fields(section) if field.name != "method_settings"]
-    values = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=2))
-    outcome(lambda: changed(section, values, key="section"))
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda each: type(each).__name__)
@@ -115,35 +96,6 @@ def test_no_number_is_without_bounds(section: Any) -> None:
                 said = outcome(partial(build, values, type(section), prefix="section."))
                 assert said is not None, f"{name} takes {number}"
                 assert name in said
-
-
-# DeepSpeed's configuration.
-
-
-def places(block: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in block.items():
-        yield (*above, key)
-        if isinstance(value, dict):
-            yield from places(value, (*above, key))
-
-
-BLOCKS = ("aio", "flops_profiler", "timers", "comms_logger", "wandb", "checkpoint", "data_types", "compile", "fp16")
-
-
-@tries(data=st.data())
-def test_ds_configs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    config = json.loads((SHIPPED / f"{data.draw(st.sampled_from(['zero2', 'zero3_offload']))}.json").read_text())
-    *above, key = data.draw(st.sampled_from([*places(config), *((each,) for each in BLOCKS), ("steps_per_print",)]))
-    block = config
-    for name in above:
-        block = block[name]
-    block[data.draw(st.sampled_from([key, key, f"{key}s", key[:-1]]))] = data.draw(VALUES)
-    file = tmp_path_factory.getbasetemp() / "ds.json"
-    try:
-        file.write_text(json.dumps(config))
-    except ValueError:  # json writes no number of more than 4,300 digits
-        return
-    outcome(lambda: read_ds(file))
 
 
 # Settings whose text has a form of its own: sizes, shapes and layers.
@@ -191,11 +143,6 @@ def test_rows(row: dict[str, Any]) -> None:
 @tries(share=2, data=st.lists(st.one_of(ROW, VALUES), max_size=3))
 def test_rows_in_memory(data: list[Any]) -> None:
     outcome(lambda: examples_of(data))
-
-
-@tries(share=4, row=st.dictionaries(st.sampled_from(["id", "question", "context", "answers"]), VALUES))
-def test_questions(row: dict[str, Any]) -> None:
-    outcome(lambda: squad_files._question(row, "here"))
 
 
 # Files, of which some bytes are changed.

@@ -1,23 +1,33 @@
-"""Every number of every shipped recipe and of every protocol against a table of what the papers say (papers.yaml)."""
+"""Every number of every shipped recipe and of every protocol against a table of what the papers say (papers.yaml).
+
+And the sizes of their students, by formulas, with teachers that are nothing but a config.json.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
+from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run, run_parser, to_dict
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import flattened
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.experiments.fine_tuning.study import TaskStudy
+from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
+from llmdistill.models.families import layers_of
+from llmdistill.run.plan import make_plans
 
 ROWS: list[dict[str, Any]]
 FINE_TUNING: list[dict[str, Any]]
@@ -51,11 +61,15 @@ def table(recipe: str) -> dict[str, tuple[Any, str]]:
     return found
 
 
+@cache
+def parse(recipe: str) -> RunConfig:
+    return parse_run(["--ds_config", "zero2", "--recipe", recipe], METHODS)[0]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_what_its_paper_says(recipe: str) -> None:
     """A number cannot be added to a recipe, nor a recipe to the package, without its source."""
-    config, _ = parse_run(["--ds_config", "zero2", "--recipe", recipe], METHODS)
-    found, stated = dict(entries(to_dict(config))), table(recipe)
+    found, stated = dict(entries(to_dict(parse(recipe)))), table(recipe)
     wrong = [
         f"{key} is {found.get(key)}, but {value} in {source}"
         for key, (value, source) in stated.items()
@@ -91,3 +105,82 @@ def test_every_row_has_a_source_and_a_recipe() -> None:
     for row in ROWS:
         for pattern in row["recipes"]:
             assert any(fnmatchcase(name, pattern) for name in RECIPES), pattern
+
+
+# The sizes of the encoders' tables.
+
+LARGE: Any = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+BERT: dict[str, Any] = {"architectures": ["BertForMaskedLM"]}
+ROBERTA: dict[str, Any] = {"vocab_size": 50_265, "max_position_embeddings": 514, "type_vocab_size": 1}
+XLMR: dict[str, Any] = {**ROBERTA, "vocab_size": 250_002}
+TEACHERS: dict[str, PreTrainedConfig] = {
+    "google-bert/bert-base-uncased": BertConfig(**BERT),
+    "google-bert/bert-large-uncased": BertConfig(**BERT, **LARGE),
+    "google-bert/bert-large-uncased-whole-word-masking": BertConfig(**BERT, **LARGE),
+    "FacebookAI/roberta-base": RobertaConfig(**ROBERTA),
+    "FacebookAI/roberta-large": RobertaConfig(**ROBERTA, **LARGE),
+    "FacebookAI/xlm-roberta-base": XLMRobertaConfig(**XLMR),
+    "FacebookAI/xlm-roberta-large": XLMRobertaConfig(**XLMR, **LARGE),
+}
+
+KRONECKER = {
+    "kroneckerbert/bert-8": ((384, 384), (8, 2), 1, 8),
+    "kroneckerbert/bert-21": ((384, 48), (16, 2), 1, 16),
+    "kroneckerbert/bert-5": ((384, 384), (384, 384), 4, 12),
+}
+"""Recipe -> by Table 1 the shapes (m1, n1) of the first factor of an attention matrix and of the first feed-forward
+matrix, the number of sums, and the columns of the embedding's second factor."""
+
+
+def counted(
+    vocabulary: int, depth: int, width: int, ffn: int, rank: int = 0, embedding_rank: int = 0
+) -> tuple[int, int]:
+    """Parameters of the whole base model, and of word embedding and layers alone, matrix by matrix."""
+
+    def matrix(inputs: int, outputs: int) -> int:
+        return outputs + (rank * (inputs + outputs) if rank else inputs * outputs)
+
+    words = embedding_rank * (vocabulary + width) if embedding_rank else vocabulary * width
+    norm = 2 * width
+    layer = 4 * matrix(width, width) + matrix(width, ffn) + matrix(ffn, width) + 2 * norm
+    positions, types = (512, 2) if vocabulary == 30_522 else (514, 1)
+    pooler = width * width + width
+    return words + depth * layer + (positions + types) * width + norm + pooler, words + depth * layer
+
+
+def kronecker_counted(attention: tuple[int, int], up: tuple[int, int], sums: int, columns: int) -> tuple[int, int]:
+    """As `counted`, of BERT-base as Kronecker products."""
+    numbers = 0
+    for m, n, (m1, n1), times in ((768, 768, attention, 4), (3072, 768, up, 1), (768, 3072, up[::-1], 1)):
+        numbers += times * (sums * (m1 * n1 + (m // m1) * (n // n1)) + m)
+    words, norm, pooler = 30_522 * (768 // columns) + columns, 2 * 768, 768 * 768 + 768
+    layers = words + 12 * (numbers + 2 * norm)
+    return layers + (512 + 2) * 768 + norm + pooler, layers
+
+
+def expected_sizes(name: str) -> tuple[int, int]:
+    """Parameters of the whole model, and of word embedding and layers, by the shape that papers.yaml has too."""
+    if name in KRONECKER:
+        return kronecker_counted(*KRONECKER[name])
+    config = parse(name)
+    depth, width, _, *ffn = map(int, (config.student.shape or "12x768x12").split("x"))
+    ranks = config.student.factorize
+    vocabulary = TEACHERS[config.teacher.model].vocab_size
+    return counted(vocabulary, depth, width, ffn[0] if ffn else 4 * width, ranks.rank or 0, ranks.embedding_rank or 0)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "/" in name and "/finetune-" not in name])
+def test_sizes_are_the_tables(name: str, tmp_path: Path) -> None:
+    config = parse(name)
+    TEACHERS[config.teacher.model].save_pretrained(tmp_path)
+    plan = make_plans(replace(config, teacher=replace(config.teacher, model=str(tmp_path))))[-1]
+    whole, layers = expected_sizes(name)
+    assert plan.models.sizes["student_params"] == whole
+    dense = build_reference(plan.models.student)
+    around = (
+        count_parameters(dense) - count_parameters(dense.get_input_embeddings()) - count_parameters(layers_of(dense))
+    )
+    assert plan.models.sizes["student_params"] - around == layers
+    text = recipe_path(name).read_text(encoding="utf-8")
+    assert f"{layers:,} in word embedding and layers" in text
+    assert f"{whole:,} in all" in text

@@ -44,14 +44,12 @@ def test_results_and_messages_have_their_streams(heard) -> None:
 
 def test_a_level_leaves_messages_out_but_no_result(heard) -> None:
     out, err = heard(LLMDISTILL_LOG="Warning")
-    assert out == ["a table", '{"a": 1}']
-    assert err[0] == "warning: a.json is old"
+    assert (out, err[0]) == (["a table", '{"a": 1}'], "warning: a.json is old")
     assert heard(LLMDISTILL_LOG="error") == (["a table", '{"a": 1}'], [])
 
 
 def test_a_wrong_level_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LLMDISTILL_LOG", "loud")
     assert main(["recipes"]) == 2
-    assert capsys.readouterr().err == (
-        "error: LLMDISTILL_LOG=loud: there is no such level; give one of info, warning, error\n"
-    )
+    said = "error: LLMDISTILL_LOG=loud: there is no such level; give one of info, warning, error\n"
+    assert capsys.readouterr().err == said

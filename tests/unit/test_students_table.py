@@ -1,10 +1,9 @@
-"""The table of docs/students.md: each cell is run on a tiny random model, or refused in one sentence."""
+"""The table of docs/students.md: each row is run on a tiny random model, cell by cell, or refused in one sentence."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,139 +43,120 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=_IDS, attention_mask=_MASK).logits
 
 
-def student_of(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    teacher = tiny_model(name, scale=3.0)
-    return teacher, compress_model(teacher, FactorizeConfig(rank=4))
-
-
 def batch_of() -> dict[str, torch.Tensor]:
     labels = _IDS.masked_fill((_MASK == 0) | (torch.arange(8) < 3), -100)
     return {"input_ids": _IDS, "attention_mask": _MASK, "labels": labels}
 
 
-def run_kd(name: str, _folder: Path) -> None:
-    """The divergence is the one that the logits of both stock models give."""
-    teacher, student = student_of(name)
-    batch = batch_of()
-    rows = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100) if is_causal(teacher.config) else batch["labels"]
-    log_p, log_q = (logits_of(model)[rows != -100].log_softmax(-1) for model in (teacher, student))
-    expected = functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
-    loss = llmdistill.DistillationLoss(teacher, student, method="kd", ratio=1.0)
-    result = loss(batch)
-    torch.testing.assert_close(result.terms["forward_kl"], expected, rtol=1e-4, atol=1e-6)
-    result.backward()
-    assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in student.parameters())
+class Row:
+    """An architecture: a teacher of it, and its student of SVD factors. Each column leaves both as they were."""
 
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.teacher = tiny_model(name, scale=3.0)
+        self.student = compress_model(self.teacher, FactorizeConfig(rank=4))
 
-def run_generate(name: str, folder: Path) -> None:
-    """Greedy answers are those of one forward pass a token, without padding."""
-    model = tiny_model(name, scale=3.0)
-    if not is_causal(model.config):
-        model.config.save_pretrained(folder)
-        responses._prepare(str(folder), "none.jsonl", folder / "out", ResponseConfig(engine="hf"), World.alone())
-    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
-    prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist()]
-    with inference(model, settings):
-        answers = new_tokens(model, prompts, settings, synced=False)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = torch.tensor([prompt])
-        for token in answer:
-            with torch.no_grad():
-                assert int(model(tokens).logits[0, -1].argmax()) == token
-            tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
-
-
-def run_lora(name: str, _folder: Path) -> None:
-    """Adapters change nothing at first, and they alone are trained."""
-    model = tiny_model(name, scale=3.0)
-    before = logits_of(model)
-    add_lora(model, LoraConfig(rank=2), seed=0)
-    torch.testing.assert_close(logits_of(model), before)
-    trained = [key for key, each in model.named_parameters() if each.requires_grad]
-    assert trained
-    assert all("lora_" in key for key in trained)
-    model(input_ids=_IDS, attention_mask=_MASK).logits.square().mean().backward()
-    assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in model.parameters())
-
-
-def run_svd(name: str, folder: Path) -> None:
-    """The student is smaller, and loads from its folder with the same logits."""
-    teacher, student = student_of(name)
-    assert is_factorized(student)
-    assert count_parameters(student) < count_parameters(teacher)
-    student.save_pretrained(folder)
-    assert torch.equal(logits_of(load_model(folder, dtype=torch.float32)), logits_of(student))
-
-
-def run_export(name: str, _folder: Path) -> None:
-    """The dense model has the student's logits and the stock modules."""
-    _, student = student_of(name)
-    before = logits_of(student)
-    merge(student)
-    assert not is_factorized(student)
-    torch.testing.assert_close(logits_of(student), before, rtol=1e-4, atol=1e-5)
-
-
-def run_makd(name: str, _folder: Path) -> None:
-    if MAKD.get(name) is NO_SCORES:
-        teacher, student = student_of(name)
-        with pytest.raises(UserError, match=r"set makd\.attention to 0"):
-            llmdistill.DistillationLoss(teacher, student, method="makd")
-    _compares_inside(name, "makd", MAKD.get(name, {}))
-
-
-def run_relations(name: str, _folder: Path) -> None:
-    _compares_inside(name, "minilmv2", {"relation_heads": 2})
-
-
-def _compares_inside(name: str, method: str, settings: dict[str, object]) -> None:
-    """The inner terms are 0 for the teacher itself, and not for its student (random experts return almost nothing)."""
-    teacher, student = student_of(name)
-    sizes = []
-    for model in (copy.deepcopy(teacher), student):
-        loss = llmdistill.DistillationLoss(teacher, model, method=method, **settings)
+    def run_kd(self) -> None:
+        """The divergence is the one that the logits of both stock models give."""
+        labels, models = batch_of()["labels"], (self.teacher, self.student)
+        rows = functional.pad(labels[:, 1:], (0, 1), value=-100) if is_causal(self.teacher.config) else labels
+        log_p, log_q = (logits_of(model)[rows != -100].log_softmax(-1) for model in models)
+        expected = functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+        loss = llmdistill.DistillationLoss(*models, method="kd", ratio=1.0)
         result = loss(batch_of())
+        torch.testing.assert_close(result.terms["forward_kl"], expected, rtol=1e-4, atol=1e-6)
         result.backward()
-        inner = {key: float(value) for key, value in result.terms.items() if key not in ("logits", "label")}
-        assert inner
-        sizes.append(inner)
         loss.remove()
-    assert all(abs(value) < 1e-6 for value in sizes[0].values()), sizes[0]
-    assert all(value > 1e-6 for value in sizes[1].values()), sizes[1]
+        assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in self.student.parameters())
+
+    def run_generate(self) -> None:
+        """Greedy answers are those of one forward pass a token, without padding."""
+        if not is_causal(self.teacher.config):
+            self.teacher.config.save_pretrained(self.folder)
+            given = (self.folder / "out", ResponseConfig(engine="hf"), World.alone())
+            responses._prepare(str(self.folder), "none.jsonl", *given)
+        settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
+        prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist()]
+        with inference(self.teacher, settings):
+            answers = new_tokens(self.teacher, prompts, settings, synced=False)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                logits = self.teacher(torch.tensor([[*prompt, *answer]])).logits[0]
+            assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+    def run_lora(self) -> None:
+        """Adapters change nothing at first, and they alone are trained."""
+        model, before = copy.deepcopy(self.teacher), logits_of(self.teacher)
+        add_lora(model, LoraConfig(rank=2), seed=0)
+        torch.testing.assert_close(logits_of(model), before)
+        trained = [key for key, each in model.named_parameters() if each.requires_grad]
+        assert trained
+        assert all("lora_" in key for key in trained)
+        model(input_ids=_IDS, attention_mask=_MASK).logits.square().mean().backward()
+        assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in model.parameters())
+
+    def run_svd(self) -> None:
+        """The student is smaller, and loads from its folder with the same logits."""
+        assert is_factorized(self.student)
+        assert count_parameters(self.student) < count_parameters(self.teacher)
+        self.student.save_pretrained(self.folder)
+        loaded = load_model(self.folder, dtype=torch.float32)
+        assert torch.equal(logits_of(loaded), logits_of(self.student))
+
+    def run_makd(self) -> None:
+        if MAKD.get(self.name) is NO_SCORES:
+            with pytest.raises(UserError, match=r"set makd\.attention to 0"):
+                llmdistill.DistillationLoss(self.teacher, self.student, method="makd")
+        self._compares_inside("makd", MAKD.get(self.name, {}))
+
+    def run_relations(self) -> None:
+        self._compares_inside("minilmv2", {"relation_heads": 2})
+
+    def _compares_inside(self, method: str, settings: dict[str, object]) -> None:
+        """The inner terms are 0 for the teacher itself, not for its student (random experts return almost nothing)."""
+        sizes = []
+        for model in (copy.deepcopy(self.teacher), self.student):
+            loss = llmdistill.DistillationLoss(self.teacher, model, method=method, **settings)
+            result = loss(batch_of())
+            result.backward()
+            loss.remove()
+            sizes.append({key: float(value) for key, value in result.terms.items() if key not in ("logits", "label")})
+            assert sizes[-1]
+        assert all(abs(value) < 1e-6 for value in sizes[0].values()), sizes[0]
+        assert all(value > 1e-6 for value in sizes[1].values()), sizes[1]
+
+    def run_export(self) -> None:
+        """The dense model has the student's logits and the stock modules."""
+        dense = copy.deepcopy(self.student)
+        merge(dense)
+        assert not is_factorized(dense)
+        torch.testing.assert_close(logits_of(dense), logits_of(self.student), rtol=1e-4, atol=1e-5)
 
 
-RUNS: dict[str, Callable[[str, Path], None]] = dict(
-    zip(COLUMNS, (run_kd, run_generate, run_lora, run_svd, run_makd, run_relations, run_export), strict=True)
-)
-
-
-def page_rows() -> dict[str, list[str]]:
-    """The cells of the page's table by architecture."""
-    found = {}
-    for line in PAGE.read_text(encoding="utf-8").split("| architecture |", 1)[1].splitlines()[2:]:
-        if not line.startswith("|"):
-            break
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        found[name.strip("`")] = cells
-    return found
+def page_table() -> list[list[str]]:
+    """The cells of the page's table, by line."""
+    lines = PAGE.read_text(encoding="utf-8").split("| architecture |", 1)[1].split("\n\n")[0].splitlines()
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_the_page_has_every_architecture_and_column() -> None:
-    assert list(page_rows()) == list(SETTINGS)
-    header = PAGE.read_text(encoding="utf-8").split("| architecture |", 1)[1].splitlines()[0]
-    assert [cell.strip() for cell in header.strip("|").split("|")] == list(COLUMNS)
+    header, _, *rows = page_table()
+    assert header == list(COLUMNS)
+    assert [row[0] for row in rows] == list(SETTINGS)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_cell_says_what_happens(name: str, column: str, tmp_path: Path) -> None:
-    cell = page_rows()[name][COLUMNS.index(column)]
-    assert (cell == "yes (2)") == (column == "MaKD" and MAKD.get(name) is NO_SCORES)
-    if cell.startswith("yes"):
-        RUNS[column](name, tmp_path)
-        return
-    number = re.fullmatch(r"no \(([0-9])\)", cell)
-    assert number is not None, cell
-    with pytest.raises(UserError, match=REASONS[number[1]]) as refused:
-        RUNS[column](name, tmp_path)
-    assert "\n" not in str(refused.value)
+def test_each_cell_of_a_row_says_what_happens(name: str, tmp_path: Path) -> None:
+    _, *cells = next(row for row in page_table() if row[0] == name)
+    row = Row(name, tmp_path)
+    for column, cell in zip(COLUMNS, cells, strict=True):
+        run = getattr(row, f"run_{column.lower()}")
+        assert (cell == "yes (2)") == (column == "MaKD" and MAKD.get(name) is NO_SCORES)
+        if cell.startswith("yes"):
+            run()
+            continue
+        number = re.fullmatch(r"no \(([0-9])\)", cell)
+        assert number is not None, cell
+        with pytest.raises(UserError, match=REASONS[number[1]]) as refused:
+            run()
+        assert "\n" not in str(refused.value)

@@ -50,13 +50,7 @@ def make_batch(sequences: int, tokens: int) -> Batch:
 
 
 def train(
-    family: str,
-    method_name: str,
-    *,
-    backend: str | None,
-    compiled: tuple[str, ...] = ("teacher", "student"),
-    sizes: tuple[tuple[int, int], ...] = ((3, 9), (2, 7)),
-    checkpointing: bool = False,
+    family: str, method_name: str, *, backend: str | None, checkpointing: bool = False, batches: int = 2
 ) -> list[dict[str, Tensor]]:
     """Terms and gradients of batches of different sizes."""
     teacher, student = make(family, 0).eval(), make(family, 1).train()
@@ -65,12 +59,12 @@ def train(
         for layer in student.base_model.encoder.layer:
             layer._gradient_checkpointing_func = partial(_checkpoint, use_reentrant=False)
     method = build_method([method_name], SETTINGS, teacher.config, student.config)
-    recorders = {"teacher": Recorder(teacher, method.teacher_taps), "student": Recorder(student, method.student_taps)}
-    for name in compiled if backend is not None else ():
-        compile_layers(recorders[name], backend=str(backend))
-    of_teacher, of_student = (TappedModel(each.model, each) for each in recorders.values())
+    recorders = Recorder(teacher, method.teacher_taps), Recorder(student, method.student_taps)
+    for recorder in recorders if backend is not None else ():
+        compile_layers(recorder, backend=str(backend))
+    of_teacher, of_student = (TappedModel(each.model, each) for each in recorders)
     seen = []
-    for batch in (make_batch(*size) for size in sizes):
+    for batch in (make_batch(3, 9), make_batch(2, 7))[:batches]:
         with torch.no_grad():
             taught = of_teacher.teach(batch, lm_head=method.teacher_positions)
         losses = of_student.learn(batch, method.running(taught, batch))
@@ -117,8 +111,8 @@ def test_generated_kernels_give_the_same():
         check_compilers(CPU)
     except UserError as error:
         pytest.skip(str(error))
-    small: Any = {"compiled": ("student",), "sizes": ((3, 9),)}
-    compare(train("llama", "minilm", backend="inductor", **small), train("llama", "minilm", backend=None, **small))
+    compiled, plain = (train("llama", "minilm", backend=each, batches=1) for each in ("inductor", None))
+    compare(compiled, plain)
 
 
 def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were():

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig, PreTrainedModel, RobertaConfig
+from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
-from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import Factorization
@@ -27,28 +26,24 @@ def test_parameters_of_minilm_table_4(depth, width, embedding, transformer):
     assert (round(split["embedding"] / 1e6, 1), round(split["transformer"] / 1e6, 1)) == (embedding, transformer)
 
 
-def test_heads_are_neither_embedding_nor_transformer():
-    width, vocabulary = 16, 30
-    base = parameter_split(build_meta(BertConfig(**TINY)))
-    positions, pooler = 512 * width + 2 * width + 2 * width, width * width + width
-    assert base["other"] == positions + pooler
+def masked_bert() -> PreTrainedModel:
     with torch.device("meta"):
-        masked = AutoModelForMaskedLM.from_config(BertConfig(**TINY))
-    head = width * width + width + 2 * width + vocabulary
-    assert parameter_split(masked) == {**base, "other": positions + head, "total": count_parameters(masked)}
+        return AutoModelForMaskedLM.from_config(BertConfig(**TINY))
 
 
 @pytest.mark.parametrize(
-    ("config", "other"),
+    ("make", "other"),
     [
-        (GPT2, 8 * 16 + 2 * 16),
-        (LlamaConfig(**TINY, tie_word_embeddings=True), 16),
-        (LlamaConfig(**TINY, tie_word_embeddings=False), 16 + 30 * 16),
+        # Positions, token types and a norm, and the pooler or the head.
+        (lambda: build_meta(BertConfig(**TINY)), (512 + 2 + 2) * 16 + 16 * 16 + 16),
+        (masked_bert, (512 + 2 + 2) * 16 + 16 * 16 + 16 + 2 * 16 + 30),
+        (lambda: build_meta(GPT2), 8 * 16 + 2 * 16),
+        (lambda: build_meta(LlamaConfig(**TINY, tie_word_embeddings=True)), 16),
+        (lambda: build_meta(LlamaConfig(**TINY, tie_word_embeddings=False)), 16 + 30 * 16),
     ],
 )
-def test_decoders(config, other):
-    model = build_meta(config)
-    split = parameter_split(model)
+def test_heads_are_neither_embedding_nor_transformer(make, other):
+    split = parameter_split(model := make())
     assert (split["embedding"], split["other"]) == (30 * 16, other)
     assert split["total"] == split["embedding"] + split["transformer"] + split["other"] == count_parameters(model)
 
@@ -97,37 +92,30 @@ class Stage:
         return model
 
 
-def test_statistics_of_what_the_clock_says(monkeypatch):
+def test_models_take_turns_on_the_same_tokens_and_the_clock_says_their_speed(monkeypatch):
     first = {1: [99, 4, 1, 2, 3, 50], 4: [99, 8, 8, 8, 8, 8]}
     second = {1: [99, 0.5, 0.5, 0.5, 1, 1], 4: [99, 2, 1, 9, 3, 4]}
     stage = Stage(monkeypatch, {"teacher": first, "causal": second})
+    stage.models["teacher"].train()
+    stage.models["causal"].eval()
     found = measure_speed(stage.models, batch_size=4, length=7, repeats=5, warmup=1)
     # Quartiles of 1 2 3 4 50 are 2 and 4, those of 1 2 3 4 9 are 2 and 4.
-    assert (found["teacher"]["latency"]["median"], found["teacher"]["latency"]["iqr"]) == (3, 2)
-    assert (found["teacher"]["batch"]["median"], found["teacher"]["batch"]["iqr"]) == (8, 0)
-    assert (found["causal"]["latency"]["median"], found["causal"]["latency"]["iqr"]) == (0.5, 0.5)
-    assert (found["causal"]["batch"]["median"], found["causal"]["batch"]["iqr"]) == (3, 2)
+    assert found["teacher"]["latency"] == {"median": 3, "iqr": 2}
+    assert found["teacher"]["batch"] == {"median": 8, "iqr": 0}
+    assert found["causal"]["latency"] == {"median": 0.5, "iqr": 0.5}
+    assert found["causal"]["batch"] == {"median": 3, "iqr": 2}
     assert [found[name]["throughput"] for name in found] == [4 / 8, 4 / 3]
     assert [found[name]["speedup"] for name in found] == [1, pytest.approx(8 / 3)]
     assert [found[name]["latency_speedup"] for name in found] == [1, 6]
 
-
-def test_models_take_turns_on_the_same_tokens(monkeypatch):
-    plan = {1: [1.0] * 5, 4: [1.0] * 5}
-    stage = Stage(monkeypatch, {"one": plan, "causal": plan, "two": plan})
-    stage.models["one"].train()
-    stage.models["two"].eval()
-    measure_speed(stage.models, batch_size=4, length=7, repeats=3, warmup=2)
-    assert [name for name, _, _ in stage.calls] == ["one", "causal", "two"] * 10
-    assert [len(ids) for _, ids, _ in stage.calls] == [1, 1, 1, 4, 4, 4] * 5
-    assert {ids.shape[1] for _, ids, _ in stage.calls} == {7}
-    for start in range(0, 30, 3):
-        one, causal, two = (ids for _, ids, _ in stage.calls[start : start + 3])
-        assert one.tolist() == causal.tolist() == two.tolist()
-        assert 0 <= one.min() <= one.max() < 30, "ids that the smallest vocabulary has"
+    assert [name for name, _, _ in stage.calls] == ["teacher", "causal"] * 12
+    assert [tuple(ids.shape) for _, ids, _ in stage.calls] == [(1, 7), (1, 7), (4, 7), (4, 7)] * 6
+    for (_, ids, _), (_, again, _) in zip(stage.calls[::2], stage.calls[1::2], strict=True):
+        assert ids.tolist() == again.tolist()
+        assert 0 <= ids.min() <= ids.max() < 30, "ids that the smallest vocabulary has"
     assert all(more == ({"use_cache": False} if name == "causal" else {}) for name, _, more in stage.calls)
     assert set(stage.states) == {(False, True)}
-    assert (stage.models["one"].training, stage.models["two"].training) == (True, False)
+    assert (stage.models["teacher"].training, stage.models["causal"].training) == (True, False)
 
 
 def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch):
@@ -142,10 +130,3 @@ def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch):
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: order.append("look") or stage.now))
     measure_speed(stage.models, batch_size=2, length=7, repeats=1, warmup=0)
     assert order == ["wait", "look", "wait", "look"] * 2
-
-
-def test_a_length_without_positions_is_refused():
-    for kind, most in ((BertConfig, 9), (RobertaConfig, 7)):
-        model = build_meta(kind(**TINY, max_position_embeddings=9))
-        with pytest.raises(UserError, match=f"length is {most + 1}: tiny has positions for {most} tokens; give {most}"):
-            measure_speed({"tiny": model}, length=most + 1)

@@ -59,10 +59,11 @@ def test_forward_pass_keeps_what_autograd_saves(family, factorized):
         model.train()
     ids = torch.randint(97, (3, 16))
     expected, logits = saved_bytes(real, ids)
-    tracer = Tracer()
+    tracer, stock = Tracer(), torch.nn.functional.scaled_dot_product_attention
     tracer.ignore([*meta.parameters(), *meta.buffers()])
     with on_gpu(), tracer:
         traced = output(meta, ids.to("meta"))
+    assert torch.nn.functional.scaled_dot_product_attention is stock
     assert traced.shape == logits.shape
     # The difference is a seed of the attention kernel and position ids, a few hundred bytes.
     assert tracer.live["activations"] == pytest.approx(expected, rel=0.01)
@@ -96,15 +97,3 @@ def test_peak_by_part_starts_again_when_it_is_taken():
         assert tracer.take_peak() == {"activations": 400, "head": 40}
         assert tracer.take_peak() == {"activations": 0, "head": 40}
     assert view.shape == (5,)
-
-
-def test_attention_has_no_matrix_of_tokens_by_tokens():
-    heads = [torch.empty(2, 4, 512, 16, device="meta", requires_grad=True) for _ in range(3)]
-    stock = torch.nn.functional.scaled_dot_product_attention
-    tracer = Tracer()
-    tracer.ignore(heads)
-    with on_gpu(), tracer:
-        result = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        result.sum().backward()
-    assert max(tracer.take_peak().values()) < 2 * 4 * 512 * 512
-    assert torch.nn.functional.scaled_dot_product_attention is stock

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from llmdistill.errors import UserError
-from llmdistill.runtime import turns
-from llmdistill.runtime.distributed import World
+from llmdistill.errors import RankError, UserError
+from llmdistill.runtime import distributed, turns
+from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.turns import in_turns, made_once
 
 from support import ThreadRanks
@@ -24,6 +26,17 @@ def run(monkeypatch):
         turns, "node_ranks", lambda world: [rank for rank, node in enumerate(NODES) if node == NODES[world.rank]]
     )
     return lambda job: ranks.run(lambda rank: job(World(rank, len(NODES), torch.device("cpu"))))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(UserError("fix it"), "fix it"), (OSError("no room"), "rank 0 failed with OSError: no room")]
+)
+def test_the_mistake_of_rank_0_reaches_all(run, error, said):
+    def fail(world: World) -> None:
+        with pytest.raises((UserError, RankError, OSError), match=f"^{error if world.is_main else said}"):
+            on_main(Mock(side_effect=error), world)
+
+    run(fail)
 
 
 def test_rank_0_comes_first_then_a_rank_of_each_node(run):
@@ -51,32 +64,21 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run):
     assert ran == [0]
 
 
-def test_on_a_shared_disk_one_rank_makes_it(run, tmp_path):
-    makers: list[int] = []
+@pytest.mark.parametrize(("shared", "makers"), [(True, [0]), (False, [0, 2, 4])])
+def test_the_first_rank_of_each_disk_makes_it(run, tmp_path, monkeypatch, shared, makers):
+    exists, made = Path.exists, list[int]()
+    for node in (disks := dict(zip(NODES, ["all"] * 5 if shared else NODES, strict=True))):
+        (tmp_path / disks[node]).mkdir(exist_ok=True)
 
     def make(world: World) -> Path:
-        makers.append(world.rank)
-        (tmp_path / "set").mkdir()
-        return tmp_path / "set"
-
-    assert run(lambda world: made_once(lambda: make(world), world)) == [tmp_path / "set"] * len(NODES)
-    assert makers == [0]
-
-
-def test_a_node_with_a_disk_of_its_own_makes_its_own(run, tmp_path, monkeypatch):
-    exists, makers = Path.exists, list[int]()
-    for node in set(NODES):
-        (tmp_path / node).mkdir()
-
-    def make(world: World) -> Path:
-        makers.append(world.rank)
-        (tmp_path / NODES[world.rank] / "set").mkdir(exist_ok=True)
+        made.append(world.rank)
+        (tmp_path / disks[NODES[world.rank]] / "set").mkdir(exist_ok=True)
         return Path("/cache/set")
 
-    monkeypatch.setattr(Path, "exists", lambda path: exists(tmp_path / NODES[ThreadRanks.own.rank] / path.name))
-    assert run(lambda world: made_once(lambda: make(world), world)) == [Path("/cache/set")] * len(NODES)
-    assert makers[0] == 0
-    assert sorted(makers) == [0, 2, 4], "the first rank of each node"
+    with monkeypatch.context() as patch:  # pytest itself asks what exists
+        patch.setattr(Path, "exists", lambda path: exists(tmp_path / disks[NODES[ThreadRanks.own.rank]] / path.name))
+        assert run(lambda world: made_once(lambda: make(world), world)) == [Path("/cache/set")] * len(NODES)
+    assert (made[0], sorted(made)) == (0, makers)
 
 
 def test_other_data_on_another_node_are_refused(run, tmp_path):
@@ -86,3 +88,15 @@ def test_other_data_on_another_node_are_refused(run, tmp_path):
             made_once(lambda: folder, world)
 
     run(fail)
+
+
+def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: (True, None))
+    monkeypatch.setattr(distributed, "gather_objects", lambda value, world: [None, value])
+    late = tmp_path / "student"
+    timer = threading.Timer(0.3, late.mkdir)
+    timer.start()
+    assert is_there(late, World(1, 2, torch.device("cpu")))
+    monkeypatch.setattr(distributed, "_FILE_PATIENCE", 0.2)
+    with pytest.raises(UserError, match=r"never: rank 0 has written it, but rank 1 on \S+ does not see it"):
+        is_there(tmp_path / "never", World(1, 2, torch.device("cpu")))
