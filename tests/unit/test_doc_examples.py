@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ SHORTER = {
 """What is made smaller so that a page runs in seconds; each text is in the page once."""
 
 
-def run_pages_blocks(page: Path) -> None:
-    """Run the blocks of a page one after the other, as a reader would."""
+def run_pages_blocks(page: Path) -> dict[str, Any]:
+    """Run the blocks of a page one after the other, as a reader would, and return their names."""
     torch.manual_seed(0)  # pages draw tokens, and what they learn of them depends on these
     names: dict[str, Any] = {}
     shorter = dict(SHORTER.get(page.name, {}))
@@ -51,18 +52,64 @@ def run_pages_blocks(page: Path) -> None:
             text = text.replace(long, shorter.pop(long))
         exec(compile(text, page.name, "exec"), names)
     assert not shorter, f"{page.name} has none of {list(shorter)}"
+    return names
 
 
-RUN = ["README.md", "evaluate.md", "methods.md", "serve.md", "students.md", "train.md"]
-"""Pages with Python; extending.md has a test file of its own."""
+def numbers(text: str) -> list[float]:
+    return [float(line) for line in text.splitlines() if re.fullmatch(r"[\d.]+", line)]
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_python_of_a_page_runs(name, tmp_path, monkeypatch):
+def of_readme(names: dict[str, Any], printed: str) -> None:
+    teacher, untrained, _ = numbers(printed)
+    assert teacher > untrained
+    assert Path("my-student/model.safetensors").is_file()
+
+
+def of_evaluate(names: dict[str, Any], printed: str) -> None:
+    of_model, of_answer = numbers(printed)
+    assert 0 <= of_model <= 100
+    assert of_answer == pytest.approx(100 * 6 / 7)  # three of three words, and three of four
+
+
+def of_methods(names: dict[str, Any], printed: str) -> None:
+    first, _, last = (float(line.split()[0]) for line in printed.splitlines() if "{'query'" in line)
+    assert names["result"].loss.item() == pytest.approx(last)
+    assert last < first
+
+
+def of_students(names: dict[str, Any], printed: str) -> None:
+    assert numbers(printed) == [AutoModelForCausalLM.from_pretrained("STUDENT").num_parameters()]
+    assert names["student"].num_parameters() < 0.35 * 1_220_224
+
+
+def of_train(names: dict[str, Any], printed: str) -> None:
+    result = names["result"]
+    assert f"{result.history[-1]['loss']} {result.folder}" in printed
+
+
+def of_serve(names: dict[str, Any], printed: str) -> None:
+    assert type(names["model"].model.layers[0].mlp.up_proj.weight).__name__ == "IntxUnpackedToInt8Tensor"
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "README.md": of_readme,
+    "evaluate.md": of_evaluate,
+    "methods.md": of_methods,
+    "serve.md": of_serve,
+    "students.md": of_students,
+    "train.md": of_train,
+}
+"""Page -> what must be true after its Python has run."""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_python_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if name == "students.md":  # which loads the student of the quick start
         llmdistill.compress("embedded:teacher", rank=8).save_pretrained("runs/quickstart/student")
-    run_pages_blocks(next(page for page in PAGES if page.name == name))
+    (page,) = (each for each in PAGES if each.name == name)
+    names = run_pages_blocks(page)
+    CHECKS[name](names, capsys.readouterr().out)
 
 
 def test_every_block_of_python_is_run_or_has_a_reason():
@@ -77,7 +124,7 @@ def test_every_block_of_python_is_run_or_has_a_reason():
         for text in not_run:
             compile(text, page.name, "exec")
         left[page.name] = len(texts) - len(reasons)
-    assert {name for name, count in left.items() if count} == {*RUN}
+    assert {name for name, count in left.items() if count} == CHECKS.keys()
     fences = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line[:3] == "```"]
     assert {line for line in fences if "py" in line.lower()} == {"```python"}
 

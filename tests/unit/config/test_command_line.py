@@ -160,7 +160,7 @@ MISTAKES = [
     (["--train.validate_every", "null"], "train.validate_every: null does not fit; expected int"),
     (["--data.tests", "foo.jsonl"], "a mapping such as '{NAME: foo.jsonl}'"),
     (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
-    (["--scoring.seeds", "1,1"], "scoring.seeds is [1, 1]: give at least one, each once"),
+    (["--scoring.seeds", "1,1"], "scoring.seeds is [1, 1]: give one or more, each once"),
     (["--recipe"], "argument --recipe: expected one argument"),
     (["--recipe", "a\nb"], "--recipe a\\nb: neither a file nor a shipped recipe"),
     (["--train", "5"], "train: '5' does not fit; expected settings"),
@@ -180,7 +180,7 @@ RECIPES = [
     ("train:", "mine.yaml: train is null: a section holds settings"),
     ("train: {learning_rate: .nan}", "train.learning_rate is nan: give a finite number"),
     ("train: {weight_decay: 1e+9}", "train.weight_decay is 1000000000.0 and train.learning_rate"),
-    ("train: {betas: [0.9, 1.0]}", "train.betas is [0.9, 1.0]: give two numbers from 0 to below 1"),
+    ("train: {betas: [0.9, 1.0]}", "train.betas is (0.9, 1.0): give two numbers from 0 to below 1"),
     ("seed: 99999999999999999999999", "seed has 77 bits: give a number of at most 63"),
     ("a: [", "mine.yaml:2: not valid YAML"),
     ("seed: " + "[" * 28_000, "mine.yaml: not valid YAML"),
@@ -210,5 +210,6 @@ def test_a_part_is_checked_in_python_as_in_a_recipe():
         ("relation_head", 1, "k.relation_head: there is no such setting; did you mean k.relation_heads?"),
         ("relation_heads", "many", "k.relation_heads: 'many' does not fit; expected int"),
         ("relation_heads", None, "k.relation_heads is null: give a value"),
+        ("relation_heads", 0, "k.relation_heads is 0: give 1 or more"),
     ):
         refuses(said, command_line.changed, part, {key: value}, key="k")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_config
 
+from llmdistill.config import command_line
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 
@@ -68,4 +69,4 @@ def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
 ])  # fmt: skip
 def test_numbers_out_of_range(method: str, settings: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        METHODS[method].settings(**settings)
+        command_line.changed(METHODS[method].settings(), settings, key=method)
