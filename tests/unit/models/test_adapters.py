@@ -22,7 +22,7 @@ from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, merge_lora
+from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
@@ -207,3 +207,13 @@ def test_targets() -> None:
     with pytest.raises(UserError, match=r"student\.lora\.targets: 'proj' is no linear .* there are .*q_proj") as caught:
         add_lora(tiny_model("llama"), LoraConfig(rank=2, targets=["q_proj", "proj"]), seed=0)
     assert "lm_head" not in str(caught.value)
+
+
+def test_adapters_load_whole_or_not_at_all() -> None:
+    model = tiny_model("llama")
+    add_lora(model, LORA, seed=0)
+    state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    less, more = {n: each for n, each in state.items() if n != min(state)}, {**state, "norm.weight": torch.ones(16)}
+    for other in (less, more):
+        with pytest.raises(RuntimeError, match="differ, first in"):
+            load_adapters(model, other)

@@ -142,3 +142,12 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
         tapped.learn(batch, method.running(taught, batch, DIVISORS)).total.backward()
         gradients.append([p.grad for p in (*student.parameters(), *projectors.parameters()) if p.grad is not None])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
+
+
+def test_the_head_sees_only_the_rows_that_predict_a_label() -> None:
+    student, batch = make("llama", 1), make_batch()
+    seen = []
+    student.lm_head.register_forward_hook(lambda _m, args, output: seen.append((args[0].shape, output.shape)))
+    both_ways(method_of("makd", "llama"), student, make("llama", 0), batch)
+    labels = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
+    assert seen == [((3, 9, 16), (3, 9, 60)), ((1, labels, 16), ())]
