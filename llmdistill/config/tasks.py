@@ -91,7 +91,7 @@ class TasksConfig(GridConfig):
     names: list[str] = field(default_factory=list)
     """Tasks such as rte, cola, sst2 and squad2; without tasks there is no second stage."""
     rows: list[RowName] = field(
-        default_factory=lambda: ["two_stages"], metadata=each_once(wanted=" of two_stages, no_pretraining and no_kd")
+        default_factory=lambda: ["two_stages"], metadata=each_once(wanted=", of two_stages, no_pretraining and no_kd")
     )
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
     no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""

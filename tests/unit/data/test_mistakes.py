@@ -7,6 +7,7 @@ from hostile import refuses
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from llmdistill.config.command_line import changed
 from llmdistill.config import DataConfig
 from llmdistill.config.data import RolloutConfig, TextConfig
 from llmdistill.data.corpus import tokenize
@@ -119,7 +120,7 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),
         (lambda: DataConfig(packing=True, on_policy=0.5), "data.packing is true and data.on_policy 0.5: answers that"),
         (lambda: DataConfig(rollout=RolloutConfig(url="http://a")), "is http://a, but data.on_policy is 0: set it"),
-        (lambda: RolloutConfig(url="localhost:8000"), "data.rollout.url is localhost:8000: give an address"),
+        (lambda: changed(RolloutConfig(), {"url": "localhost:8000"}, key="data.rollout"), "data.rollout.url is localhost:8000"),
         (lambda: DataConfig(kind="text", train="a.txt", packing=True), "is for instructions, but data.kind is text"),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",

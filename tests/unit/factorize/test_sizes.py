@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llmdistill.config.command_line import changed
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
@@ -172,7 +173,7 @@ def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], said: st
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        FactorizeConfig(**settings)
+        changed(FactorizeConfig(), settings, key="")
 
 
 def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:

@@ -18,6 +18,7 @@ from hostile import refuses
 from transformers import LlamaConfig
 
 from llmdistill.cli import main
+from llmdistill.config.command_line import changed
 from llmdistill.config import ResponseConfig
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
@@ -183,11 +184,9 @@ def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher
 def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
     refuses("beyond the model's context of 80", generate, max_length=81)
-    refuses("temperature is 0", generate, temperature=0.0)
     refuses("prompts are longer than", generate, max_prompt_length=20)
     assert not parts_folder(tmp_path / "a.jsonl").exists()
-    with pytest.raises(ValueError, match="limit is 0: give 1 or more"):
-        ResponseConfig(limit=0)
+    refuses("temperature is 0.0: give a number over 0 (or decode", changed, ResponseConfig(), {"temperature": 0.0}, key="")
 
 
 def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_path, capsys) -> None:

@@ -187,7 +187,7 @@ def test_mistakes_are_found_before_the_first_stage(capsys, arguments, encoder, m
     (tmp_path / "glue/RTE/train.tsv").write_text(long, encoding="utf-8")
     long_examples = ["--tasks.data_dir", str(tmp_path / "glue"), "--tasks.max_length", "128"]
     for tasks, more, said in (
-        ("rows: []", [], "tasks.rows is []: give two_stages"),
+        ("rows: []", [], "tasks.rows is []: give one or more, each once, of two_stages"),
         (f"teacher: {encoder}", ["--tasks.names", "rte,cola"], "one model, but 2 tasks"),
         (f"teacher: {encoder}", ["--tasks.names", "mnli"], "tells 2 classes apart, but MNLI has 3"),
         (f"teacher: {other}", [], "its tokenizer is not that of"),
