@@ -7,8 +7,8 @@ from hostile import refuses
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.config.command_line import changed
 from llmdistill.config import DataConfig
+from llmdistill.config.command_line import changed
 from llmdistill.config.data import RolloutConfig, TextConfig
 from llmdistill.data.corpus import tokenize
 from llmdistill.data.example_store import store_examples
@@ -120,7 +120,7 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),
         (lambda: DataConfig(packing=True, on_policy=0.5), "data.packing is true and data.on_policy 0.5: answers that"),
         (lambda: DataConfig(rollout=RolloutConfig(url="http://a")), "is http://a, but data.on_policy is 0: set it"),
-        (lambda: changed(RolloutConfig(), {"url": "localhost:8000"}, key="data.rollout"), "data.rollout.url is localhost:8000"),
+        (lambda: changed(RolloutConfig(), {"url": "a:1"}, key="data.rollout"), "data.rollout.url is a:1: give"),
         (lambda: DataConfig(kind="text", train="a.txt", packing=True), "is for instructions, but data.kind is text"),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmdistill.config.command_line import changed
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
+from llmdistill.config.command_line import changed
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import build_reference, count_parameters

@@ -18,8 +18,8 @@ from hostile import refuses
 from transformers import LlamaConfig
 
 from llmdistill.cli import main
-from llmdistill.config.command_line import changed
 from llmdistill.config import ResponseConfig
+from llmdistill.config.command_line import changed
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.fingerprints import file_sha256, fingerprint
@@ -186,7 +186,7 @@ def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, m
     refuses("beyond the model's context of 80", generate, max_length=81)
     refuses("prompts are longer than", generate, max_prompt_length=20)
     assert not parts_folder(tmp_path / "a.jsonl").exists()
-    refuses("temperature is 0.0: give a number over 0 (or decode", changed, ResponseConfig(), {"temperature": 0.0}, key="")
+    refuses("temperature is 0.0: give a number over 0", changed, ResponseConfig(), {"temperature": 0.0}, key="")
 
 
 def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_path, capsys) -> None:
