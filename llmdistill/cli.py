@@ -94,7 +94,7 @@ def compress(arguments: Sequence[str]) -> None:
     parsed = parse(_compress_parser(), arguments)
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
-    settings, unchanged = asdict(build(parsed, FactorizeConfig)), asdict(DataConfig())
+    settings, unchanged = asdict(build(parsed, FactorizeConfig, prefix="--")), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
     from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.factorize.reconstruction import as_lines, by_kind

@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
-from llmdistill.config.marks import at_least, takes
+from llmdistill.config.marks import at_least
+from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
@@ -51,9 +52,7 @@ class CompareConfig:
     every start, all of them with equally many parameters; default: only the recipe's own."""
     seeds: int = field(default=3, metadata=at_least(1))
     """Number of seeds with which the chosen settings of each method are trained; the first seed also tries the grid."""
-    learning_rates: list[float] | None = field(
-        default=None, metadata=takes(lambda rates: rates and min(rates) > 0, "give at least one, all over 0")
-    )
+    learning_rates: list[float] | None = field(default=None, metadata=LEARNING_RATES)
     """Peak learning rates that every method tries; default: half, once and twice the recipe's."""
     sizes: list[str | int] = field(default_factory=list)
     """Further sizes of the student for the plot of quality against size: ranks (20) or parameters (0.69B, 40%)."""

@@ -203,13 +203,9 @@ class DataConfig:
     the name wikitext2 is joined as the papers on SVD do."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
-    shuffle_buffer: int = field(
-        default=10_000, metadata=takes(lambda value: value >= 1, "give 1 or more (1 does not shuffle)")
-    )
+    shuffle_buffer: int = field(default=10_000, metadata=at_least(1, " (1 does not shuffle)"))
     """Number of examples in the buffer that a streamed set is shuffled in."""
-    bucket_steps: int = field(
-        default=1, metadata=takes(lambda value: value >= 1, "give 1 or more (1 sorts each step by itself)")
-    )
+    bucket_steps: int = field(default=1, metadata=at_least(1, " (1 sorts each step by itself)"))
     """Number of successive steps whose examples are sorted by length together, so that the examples of each step have
     about the same length. 1: each step keeps its examples, and only its micro batches are sorted, which changes no
     result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank, but it

@@ -23,9 +23,9 @@ def takes(fits: Callable[[Any], object], wanted: str) -> dict[Any, Any]:
     return {"takes": (fits, wanted)}
 
 
-def at_least(number: int) -> dict[Any, Any]:
+def at_least(number: int, hint: str = "") -> dict[Any, Any]:
     """Mark the least value of a setting."""
-    return takes(lambda value: value >= number, f"give {number} or more")
+    return takes(lambda value: value >= number, f"give {number} or more{hint}")
 
 
 def each_once(least: float = -math.inf, wanted: str = "") -> dict[Any, Any]:

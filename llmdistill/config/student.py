@@ -131,9 +131,7 @@ class LoraConfig:
     """Low-rank adapters (peft): only the adapters are trained and saved in checkpoints, and they are merged into the
     final student."""
 
-    rank: int | None = field(
-        default=None, metadata=takes(lambda value: value >= 1, "give 1 or more, or leave it out to train all weights")
-    )
+    rank: int | None = field(default=None, metadata=at_least(1, ", or leave it out to train all weights"))
     """Rank of the adapters; default: no adapters, the whole student is trained."""
     alpha: float = field(default=16.0, metadata=takes(lambda value: value > 0, "give a number over 0, 16 is usual"))
     """The output of the adapters is multiplied by alpha / rank."""

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmdistill.config.marks import SHARE, at_least, each_once, takes
+from llmdistill.config.marks import SHARE, at_least, each_once
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.training import MOST_LEARNING_RATE
+from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import check_name
 
-_RATES = takes(
-    lambda rates: rates and len(set(rates)) == len(rates) and all(0 < rate <= MOST_LEARNING_RATE for rate in rates),
-    f"give one or more, each once, all over 0 and {MOST_LEARNING_RATE:g} or less",
-)
 ProtocolName = Literal["makd", "minilm", "minilm_v1", "minilmv2", "kroneckerbert", "custom"]
 
 RowName = Literal["two_stages", "no_pretraining", "no_kd"]
@@ -42,7 +38,7 @@ class GridConfig:
     batches of 64. Question generation, CNN/DailyMail and XSum have the settings of the recipes minilm/finetune-* and 1
     seed; minilm has the rates of the paper's students of 6 layers, all others those of 12 layers. The metric of the
     choice is that of the paper's table. The settings below override the protocol."""
-    learning_rates: list[float] | None = field(default=None, metadata=_RATES)
+    learning_rates: list[float] | None = field(default=None, metadata=LEARNING_RATES)
     """Peak learning rates to try, separated by commas; the one with the best dev score is used."""
     epochs: list[int] | None = field(default=None, metadata=each_once(1, ", all 1 or more"))
     """Numbers of epochs to try, separated by commas."""

@@ -16,8 +16,12 @@ MOST_LEARNING_RATE = 10.0
 """The largest learning rate: a step of AdamW changes each weight by about the rate, and weights are mostly below 1."""
 LEARNING_RATE = takes(
     lambda value: 0 <= value <= MOST_LEARNING_RATE,
-    f"give {MOST_LEARNING_RATE:g} or less and 0 at least, because a step of AdamW changes each weight by about the "
+    f"give a number from 0 to {MOST_LEARNING_RATE:g}, because a step of AdamW changes each weight by about the "
     "learning rate, and weights are mostly below 1",
+)
+LEARNING_RATES = takes(
+    lambda rates: rates and len(set(rates)) == len(rates) and all(0 < rate <= MOST_LEARNING_RATE for rate in rates),
+    f"give one or more, each once, all over 0 and {MOST_LEARNING_RATE:g} or less",
 )
 
 LOG_LINES = 4

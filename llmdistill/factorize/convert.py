@@ -182,11 +182,9 @@ def compress(
 
     The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
     for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,
-    unreadable folders and an output folder that is not empty, before the weights are read; only a target of kronecker
-    reads the weights first (`search`).
+    unreadable folders and an output folder that is not empty, before the weights are read, and for a target of
+    kronecker, whose settings `search` finds.
     """
-    if needs_search(settings, method):
-        settings = search(model_dir, settings, device=device)[0].settings
     summary = summarize(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
