@@ -3,26 +3,24 @@
     python tests/mutations.py [-n JOBS] [NAME...]
 
 Each break, or each that is named, is made in a copy of the tree, its tests are run, and it is taken back. The exit code
-is 1 if one SURVIVED, which means that no test saw it, or if a test fails without a break.
+is 1 if one SURVIVED, which means that no test saw it, or if a test fails without a break. The files tests/breaks/*.diff
+have them: in a file that the line `file` names, text that occurs once and its replacement, below the tests that should
+fail.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import os
-import pkgutil
 import re
 import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-
-import breaks
-from breaks import Break
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = {"llmdistill", "tests", "scripts", "ds_configs", "eval", "docs", "README.md", "pyproject.toml"}
@@ -30,12 +28,38 @@ LOADED_ONCE = ["scipy.stats", "sklearn.metrics", "torch", "transformers.modeling
 """What a process of tests is forked with, because importing it takes longer than most of the tests."""
 PATIENCE = 1200.0
 """Seconds after which tests are ended: a break may make a loop endless."""
-BREAKS: list[Break] = [
-    each
-    for module in pkgutil.iter_modules(breaks.__path__)
-    for each in importlib.import_module(f"breaks.{module.name}").BREAKS
-]
 PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Break:
+    """One mistake: in a file a text is replaced by another one."""
+
+    name: str
+    file: str
+    tests: list[str]
+    """Those that should fail, by files or node ids."""
+    old: str
+    new: str
+
+
+def read_breaks(folder: Path) -> list[Break]:
+    """Read the breaks of the .diff files of a folder."""
+    found, file, tests = list[Break](), "", list[str]()
+    text = "\n".join(each.read_text(encoding="utf-8") for each in sorted(folder.glob("*.diff")))
+    for block in re.split(r"\n(?=file |seen by |@@ |#|\n)", text):
+        head, *lines = block.splitlines() or [""]
+        if head.startswith("file "):
+            file = head.removeprefix("file ")
+        elif head.startswith("seen by "):
+            tests = head.removeprefix("seen by ").split()
+        elif head.startswith("@@ "):
+            old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+            found.append(Break(head.removeprefix("@@ "), file, tests, old, new))
+    return found
+
+
+BREAKS = read_breaks(Path(__file__).with_name("breaks"))
 
 
 def run(copy: Path, tests: list[str], output: Path) -> None:
@@ -77,7 +101,7 @@ def main() -> int:
     if unknown := set(given.names) - {each.name for each in BREAKS}:
         parser.error(f"no such break: {', '.join(sorted(unknown))}")
     chosen = [each for each in BREAKS if not given.names or each.name in given.names]
-    unbroken = Break("unbroken", "pyproject.toml", "", "", " ".join({test for each in chosen for test in each.tests}))
+    unbroken = Break("unbroken", "pyproject.toml", [*{test for each in chosen for test in each.tests}], "", "")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     PROCESSES.set_forkserver_preload(LOADED_ONCE)
     copies: SimpleQueue[Path] = SimpleQueue()
