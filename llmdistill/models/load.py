@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActivation
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
@@ -179,7 +180,19 @@ def _load_weights(
         )
     if bits_of(config) is not None:
         settle_loaded(model)
-    return cast(PreTrainedModel, model)
+    return fuse_gelu(model)
+
+
+def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
+    """Compute GELU's tanh formula by torch's own kernel, where transformers writes it as eight operations (GPT-2).
+
+    The values are the same up to rounding, but most of the eight keep a tensor for the backward pass.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation | FastGELUActivation):
+                setattr(module, name, GELUTanh())
+    return model
 
 
 _WITH_HEAD: dict[Head, str] = {
@@ -198,7 +211,7 @@ def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel
     """A model on the meta device, without weights; by default the one whose parameters papers count."""
     auto = auto_class(config, head)
     with torch.device("meta"):
-        return cast(PreTrainedModel, auto.from_config(config, trust_remote_code=False, **attention_of(config)))
+        return fuse_gelu(auto.from_config(config, trust_remote_code=False, **attention_of(config)))
 
 
 def install_saved(model: PreTrainedModel) -> None:
@@ -219,7 +232,7 @@ def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **attention_of(config))
-    return cast(PreTrainedModel, model)
+    return fuse_gelu(model)
 
 
 def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | Literal["auto"] = "auto") -> None:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
-from transformers import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel
+from torch import Tensor
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+)
 from word_models import save_tokenizer
 
 from llmdistill.errors import UserError
@@ -50,6 +57,29 @@ def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy
     kept = load_file(tmp_path / "model.safetensors")
     words = next(value for name, value in kept.items() if name.endswith("word_embeddings.weight"))
     assert torch.equal(models[0].base_model.get_input_embeddings().weight, words)
+
+
+def kept_for_backward(model: PreTrainedModel) -> tuple[Tensor, int]:
+    """The logits of a text, and the bytes that autograd keeps for its backward pass."""
+    sizes: list[int] = []
+    keep = lambda tensor: sizes.append(tensor.nbytes) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(torch.arange(20)[None]).logits
+    return logits, sum(sizes)
+
+
+def test_gelu_is_one_kernel_whose_values_are_those_of_transformers(tmp_path) -> None:
+    stock = tiny_model("gpt2").eval()
+    for layer in stock.transformer.h:
+        layer.mlp.c_fc.weight.data *= 50  # so that GELU's two formulas differ
+    stock.save_pretrained(tmp_path)
+    (expected, kept_by_stock), (logits, kept) = map(
+        kept_for_backward, (stock, load_model(tmp_path, dtype=torch.float32))
+    )
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    layers, of_a_layer = stock.config.n_layer, 4 * logits.shape[1] * stock.config.n_inner
+    assert kept <= kept_by_stock - 3 * layers * of_a_layer
+    assert load_config(tmp_path).activation_function == "gelu_new"
 
 
 def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path: Path) -> None:
