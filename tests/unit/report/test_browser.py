@@ -1,7 +1,5 @@
 """The page of a comparison in a browser: nothing is cut, on a telephone and on a desk, light and dark."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

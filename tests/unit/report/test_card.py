@@ -1,7 +1,5 @@
 """The model card of a student, as the hub's own library reads it."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -98,7 +96,7 @@ def test_scores_are_results_for_the_hub(student, tmp_path):
     assert "| trained | 61.2 |" in card.text
 
 
-def test_paths_are_cut_to_their_last_name():
+def test_paths_are_cut_to_their_last_name_and_only_data_of_the_hub_have_its_name():
     for text, expected in (
         ("--output_dir /home/me/runs/a --x=/data/b.jsonl", "--output_dir a --x=b.jsonl"),
         ("{a: /x/y.json, b: '/z/w'}", "{a: y.json, b: 'w'}"),
@@ -107,9 +105,6 @@ def test_paths_are_cut_to_their_last_name():
         assert without_paths(text) == expected
     relative = "data/a.jsonl OWNER/NAME hf://datasets/a/b.json 3/4"
     assert without_paths(relative) == relative
-
-
-def test_only_data_of_the_hub_have_its_name():
     for reference, expected in (
         ("databricks/dolly:train[:500]", "databricks/dolly"),
         ("hf://datasets/a/b/x/y.parquet:train", "a/b"),

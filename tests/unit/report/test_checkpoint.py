@@ -1,14 +1,9 @@
 """What a checkpoint holds, against the tensors of the model that was saved."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import tiny_model
-from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import factorize
@@ -24,10 +19,9 @@ MODELS = {
 }
 
 
-def saved(model: PreTrainedModel, folder: Path) -> Checkpoint:
+def saved(model, folder) -> Checkpoint:
     model.save_pretrained(folder)
     found = read_checkpoint(folder)
-    assert found is not None
     assert found.size == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return found
 
@@ -38,7 +32,7 @@ def held(*modules: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bytes_of_embeddings_and_of_others(tmp_path: Path, name: str) -> None:
+def test_the_bytes_of_embeddings_and_of_others(tmp_path, name: str) -> None:
     model = tiny_model(name, **({"word_embed_proj_dim": 16, "tie_word_embeddings": True} if name == "opt" else {}))
     found = saved(model, tmp_path)
     assert found.parts[EMBEDDINGS] == held(*MODELS[name](model))
@@ -56,7 +50,7 @@ def test_the_bytes_of_embeddings_and_of_others(tmp_path: Path, name: str) -> Non
     ],
     ids=["svd", "pivoted", "kronecker"],
 )
-def test_factors_and_their_format(tmp_path: Path, method: str, settings: FactorizeConfig) -> None:
+def test_factors_and_their_format(tmp_path, method: str, settings: FactorizeConfig) -> None:
     model = tiny_model("llama", hidden_size=32, intermediate_size=48, tie_word_embeddings=False).to(torch.bfloat16)
     factorize(model, plan(model, settings, method))
     found = saved(model, tmp_path)
@@ -72,14 +66,13 @@ def test_factors_and_their_format(tmp_path: Path, method: str, settings: Factori
     assert found.held == f"bf16{' and int64' if pivots else ''}: {shares}"
 
 
-def test_several_files_and_formats(tmp_path: Path) -> None:
+def test_several_files_and_formats(tmp_path) -> None:
     """The most frequent format comes first, however wide it is."""
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(40, 5, dtype=torch.int8)}, tmp_path / "a.safetensors")
     rest = {"model.embed_tokens.weight": torch.zeros(20, 5), "scale": torch.zeros(10, dtype=torch.float16)}
     adapter = {"layers.0.q_proj.lora_A.weight": torch.zeros(3, dtype=torch.float8_e4m3fn)}
     save_file({**rest, **adapter}, tmp_path / "b.safetensors")
     found = read_checkpoint(tmp_path)
-    assert found is not None
     assert found.formats == {"I8": 200, "F32": 100, "F16": 10, "F8_E4M3": 3}
     assert found.number_format == "int8 and fp32 and fp16 and F8_E4M3"
     assert found.parts == {EMBEDDINGS: 400, FACTORS: 3, OTHERS: 220}

@@ -1,13 +1,14 @@
 """The table at the end of a run."""
 
-from __future__ import annotations
-
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from llmdistill.report.table import finish_report, training_cost, with_loss
+from llmdistill.report.tables import print_table
 from llmdistill.tasks.base import ScoreTable
 
 MODELS = ("teacher", "untrained", "student")
@@ -118,3 +119,12 @@ def test_eight_prompts_have_the_answers_of_all_models_side_by_side(tmp_path, met
     before = page
     finish_report(tmp_path, metrics, rouge_table(metrics))
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("width", [28, 80])
+def test_a_table_too_wide_is_turned(width):
+    out, rows = io.StringIO(), [["teacher", "one", "70.1"], ["student of it", "two", "9.5"]]
+    header = ["model", "stage", "RTE accuracy"]
+    print_table("A title", header, rows, console=Console(file=out, width=width), turned=True)
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert any(line.startswith("RTE") and line.endswith("9.5") for line in lines) == (width == 28), lines

@@ -1,7 +1,5 @@
 """The run's folder: ours, another's, or none's; finished or not."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import refuses
 
 from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.errors import UserError
@@ -50,24 +49,18 @@ def finish(config):
 def test_another_configuration_a_second_start_and_other_folders_are_refused_and_nothing_lost(parse, tmp_path):
     claim(parse())
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(UserError, match=r"train\.learning_rate was 0\.0015 and is now 1\.0; choose another"):
-        claim(parse("--train.learning_rate", "1.0"))
-    with pytest.raises(UserError, match="holds a run already"):
-        claim(parse("--resume", "never"))
+    another = parse("--train.learning_rate", "1.0")
+    refuses("train.learning_rate was 0.0015 and is now 1.0; choose another", claim, another)
+    refuses("holds a run already", claim, parse("--resume", "never"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="not empty and holds no run"):
-        claim(parse(folder="other"))
+    refuses("not empty and holds no run", claim, parse(folder="other"))
+    # Contents of files count beside their names.
+    ds_config = (tmp_path / "zero.json").read_text()
+    (tmp_path / "zero.json").write_text(json.dumps({**json.loads(ds_config), "optimizer": {"type": "Lion"}}))
+    refuses("ds_config.optimizer was None and is now", claim, parse())
     assert (tmp_path / "run" / "run.json").read_bytes() == before
-
-
-def test_contents_of_files_count_beside_their_names(parse, tmp_path):
-    claim(parse())
-    before = (tmp_path / "zero.json").read_text()
-    (tmp_path / "zero.json").write_text(json.dumps({**json.loads(before), "optimizer": {"type": "Lion"}}))
-    with pytest.raises(UserError, match=r"ds_config\.optimizer was None and is now"):
-        claim(parse())
-    (tmp_path / "zero.json").write_text(before)
+    (tmp_path / "zero.json").write_text(ds_config)
     claim(parse())
     (tmp_path / "rows.jsonl").write_text("{ }")
     with pytest.raises(UserError, match=r"content of data\.train was sha256:\w+ and is now sha256:"):
@@ -87,26 +80,17 @@ def test_what_does_not_shape_the_student_may_change(parse, tmp_path):
     claim(parse())
     finish(parse())
     claim(parse("--train.micro_batch_size", "1"), size=2)
-    with pytest.raises(UserError, match="seed was 0 and is now 1"):
-        claim(parse("--seed", "1"), size=2)
+    refuses("seed was 0 and is now 1", claim, parse("--seed", "1"), size=2)
     words = ("--method", "kd", "--teacher.others.a.model", "embedded:teacher", "--teacher.others.a.sharding")
     one, other = (shaping_settings(to_dict(parse(*words, each))) for each in ("replicated", "zero3"))
     assert one == other
 
 
-def outcome(config) -> str:
-    try:
-        claim(config)
-    except UserError as error:
-        return str(error)
-    return "claimed"
-
-
 def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
     with multiprocessing.get_context("fork").Pool(1) as other:  # a lock is held against other processes alone
         with claim_folder(parse(), WORLD):
-            assert "another process is at this run" in other.apply(outcome, [parse()])
-        assert other.apply(outcome, [parse()]) == "claimed"
+            refuses("another process is at this run", other.apply, claim, [parse()])
+        other.apply(claim, [parse()])
 
 
 def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(parse):
@@ -125,8 +109,7 @@ def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(par
     assert finished_metrics(final) == finished_metrics(trial) == metrics
     assert finished_metrics(parse("--scoring.batch_size", "3")) is None
     assert finished_metrics(parse("--data.tests", "{}", "--train.micro_batch_size", "1")) == metrics
-    with pytest.raises(UserError, match="seed was 0 and is now 1"):
-        finished_metrics(parse("--seed", "1"))
+    refuses("seed was 0 and is now 1", finished_metrics, parse("--seed", "1"))
 
 
 @pytest.mark.parametrize(

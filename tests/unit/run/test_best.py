@@ -1,7 +1,5 @@
 """Which student a run with train.keep_best keeps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -109,9 +107,7 @@ def names(folder):
     return {each.name for each in folder.iterdir()}
 
 
-def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_before_the_run_goes_on(
-    tmp_path, trains, monkeypatch
-):
+def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_at_once(tmp_path, trains, monkeypatch):
     run, killed, save = tmp_path / "run", tmp_path / "killed", checkpoints.save_checkpoint
 
     def save_and_copy(engine, folder, step, *more, **named):

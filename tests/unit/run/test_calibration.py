@@ -1,11 +1,8 @@
 """The calibration data of a weighted factorization."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from hostile import refuses
 from tiny import save_decoder
 from transformers import LlamaForCausalLM
 
@@ -20,14 +17,12 @@ from llmdistill.run.calibration import calibration_batches
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.mark.parametrize(("examples", "micro", "ranks"), [(24, 4, 2), (5, 8, 5)])
 def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examples, micro, ranks):
     calibration = "--student.factorize.calibration."
     words = ["--recipe", "quickstart", f"{calibration}examples", str(examples), f"{calibration}held_out", "6"]
-    words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", str(ROOT / "ds_configs/zero2.json")]
+    words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", "zero2"]
     config = parse_run(words, METHODS)[0]
     plan = make_plan(config)
     data = plan.task.read(plan.models).prepared(World.alone())
@@ -43,8 +38,8 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
         seen += ids
     assert len(set(seen)) == len(seen) >= examples
     many = World(rank=0, size=examples + 1, device=torch.device("cpu"))
-    with pytest.raises(UserError, match=f"examples is {examples}, fewer than the {examples + 1} ranks"):
-        calibration_batches(config, plan.models, many)
+    said = f"examples is {examples}, fewer than the {examples + 1} ranks"
+    refuses(said, calibration_batches, config, plan.models, many)
 
 
 UNIFORM = {"allocation": "uniform", "target_params": None, "rank": 4}
@@ -132,8 +127,7 @@ def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
             made(teacher, tmp_path / "kept", **UNIFORM, **other)
     with torch.no_grad():
         teacher.lm_head.weight[0, 0] += 1
-    with pytest.raises(UserError, match="content of teacher was sha256"):
-        made(teacher, tmp_path / "kept", **UNIFORM)
+    refuses("content of teacher was sha256", made, teacher, tmp_path / "kept", **UNIFORM)
     # The same model by its folder: it has another identity, and keeps it.
     named = str(tmp_path / "teacher")
     assert same(made(named, tmp_path / "named", **UNIFORM), made(named, tmp_path / "named", **UNIFORM))

@@ -1,17 +1,14 @@
 """The checkpoints of a run's folder, with an engine without ZeRO; tests/dist has its stages and ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from hostile import refuses
 from plain_engine import PlainEngine
 from torch import nn
 
 from llmdistill.artifacts import MANIFEST
-from llmdistill.errors import UserError
 from llmdistill.run.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from llmdistill.run.log import check_log
 from llmdistill.runtime.distributed import World
@@ -39,21 +36,20 @@ class Engine(PlainEngine):
         return [each.clone() for each in (*self.module.parameters(), *moments)]
 
 
-def save(folder: Path, engine: Engine, *steps: int, keep: int = 2) -> None:
+def save(folder, engine: Engine, *steps: int, keep: int = 2) -> None:
     """Save checkpoints of an engine, which learns a step before each."""
     for step in steps:
         engine.learn(range(step - 1, step))
         save_checkpoint(engine, folder, step, keep, WORLD)
 
 
-def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
+def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path) -> None:
     first, second = Engine(), Engine()
     assert load_checkpoint(second, tmp_path, WORLD) is None
     first.learn(range(4))
     first.skipped_steps = 2
     save(tmp_path, first, 5)
     found = load_checkpoint(second, tmp_path, WORLD)
-    assert found is not None
     assert (found.step, second.global_steps, second.micro_steps, second.global_samples) == (5, 5, 10, 40)
     assert second.skipped_steps == 2
     for engine in (first, second):
@@ -61,7 +57,7 @@ def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
 
 
-def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path) -> None:
     engine = Engine()
     for step in (2, 4, 10):
         save(tmp_path, engine, step)
@@ -87,7 +83,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path: Path, capsys, how: str) -> None:
+def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path, capsys, how: str) -> None:
     engine, (name, change, wrong) = Engine(), DAMAGES[how]
     save(tmp_path, engine, 1, 2)
     file = tmp_path / "checkpoints" / "step-2" / name
@@ -95,7 +91,6 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path: Path, capsy
     assert change(kept) != kept
     file.write_bytes(change(kept))
     found = load_checkpoint(Engine(), tmp_path, WORLD)
-    assert found is not None
     assert found.step == 1
     said = "".join(capsys.readouterr().err.replace("│", "").split())
     assert wrong in said
@@ -105,21 +100,19 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path: Path, capsy
     assert [each.step for each in checkpoints(tmp_path)] == [1, 2]
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors").unlink()
-    with pytest.raises(UserError, match="no checkpoint is whole"):
-        load_checkpoint(Engine(), tmp_path, WORLD)
+    refuses("no checkpoint is whole", load_checkpoint, Engine(), tmp_path, WORLD)
 
 
-def test_a_checkpoint_of_another_student_or_format_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_student_or_format_is_refused(tmp_path) -> None:
     save(tmp_path, Engine(), 1)
-    with pytest.raises(UserError, match=r"step-1: it is of another student, first in 0\.bias"):
-        load_checkpoint(Engine(width=5), tmp_path, WORLD)
+    refuses("step-1: it is of another student, first in 0.bias", load_checkpoint, Engine(width=5), tmp_path, WORLD)
     manifest = tmp_path / "checkpoints" / "step-1" / MANIFEST
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
-    with pytest.raises(UserError, match=r"step-1: a checkpoint of format 9, this version reads 1: finish the run with"):
-        load_checkpoint(Engine(), tmp_path, WORLD)
+    said = "step-1: a checkpoint of format 9, this version reads 1: finish the run with"
+    refuses(said, load_checkpoint, Engine(), tmp_path, WORLD)
 
 
-def test_folders_of_other_names_are_the_users_own(tmp_path: Path) -> None:
+def test_folders_of_other_names_are_the_users_own(tmp_path) -> None:
     names = ("step-old", "step-1-backup", "step-٣", f"step-{'9' * 200}")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -128,7 +121,7 @@ def test_folders_of_other_names_are_the_users_own(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names, "step-3"}
 
 
-def test_a_manifest_knows_the_log_of_its_step(tmp_path: Path) -> None:
+def test_a_manifest_knows_the_log_of_its_step(tmp_path) -> None:
     engine, log = Engine(), tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1}\n')
     save(tmp_path, engine, 1)
@@ -136,5 +129,5 @@ def test_a_manifest_knows_the_log_of_its_step(tmp_path: Path) -> None:
     log.write_text('{"step": 1}\n{"step": 2}\n{"st')
     check_log(tmp_path, 1, entry)
     log.write_text('{"step": 7}\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl: its rows up to step 1 changed after they were written; put"):
-        check_log(tmp_path, 1, entry)
+    said = "metrics.jsonl: its rows up to step 1 changed after they were written; put"
+    refuses(said, check_log, tmp_path, 1, entry)

@@ -1,17 +1,12 @@
 """The checks of a run on one batch: a teacher that knows nothing, a term that is wrong, a term that teaches nothing."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-import torch
 from byte_tokenizers import byte_level
 from tiny import save_decoder
 
 from llmdistill import cli, losses
-from llmdistill.batch import LossSum
 from llmdistill.config.command_line import parse_run
 from llmdistill.methods import METHODS
 from llmdistill.methods import layers as method_layers
@@ -26,12 +21,6 @@ def findings(*arguments: str) -> dict[str, tuple[str, str]]:
     return {each.what: (each.state, each.said) for each in check_run(config)}
 
 
-@pytest.fixture(scope="module")
-def ignorant(tmp_path_factory) -> Path:
-    """A teacher of random weights, certain of wrong answers, with the embedded tokenizer."""
-    return save_decoder(tmp_path_factory.mktemp("ignorant"), num_hidden_layers=2, initializer_range=1.0)
-
-
 def test_an_embedded_run_is_sound_and_what_one_process_cannot_do_is_left_out():
     found = findings("--method", "kd", "--teacher.sharding", "zero3")
     assert {state for state, _ in found.values()} == {"ok"}
@@ -43,18 +32,17 @@ def test_an_embedded_run_is_sound_and_what_one_process_cannot_do_is_left_out():
     assert "failure" not in {state for state, _ in findings("--method", "kd", *several).values()}
 
 
-def test_teacher_that_knows_nothing_and_term_that_does_not_vanish_for_the_same_models(ignorant, monkeypatch):
-    right = losses.matrix_mse
-
-    def wrong(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, *, normalize: bool = False) -> LossSum:
-        return right(student, teacher + 1, mask, normalize=normalize)
-
-    found = findings("--teacher.model", str(ignorant))
+def test_teacher_that_knows_nothing_and_term_that_does_not_vanish_for_the_same_models(tmp_path, monkeypatch):
+    # Random weights are certain of wrong answers.
+    teacher = ("--teacher.model", str(save_decoder(tmp_path, num_hidden_layers=2, initializer_range=1.0)))
+    found = findings(*teacher)
     state, said = found["teacher above chance"]
     assert (state, "at random 6." in said) == ("failure", True)
     assert found["teacher as its own student"][0] == "ok"
+    right = losses.matrix_mse
+    wrong = lambda student, teacher, *mask, **more: right(student, teacher + 1, *mask, **more)  # noqa: E731
     monkeypatch.setattr(method_layers.losses, "matrix_mse", wrong)
-    assert findings("--teacher.model", str(ignorant))["teacher as its own student"][0] == "failure"
+    assert findings(*teacher)["teacher as its own student"][0] == "failure"
 
 
 def test_what_is_said_of_terms():

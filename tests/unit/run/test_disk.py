@@ -1,14 +1,12 @@
 """What a run needs on the disk: counted from what such a run writes, and refused where it has no room."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,28 +44,23 @@ def test_the_need_is_that_of_the_files_of_a_run(tmp_path: Path) -> None:
         assert (need.checkpoints if need.checkpoint else 0, need.students) == (checkpoints, students)
 
 
-def test_a_run_without_room_is_refused_with_its_parts(tmp_path: Path, monkeypatch) -> None:
+def test_a_run_without_room_is_refused_with_its_parts_before_it_scores(tmp_path: Path, monkeypatch) -> None:
     plan = make_plan(tmp_path / "new" / "run")
     total = DiskNeed.of(plan).total
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total))
     check_disk(plan)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=total - 1))
-    with pytest.raises(UserError, match=r"needs .* MB more there \(3 checkpoints of .* MB and 2 students of .* MB\)"):
-        check_disk(plan)
+    parts = r"output_dir .*: the run needs .* MB more there \(3 checkpoints of .* MB and 2 students of .* MB\)"
+    data = None  # nothing of it is used before
+    with pytest.raises(UserError, match=parts):
+        execute(plan, data, World.alone())
     held = plan.folder / "checkpoints" / "step-2" / "rank-00000.safetensors"
     held.parent.mkdir(parents=True)
     held.write_bytes(b"\0")
     check_disk(plan)  # what an earlier start has written is not needed again
-
-
-def test_the_main_job_looks_before_it_scores_and_not_again_after_the_training(tmp_path: Path, monkeypatch) -> None:
-    plan = make_plan(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    data: Any = None  # nothing of it is used before
-    with pytest.raises(UserError, match=r"output_dir .*: the run needs"):
-        execute(plan, data, World.alone())
-    (tmp_path / "student").mkdir()
-    check_disk(plan)
+    (plan.folder / "student").mkdir()
+    check_disk(plan)  # and nothing is after the training
 
 
 def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
@@ -96,17 +89,13 @@ def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tm
     assert not list(tmp_path.iterdir())
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-"""As write() raises it, without a name."""
-
-
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def student() -> None:
         with new_folder(tmp_path / "student") as partial:
             (partial / "model").write_text("half")
-            raise FULL
 
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(FULL))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it, without a name
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=full))
     for call, name in ((student, "student"), (lambda: write_json(tmp_path / "run.json", {}), "run.json")):
         with pytest.raises(UserError, match=r"B of .* are free on the disk at /") as caught:
             call()

@@ -1,16 +1,13 @@
 """Numbers that go wrong: what is reported, kept and refused, and where a value that is not finite comes from."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from hostile import refuses
 from safetensors.torch import load_file
 from tiny import tiny_model
 
@@ -30,8 +27,8 @@ from llmdistill.runtime.distributed import World
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-def make_steps(folder: Path, policy: str = "skip") -> FiniteSteps:
-    trainer: Any = SimpleNamespace(
+def make_steps(folder, policy: str = "skip") -> FiniteSteps:
+    trainer = SimpleNamespace(
         engine=SimpleNamespace(get_global_grad_norm=lambda: 1.0),
         world=WORLD,
         method=SimpleNamespace(weights={"label": 1.0, "logits": 1.0}),
@@ -49,13 +46,12 @@ def batches() -> list[Batch]:
 FINE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
-def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path) -> None:
+def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path) -> None:
     steps = make_steps(tmp_path)
     assert steps.applied(1, batches(), FINE) is None
     wrong = FINE.clone()
     wrong[1, 1] = math.inf
     before = steps.applied(2, batches(), wrong)
-    assert before is not None
     assert (before.step, before.values) == (1, {"label": 4.0, "logits": 6.0})
     with pytest.raises(UserError) as error:
         steps.applied(3, batches(), FINE)
@@ -69,7 +65,7 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path)
     assert (ended["step"], ended["learning_rate"]) == (2, 0.5)
 
 
-def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path) -> None:
     steps = make_steps(tmp_path)
     steps.trainer.engine.get_global_grad_norm = lambda: None  # which DeepSpeed does not compute
     steps.applied(1, batches(), FINE)
@@ -77,11 +73,10 @@ def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Pa
     assert steps.check_last() is None, "a step is read once"
     steps.trainer.engine.get_global_grad_norm = lambda: torch.tensor(math.inf)
     steps.applied(2, batches(), FINE)
-    with pytest.raises(UserError, match=r"the norm of the gradient is inf at step 2: every term is finite"):
-        steps.check_last()
+    refuses("the norm of the gradient is inf at step 2: every term is finite", steps.check_last)
 
 
-def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path: Path, capsys) -> None:
+def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path, capsys) -> None:
     steps, wrong = make_steps(tmp_path), FINE * math.nan
     for number in (1, 2, 4, 5):
         if number == 4:
@@ -127,12 +122,10 @@ class TestLossWatch:
         watch = LossWatch({"label": weight, "rest": 1.0}, WORLD)
         return [each for step, loss in enumerate(losses, 1) for each in watch.add(step, {"label": 0.0, "rest": loss})]
 
-    def test_a_jump_of_the_loss_is_named_with_its_step(self) -> None:
+    def test_a_first_loss_is_no_jump_and_neither_is_one_that_was_there_before(self) -> None:
         noisy = [2.0 + 0.3 * (-1) ** n for n in range(40)]
         (said,) = self.warnings([*noisy, 5.0, 2.0], weight=0.0)
         assert said.startswith("the loss jumped to 5 at step 41, 2.5 times the median of the 40 steps before it")
-
-    def test_a_first_loss_is_no_jump_and_neither_is_one_that_was_there_before(self) -> None:
         assert self.warnings([1.0] * 10 + [9.0] + [1.0] * 30 + [8.0], weight=0.0) == []
         assert len(self.warnings([1.0] * 50 + [2.2 * 1.1**n for n in range(20)], weight=0.0)) == 5, "one cause"
 
@@ -180,22 +173,17 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
 
     found = term_gradients(method, student, learner, teach, batch, batch.divisors())
     assert found.keys() == {name for name, weight in method.weights.items() if weight != 0}
-    whole = torch.stack([reference(method, student, learner, teach(), batch, None)]).sum()
-    assert whole > 0
     for name, norm in found.items():
         assert norm == pytest.approx(float(reference(method, student, learner, teach(), batch, name)), rel=1e-5), name
     assert max(found.values()) > 10 * min(found.values()), "the terms differ, so that mixing them up would be seen"
 
 
 def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
-    """The norm of the gradient with respect to embeddings that are given to the model in place of its own."""
-    rows = student.model.embed_tokens(batch.input_ids).detach().requires_grad_()
-    weights = {each: weight if name in (None, each) else 0.0 for each, weight in method.weights.items()}
+    """The norm of the gradient with respect to the embeddings."""
+    rows: list[torch.Tensor] = []
+    embed = student.model.embed_tokens.register_forward_hook(lambda *given: rows.append(given[-1]))
+    weights = {each: weight if name == each else 0.0 for each, weight in method.weights.items()}
     running = replace(method, weights=weights).running(taught, batch, batch.divisors())
-    embed, student.model.embed_tokens.forward = student.model.embed_tokens.forward, lambda _ids: rows
-    try:
-        learner.learn(batch, running).total.backward()
-    finally:
-        student.model.embed_tokens.forward = embed
-    assert rows.grad is not None
-    return rows.grad.norm()
+    (gradient,) = torch.autograd.grad(learner.learn(batch, running).total, rows)
+    embed.remove()
+    return gradient.norm()

@@ -1,17 +1,16 @@
-"""The loss for somebody's own loop, against full logits and hooks."""
-
-from __future__ import annotations
+"""The loss for somebody's own loop, against full logits and hooks; and transformers' Trainer with it."""
 
 import copy
 import json
 from functools import partial
-from typing import Any
+from operator import itemgetter
 
 import pytest
 import torch
 from byte_tokenizers import TEXTS, byte_level
+from hostile import refuses
 from sentence_encoders import encoder
-from tiny import tiny_config, tiny_model
+from tiny import save_decoder, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import (
@@ -20,21 +19,24 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
+    LlamaForCausalLM,
+    TrainingArguments,
 )
 
 import llmdistill
-from llmdistill import DistillationLoss, UserError
+from llmdistill import DistillationLoss, DistillationTrainer, UserError
+from llmdistill.run import assemble
+from llmdistill.run.plan import make_plans
+from llmdistill.runtime.distributed import World
 
 VOCABULARY = 50
 
 
-def make_llama(seed: int, **changes) -> PreTrainedModel:
+def make_llama(seed: int, **changes):
     return tiny_model("llama", seed=seed, **{"vocab_size": VOCABULARY, "initializer_range": 0.2, **changes})
 
 
-def make_bert(kind: Any, seed: int, **changes) -> Any:
+def make_bert(kind, seed: int, **changes):
     torch.manual_seed(seed)
     return kind(tiny_config("bert", vocab_size=VOCABULARY, **changes)).eval()
 
@@ -86,7 +88,7 @@ def reordered(tokenizer):
     for each in state["added_tokens"]:
         each["id"] = last - each["id"]
     backend = Tokenizer.from_str(json.dumps(state))
-    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<stop>", pad_token="<stop>")
+    other = type(tokenizer)(tokenizer_object=backend, eos_token="<stop>", pad_token="<stop>")
     return other, torch.arange(last, -1, -1)
 
 
@@ -132,8 +134,7 @@ class TestDistillationLoss:
         loss = DistillationLoss(teacher, student)
         assert torch.equal(student(ids).logits, before[0])
         assert student.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, 13)
-        with pytest.raises(UserError, match="tapped already"):
-            DistillationLoss(teacher, student)
+        refuses("tapped already", DistillationLoss, teacher, student)
         loss.remove()
         assert student.config._attn_implementation == teacher.config._attn_implementation == "sdpa"
         assert "forward" not in vars(student.lm_head)
@@ -152,17 +153,14 @@ class TestDistillationLoss:
         result.backward()
 
     @pytest.mark.parametrize(
-        ("kind", "labels", "outputs"),
+        ("kind", "labels"),
         [
-            (BertForSequenceClassification, {"labels": [0, 2, 1]}, ["logits"]),
-            (
-                BertForQuestionAnswering,
-                {"start_positions": [0, 2, 1], "end_positions": [0, 3, 3]},
-                ["start_logits", "end_logits"],
-            ),
+            (BertForSequenceClassification, {"labels": [0, 2, 1]}),
+            (BertForQuestionAnswering, {"start_positions": [0, 2, 1], "end_positions": [0, 3, 3]}),
         ],
     )
-    def test_an_encoder_with_a_head_for_sequences_or_spans(self, kind, labels, outputs):
+    def test_an_encoder_with_a_head_for_sequences_or_spans(self, kind, labels):
+        outputs = ["logits"] if "labels" in labels else ["start_logits", "end_logits"]
         teacher, student = (make_bert(kind, seed, num_labels=3 if "labels" in labels else 2) for seed in (0, 1))
         ids = make_batch()["input_ids"]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -185,21 +183,17 @@ class TestDistillationLoss:
         with torch.no_grad():
             assert float(result.loss.detach()) == pytest.approx(float(model(**batch).loss), rel=1e-4)
 
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
+    def test_what_does_not_fit(self, models):
+        for arguments, said in (
             ({"method": "mkad"}, "mkad"),
             ({"temprature": 2.0}, "makd.temprature.*makd.temperature"),
             ({"settings": {"kd.ratio": 1.0}}, "kd.ratio.*makd"),
             ({"student": make_llama(0, vocab_size=60)}, "vocabulary"),
             ({"tokenizers": (byte_level(300), byte_level(280))}, "method makd needs the same tokens: take kd"),
-        ],
-    )
-    def test_what_does_not_fit(self, models, arguments, said):
-        with pytest.raises(UserError, match=said):
-            DistillationLoss(**{"teacher": models[0], "student": models[1], **arguments})
-        with pytest.raises(UserError, match="labels"):
-            DistillationLoss(*models, "kd")({"input_ids": make_batch()["input_ids"]})
+        ):
+            with pytest.raises(UserError, match=said):
+                DistillationLoss(**{"teacher": models[0], "student": models[1], **arguments})
+        refuses("labels", DistillationLoss(*models, "kd"), {"input_ids": make_batch()["input_ids"]})
 
 
 def test_embeddings_of_another_width_are_mapped_by_a_matrix_but_their_margins_are_not(tmp_path):
@@ -236,7 +230,74 @@ def test_embeddings_of_another_width_are_mapped_by_a_matrix_but_their_margins_ar
         assert not info["missing_keys"]
         loss.remove()
         assert not [name for name, _ in student.named_parameters() if "projector" in name]
-    with pytest.raises(UserError, match="pooling: 'middle' does not fit"):
-        build(pooling="middle")
-    with pytest.raises(UserError, match="the main job"):
-        build(projection="keep")
+    refuses("pooling: 'middle' does not fit", build, pooling="middle")
+    refuses("the main job", build, projection="keep")
+
+
+STEPS, MICRO, ACCUMULATION = 4, 4, 2
+first = itemgetter(0)
+ROWS = [
+    {"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}" + " more" * (i % 3)} for i in range(32)
+]
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """A run of the main job, the models it began with, and its batches by step, as a collator would give them."""
+    folder = tmp_path_factory.mktemp("main_job")
+    teacher = LlamaForCausalLM.from_pretrained(save_decoder(folder / "teacher", num_hidden_layers=2))
+    student = llmdistill.compress(teacher, rank=8)
+    settings = {"steps": STEPS, "learning_rate": 1e-3, "schedule": "constant", "log_every": 1}
+    settings |= {"global_batch_size": MICRO * ACCUMULATION, "micro_batch_size": MICRO}
+    result = llmdistill.distill(teacher, student, ROWS, output_dir=folder / "run", **settings)
+    (plan,) = make_plans(result.config)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    loader = plan.task.read(plan.models).prepared(world).loader(assemble.share_of(plan, world))
+    batches = [
+        {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
+        for step in range(STEPS)
+        for batch in loader.micro_batches(step)
+    ]
+    return teacher, student, batches, result
+
+
+def arguments(folder, **changes) -> TrainingArguments:
+    values = {"max_steps": STEPS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    values |= {"max_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION, "save_strategy": "no"}
+    values |= {"per_device_train_batch_size": 1}  # of whole micro batches, see the collator
+    values |= {"logging_steps": 1, "logging_nan_inf_filter": False, "report_to": [], "disable_tqdm": True}
+    values |= {"use_cpu": True, "remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+    return TrainingArguments(output_dir=str(folder), **{**values, **changes})
+
+
+def test_a_trainer_does_what_the_main_job_does(main_job, tmp_path):
+    teacher, student, batches, result = main_job
+    student = copy.deepcopy(student)
+    trainer = DistillationTrainer(
+        student, copy.deepcopy(teacher), arguments(tmp_path), train_dataset=batches, data_collator=first
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    for name in ("loss", *trainer.distillation.method.weights):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in result.history], rel=1e-4)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in result.history], rel=1e-3)
+    trained = result.student.state_dict()
+    for name, tensor in student.state_dict().items():
+        assert torch.allclose(tensor, trained[name], atol=2e-5), name
+
+
+def test_evaluation_and_a_checkpoint(main_job, tmp_path):
+    teacher, student, batches, _ = main_job
+    student = copy.deepcopy(student)
+    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1)
+    kd = {"method": "kd", "method_settings": {"temperature": 2.0}}
+    data = {"train_dataset": batches, "eval_dataset": batches[:1], "data_collator": first}
+    trainer = DistillationTrainer(student, copy.deepcopy(teacher), given, **kd, **data)
+    trainer.train()
+    figures = trainer.evaluate()
+    student.eval()
+    expected = trainer.distillation(batches[0])
+    assert figures["eval_loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-4)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
+    assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())

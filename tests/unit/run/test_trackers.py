@@ -1,9 +1,7 @@
-"""The rows of a log in TensorBoard, W&B and MLflow, over the starts of a run; the latter two are stand-ins.
+"""The rows of a log, and of it in TensorBoard, W&B and MLflow over the starts of a run; the latter are stand-ins.
 
 A stand-in has those functions of the library's public interface that are called, and keeps what it was sent by run.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
@@ -16,9 +14,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from hostile import refuses
 
 from llmdistill.config import RunConfig, TrainConfig
 from llmdistill.errors import Stopped, UserError
+from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.log import RunLog
 from llmdistill.run.trackers import check_access, check_libraries, monitors
 from llmdistill.runtime.distributed import World
@@ -162,21 +162,18 @@ def test_a_killed_run_without_network_begins_a_whole_one(sent, tmp_path, monkeyp
     assert sent.mlflow == {"m0": log_of(tmp_path)}, "a tracker that comes later gets the earlier rows"
 
 
-@pytest.mark.parametrize(
-    ("report_to", "block", "said"),
-    [
-        (["mlflow"], {}, "^train.report_to asks for mlflow, .* pip install mlflow, or leave"),
-        (None, {"comet": {"enabled": True}}, r"zero2\.json asks for comet, .* pip install comet_ml"),
-        (["wandb"], {"wandb": {"enabled": True}}, "each would make a run of its own; remove the block"),
-    ],
-)
-def test_a_missing_library_and_two_runs_of_one_are_refused(sent, monkeypatch, tmp_path, report_to, block, said):
+def test_a_missing_library_and_two_runs_of_one_are_refused(sent, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module != "wandb" else find(module))
     off = {"comet": {"enabled": False}, "csv_monitor": {"enabled": True}}
     check_libraries(config_of(tmp_path, report_to=None), off)
-    with pytest.raises(UserError, match=said):
-        check_libraries(config_of(tmp_path, report_to=report_to), block)
+    for report_to, block, said in (
+        (["mlflow"], {}, "^train.report_to asks for mlflow, .* pip install mlflow, or leave"),
+        (None, {"comet": {"enabled": True}}, r"zero2\.json asks for comet, .* pip install comet_ml"),
+        (["wandb"], {"wandb": {"enabled": True}}, "each would make a run of its own; remove the block"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_libraries(config_of(tmp_path, report_to=report_to), block)
 
 
 def test_no_key_and_no_server_are_said_before_a_run(sent, monkeypatch):
@@ -186,8 +183,7 @@ def test_no_key_and_no_server_are_said_before_a_run(sent, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     check_access(["tensorboard", "wandb", "mlflow"])
     monkeypatch.setattr(sys.modules["wandb"], "login", refuse)
-    with pytest.raises(UserError, match=r"wandb: No API key configured. Use `wandb login`.; run `wandb login`"):
-        check_access(["wandb"])
+    refuses("wandb: No API key configured. Use `wandb login`.; run `wandb login`", check_access, ["wandb"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_access(["wandb"])
     monkeypatch.setattr(sys.modules["mlflow"], "search_experiments", refuse)
@@ -230,5 +226,33 @@ def test_the_run_owns_tensorboard_where_the_file_leaves_it_open():
     for block, report_to in (("auto", ["wandb"]), (False, None)):
         assert owned(block, report_to)["enabled"] is False
     assert owned(None, []) is None
-    with pytest.raises(UserError, match=r"mine.json: tensorboard.enabled is True, but the run says False"):
-        owned(True, ["wandb"])
+    refuses("mine.json: tensorboard.enabled is True, but the run says False", owned, True, ["wandb"])
+
+
+ROWS = [b'{"step": 1, "loss": 2.5}', b'{"step": 2, "loss": NaN}']
+
+
+@pytest.mark.parametrize("bad", [b"", b"[1]", b"\xff", b'{"step": "1"}', b"[" * 100_000])
+def test_a_bad_line_is_named(tmp_path, bad):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([ROWS[0], bad, ROWS[1]]) + b"\n")
+    said = "metrics.jsonl:2: not a row of a training's log; remove the line, and the run goes on"
+    refuses(said, read_metrics_log, tmp_path)
+    refuses(said, RunLog, tmp_path, start=1, steps=3, world=WORLD)
+
+
+def test_a_resumed_run_drops_later_rows_and_what_a_kill_left_of_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*ROWS, b'{"st']))
+    RunLog(tmp_path, start=1, steps=3, world=WORLD)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == ROWS[0] + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b"not a log")
+    RunLog(tmp_path, start=0, steps=3, world=WORLD)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_columns_stay_apart_at_large_losses(tmp_path, capsys):
+    values = {"loss": 161234.5, "hidden": 1.5e-10, "tokens_per_second": 1234567.0, "padding_share": 0.1}
+    log = RunLog(tmp_path, start=0, steps=123456, world=WORLD)
+    log.row(123400, {**values, "teacher_share": 0.5}, 60.0)
+    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header == ["step", "loss", "hidden", "tok/s", "padding", "teacher", "eta"]
+    assert row == ["123400/123456", "1.612e+05", "1.5e-10", "1,234,567", "10%", "50%", "01:00"]

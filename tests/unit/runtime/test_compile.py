@@ -1,18 +1,13 @@
 """Compiled layers give the losses, taps and gradients of the layers as they were."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hostile import refuses
-from tiny import tiny_model
-from torch import Tensor
+from tiny import shaken, tiny_model
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config.command_line import parse_run
@@ -26,20 +21,17 @@ from llmdistill.run.plan import make_plan
 from llmdistill.runtime import compile as compiling
 from llmdistill.runtime.compile import check_compilers, compile_layers
 
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
     "minilm": MinilmConfig(value_mse=1.0),
 }
 CPU = torch.device("cpu")
 
 
-def make(family: str, seed: int) -> PreTrainedModel:
+def make(family: str, seed: int):
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if family == "bert" else {}
-    model = tiny_model(family, seed=seed, num_hidden_layers=1, **dropout)
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at birth, so that every term has weight
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    # Larger than at birth, so that every term has weight.
+    return shaken(tiny_model(family, seed=seed, num_hidden_layers=1, **dropout), 0.2)
 
 
 def make_batch(sequences: int, tokens: int) -> Batch:
@@ -49,9 +41,7 @@ def make_batch(sequences: int, tokens: int) -> Batch:
     return Batch(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX))
 
 
-def train(
-    family: str, method_name: str, *, backend: str | None, checkpointing: bool = False, batches: int = 2
-) -> list[dict[str, Tensor]]:
+def train(family: str, method_name: str, *, backend: str | None, checkpointing: bool = False, batches: int = 2):
     """Terms and gradients of batches of different sizes."""
     teacher, student = make(family, 0).eval(), make(family, 1).train()
     if checkpointing:
@@ -75,12 +65,12 @@ def train(
     return seen
 
 
-def _checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
+def _checkpoint(function, *args, use_reentrant: bool):
     counters["checkpoints"]["all"] += 1
     return checkpoint(function, *args, use_reentrant=use_reentrant)
 
 
-def compare(compiled: list[dict[str, Tensor]], plain: list[dict[str, Tensor]]) -> None:
+def compare(compiled, plain) -> None:
     for ours, theirs in zip(compiled, plain, strict=True):
         for name, tensor in theirs.items():  # a parameter without gradient may have one of zeros in a graph
             assert (ours[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max()), name

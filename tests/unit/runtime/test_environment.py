@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
 from llmdistill.runtime import devices, environment
@@ -16,19 +15,16 @@ def test_this_machine_has_everything_but_perhaps_a_gpu(tmp_path):
     assert set(found.values()) == {"ok"}
 
 
-def test_missing_library(monkeypatch):
+def test_missing_libraries_and_programs(monkeypatch):
     version = devices.version
     monkeypatch.setattr(devices, "version", lambda name: version("none" if name == "deepspeed" else name))
     found = environment.libraries()
     assert (found.state, found.said) == ("failure", "deepspeed missing")
-
-
-@pytest.mark.parametrize(("hidden", "said"), [(["deepspeed"], "launcher"), (["c++", "g++"], "no C++ compiler")])
-def test_missing_program(monkeypatch, hidden, said):
-    monkeypatch.setattr(shutil, "which", lambda name: None if name in hidden else f"/bin/{name}")
     monkeypatch.delenv("CXX", raising=False)
-    found = environment.compiler()
-    assert (found.state, said in found.said) == ("failure", True)
+    for hidden, said in ((["deepspeed"], "launcher"), (["c++", "g++"], "no C++ compiler")):
+        monkeypatch.setattr(shutil, "which", lambda name, hidden=hidden: None if name in hidden else f"/bin/{name}")
+        found = environment.compiler()
+        assert (found.state, said in found.said) == ("failure", True)
 
 
 def test_kernels_that_a_gpu_lacks(monkeypatch):

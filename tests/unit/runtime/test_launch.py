@@ -1,6 +1,7 @@
-"""What launchers say: the variables of Slurm are those that a step of two nodes of Slurm 22.05 had."""
+"""What launchers say, and which hosts are asked.
 
-from __future__ import annotations
+The variables of Slurm are those that a step of two nodes of Slurm 22.05 had; the ssh is one that this test has written.
+"""
 
 import os
 import signal
@@ -14,10 +15,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from hostile import refuses
 from torch.distributed import DistNetworkError
 
 from llmdistill.errors import Stopped, UserError
 from llmdistill.runtime import launch
+from llmdistill.runtime.hosts import check_hosts, read_hosts
 from llmdistill.runtime.launch import check_port, launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
 
 from support import PATIENCE, ROOT, environment
@@ -66,16 +69,13 @@ def test_another_launcher_within_a_task_wins(monkeypatch):
     assert (launched_ranks(), launched_ranks_of_node()) == (8, 4)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "name", "expected"),
-    [
+def test_lists_of_nodes_and_tasks():
+    for variable, value, name, expected in (
         ("NODELIST", "gpu[01-04,07],login1", "MASTER_ADDR", "gpu01"),
         ("NODELIST", "rack[2,5]n[10-12]-ib", "MASTER_ADDR", "rack2n10-ib"),
         ("TASKS_PER_NODE", "8,3(x2),1", "LOCAL_WORLD_SIZE", "3"),
-    ],
-)
-def test_lists_of_nodes_and_tasks(variable, value, name, expected):
-    assert rank_of_task({**TASK, f"SLURM_STEP_{variable}": value})[name] == expected
+    ):
+        assert rank_of_task({**TASK, f"SLURM_STEP_{variable}": value})[name] == expected
 
 
 def test_a_rank_without_a_gpu_or_without_the_address_of_rank_0_is_refused(monkeypatch):
@@ -201,3 +201,62 @@ def test_ranks_of_one_machine_need_no_launcher_of_deepspeed(monkeypatch):
     for flags in ("--num_gpus=0", "--num_gpus two", "--num_gpus"):
         with pytest.raises(UserError, match=r"--num_gpus \S*: give the number of ranks, 1 or more"):
             launch.split_launcher_flags(flags.split())
+
+
+SSH = """#!/bin/sh
+for word; do host=$last; last=$word; done
+echo "$host" >> "$ASKED"
+case $host in dead*) echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255;; esac
+"""
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    return lambda: sorted((tmp_path / "asked").read_text().split()) if (tmp_path / "asked").exists() else []
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(
+        "# two that live, two that do not\nnode1 slots=8\n\nnode2  slots=8 # rack 3\ndead1 slots=8\ndead2 slots=8\n"
+    )
+    return file
+
+
+def test_hosts_that_do_not_answer_are_named(hostfile, asked):
+    with pytest.raises(UserError) as failed:
+        check_hosts(["--num_gpus", "8", f"--hostfile={hostfile}"])
+    for said in (
+        "2 of 4 hosts cannot be reached",
+        "dead1 (ssh: connect to host dead1 port 22: No route to host); dead2 (",
+    ):
+        assert said in str(failed.value)
+    assert asked() == ["dead1", "dead2", "node1", "node2"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("--num_nodes 2", ["node1", "node2"]), ("--num_nodes=1", ["node1"])])
+def test_only_hosts_of_the_run_are_asked(hostfile, asked, flags, expected):
+    check_hosts(["--num_gpus", "2"])
+    for others in (["--no_ssh", "--node_rank", "1"], ["--include", "node1@node2"]):
+        check_hosts([*others, "--hostfile", str(hostfile)])
+    assert asked() == []
+    check_hosts([*flags.split(), "--hostfile", str(hostfile)])
+    assert asked() == expected
+
+
+def test_bad_hostfiles(tmp_path):
+    refuses("there is no such file", read_hosts, tmp_path / "hosts")
+    for text, said in (
+        ("node1 slots=8\nnode2 8\n", "hosts:2: 'node2 8' is no host"),
+        ("node1 slots=8\nnode1 slots=8\n", "hosts:2: node1 is there twice"),
+        ("# none\n", "it names no host"),
+    ):
+        (tmp_path / "hosts").write_text(text)
+        refuses(said, read_hosts, tmp_path / "hosts")

@@ -1,7 +1,5 @@
 """The ranks of a node, as threads that each stand for a process that is really killed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -1,13 +1,9 @@
 """What a signal does to a command, in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,7 +27,7 @@ def send_soon():
 AT_ONCE = "error: stopped by SIGTERM; the same command goes on from what is finished\n"
 
 
-def run(program: str, log: Path | None = None, **environment: str) -> SimpleNamespace:
+def run(program: str, log=None, **environment: str) -> SimpleNamespace:
     """Run a program in a fork of this process; its output goes to pipes, or to a file."""
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
     child = os.fork()
@@ -44,7 +40,7 @@ def run(program: str, log: Path | None = None, **environment: str) -> SimpleName
             os.close(file)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not those of pytest
         os.environ |= environment
-        code: Any = 0
+        code = 0
         try:
             exec(BEGIN + program, {})
         except SystemExit as end:
@@ -95,9 +91,7 @@ sys.exit(exit_code(job))
     assert (done.returncode, done.stdout, done.stderr) == (129, "", "")
     run(program, log=tmp_path / "log")
     assert (tmp_path / "log").read_text() == "to the terminal\n"
-
-
-def test_nohup_keeps_a_command_from_the_end_of_its_terminal():
+    # nohup keeps a command from the end of its terminal.
     ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     done = run(f"{ignored}sys.exit(exit_code(lambda: [send(signal.SIGHUP), print('went on')]))")
     assert (done.returncode, done.stdout) == (0, "went on\n")
@@ -140,17 +134,11 @@ sys.exit(exit_code(job))
     assert (done.returncode, done.stdout) == (143, "saved"), done.stderr
 
 
-def test_a_signal_of_an_earlier_command_does_not_end_a_later_one():
+def test_a_signal_of_an_earlier_command_does_not_end_a_later_one_and_without_the_main_thread_nothing_changes():
     done = run("""
 exit_code(lambda: send(signal.SIGTERM))
 assert signals.caught() == 0
-sys.exit(exit_code(lambda: time.sleep(1)))
-""")
-    assert done.returncode == 0
-
-
-def test_without_the_main_thread_nothing_changes():
-    done = run("""
+assert exit_code(lambda: time.sleep(1)) == 0
 before = signal.getsignal(signal.SIGTERM)
 seen = []
 thread = threading.Thread(target=lambda: seen.append((exit_code(lambda: None), signal.getsignal(signal.SIGTERM))))

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig, PreTrainedModel
+from tiny import WORDS, tiny_config, tiny_model
+from transformers import BertConfig, PreTrainedModel
 
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
@@ -13,10 +11,6 @@ from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.load import build_meta
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import measure_speed, parameter_split
-
-TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 40}
-TINY["vocab_size"] = 30
-GPT2 = GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=30, n_positions=8)
 
 
 @pytest.mark.parametrize(("depth", "width", "embedding", "transformer"), [(12, 768, 23.4, 85.1), (3, 384, 11.7, 5.3)])
@@ -26,38 +20,27 @@ def test_parameters_of_minilm_table_4(depth, width, embedding, transformer):
     assert (round(split["embedding"] / 1e6, 1), round(split["transformer"] / 1e6, 1)) == (embedding, transformer)
 
 
-def masked_bert() -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForMaskedLM.from_config(BertConfig(**TINY))
+def test_heads_are_neither_embedding_nor_transformer():
+    for name, is_tied, other in (
+        # Positions, token types and a norm, and the head.
+        ("bert", True, (40 + 2 + 2) * 16 + 16 * 16 + 16 + 2 * 16 + WORDS),
+        ("gpt2", True, 40 * 16 + 2 * 16),
+        ("llama", True, 16),
+        ("llama", False, 16 + WORDS * 16),
+    ):
+        split = parameter_split(model := tiny_model(name, tie_word_embeddings=is_tied))
+        assert (split["embedding"], split["other"]) == (WORDS * 16, other)
+        assert split["total"] == split["embedding"] + split["transformer"] + split["other"] == count_parameters(model)
 
 
-@pytest.mark.parametrize(
-    ("make", "other"),
-    [
-        # Positions, token types and a norm, and the pooler or the head.
-        (lambda: build_meta(BertConfig(**TINY)), (512 + 2 + 2) * 16 + 16 * 16 + 16),
-        (masked_bert, (512 + 2 + 2) * 16 + 16 * 16 + 16 + 2 * 16 + 30),
-        (lambda: build_meta(GPT2), 8 * 16 + 2 * 16),
-        (lambda: build_meta(LlamaConfig(**TINY, tie_word_embeddings=True)), 16),
-        (lambda: build_meta(LlamaConfig(**TINY, tie_word_embeddings=False)), 16 + 30 * 16),
-    ],
-)
-def test_heads_are_neither_embedding_nor_transformer(make, other):
-    split = parameter_split(model := make())
-    assert (split["embedding"], split["other"]) == (30 * 16, other)
-    assert split["total"] == split["embedding"] + split["transformer"] + split["other"] == count_parameters(model)
-
-
-@pytest.mark.parametrize("config", [BertConfig(**TINY), GPT2])
-def test_factors_count_as_what_they_stand_for(config):
-    model = build_meta(config)
+@pytest.mark.parametrize(("kind", "name"), [("bert", "encoder.layer.1.intermediate.dense"), ("gpt2", "h.1.mlp.c_fc")])
+def test_factors_count_as_what_they_stand_for(kind, name):
+    model = build_meta(tiny_config(kind))
     dense = parameter_split(model)
-    name = "h.1.mlp.c_fc" if config.model_type == "gpt2" else "encoder.layer.1.intermediate.dense"
-    wide = model.base_model.get_submodule(name).bias.numel()
     install(model, Factorization(sizes={name: 3}, embedding=5))
     split = parameter_split(model)
-    assert split["embedding"] == 30 * 5 + 5 * 16
-    assert split["transformer"] == dense["transformer"] - 16 * wide + 3 * (16 + wide)
+    assert split["embedding"] == WORDS * 5 + 5 * 16
+    assert split["transformer"] == dense["transformer"] - 16 * 24 + 3 * (16 + 24)
     assert split["other"] == dense["other"]
     assert split["total"] == count_parameters(model)
     for parameter in model.parameters():  # as DeepSpeed partitions it
@@ -70,18 +53,16 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, durations: dict[str, dict[int, list[float]]]) -> None:
         self.now = 0.0
-        self.calls: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
+        self.calls = []
         self.states: list[tuple[bool, bool]] = []
         monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.models = {name: self._model(name, plan) for name, plan in durations.items()}
 
     def _model(self, name: str, plan: dict[int, list[float]]) -> PreTrainedModel:
-        config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=30 + len(name), n_positions=9)
-        model = build_meta(config) if name == "causal" else build_meta(BertConfig(**TINY))
-        model.to_empty(device="cpu")
+        model = tiny_model("gpt2", vocab_size=WORDS + 6) if name == "causal" else tiny_model("bert")
         waiting = {size: iter(times) for size, times in plan.items()}
 
-        def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> None:
+        def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor, **more) -> None:
             assert attention_mask.shape == input_ids.shape
             assert attention_mask.all()
             self.calls.append((name, input_ids, more))
@@ -112,7 +93,7 @@ def test_models_take_turns_on_the_same_tokens_and_the_clock_says_their_speed(mon
     assert [tuple(ids.shape) for _, ids, _ in stage.calls] == [(1, 7), (1, 7), (4, 7), (4, 7)] * 6
     for (_, ids, _), (_, again, _) in zip(stage.calls[::2], stage.calls[1::2], strict=True):
         assert ids.tolist() == again.tolist()
-        assert 0 <= ids.min() <= ids.max() < 30, "ids that the smallest vocabulary has"
+        assert 0 <= ids.min() <= ids.max() < WORDS, "ids that the smallest vocabulary has"
     assert all(more == ({"use_cache": False} if name == "causal" else {}) for name, _, more in stage.calls)
     assert set(stage.states) == {(False, True)}
     assert (stage.models["teacher"].training, stage.models["causal"].training) == (True, False)

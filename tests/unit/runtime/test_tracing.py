@@ -1,7 +1,5 @@
 """The tracer beside what autograd really saves, and beside FLOP and bytes that are counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,7 +1,6 @@
 """The format of CoNLL-2000, and the spans that are drawn of it."""
 
 from collections import Counter
-from pathlib import Path
 
 from hostile import refuses
 
@@ -23,15 +22,11 @@ in IN B-PP
 """
 
 
-def write(folder: Path, text: str) -> Path:
-    file = folder / "train.txt"
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
 def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path):
+    file = tmp_path / "train.txt"
     for ending in ("", "\n", "\n\n"):
-        assert read_sentences(write(tmp_path, TEXT + ending)) == [
+        file.write_text(TEXT + ending)
+        assert read_sentences(file) == [
             Sentence(
                 words=("He", "reckons", "the", "current", "deficit", "today", "."),
                 spans=(Span(0, 0, "NP"), Span(1, 1, "VP"), Span(2, 4, "NP"), Span(5, 5, "NP"), Span(6, 6, "O")),
@@ -39,15 +34,13 @@ def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path):
             ),
             Sentence(words=("Yes", ",", "in"), spans=(Span(0, 1, "O"), Span(2, 2, "PP")), line=10),
         ]
-
-
-def test_a_malformed_line_is_named(tmp_path):
     for text, said in (
         ("He PRP B-NP\nis VBZ B-VP\nhere RB\n", ": 2 fields, expected word, part of speech and chunk tag"),
         ("He PRP B-NP\nis VBZ B-VP\nhere RB I-NP\n", ": chunk tag I-NP after B-VP: a chunk begins with"),
         ("He PRP B-NP\n\nHe PRP I-NP\n", ": chunk tag I-NP after O"),
     ):
-        refuses(f"train.txt:3{said}", read_sentences, write(tmp_path, text))
+        file.write_text(text)
+        refuses(f"train.txt:3{said}", read_sentences, file)
 
 
 def test_spans_are_drawn_once_each_of_both_kinds_and_by_the_seed():

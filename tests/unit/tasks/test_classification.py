@@ -13,26 +13,12 @@ from llmdistill.tasks.glue_files import GLUE_TASKS, column_of
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def counts(predictions: np.ndarray, targets: np.ndarray) -> tuple[int, int, int, int]:
-    pairs = list(zip(predictions.tolist(), targets.tolist(), strict=True))
-    return pairs.count((1, 1)), pairs.count((1, 0)), pairs.count((0, 1)), pairs.count((0, 0))
-
-
-def pearson(x: list[float], y: list[float]) -> float:
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    together = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return together / math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
-
-
-def ranks(x: list[float]) -> list[float]:
-    return [sum(b < a for b in x) + (x.count(a) + 1) / 2 for a in x]
-
-
 def test_binary_metrics_follow_their_formulas():
     dice = np.random.default_rng(0)
     targets = dice.integers(2, size=200)
     predictions = np.where(dice.random(200) < 0.7, targets, 1)  # leaning to 1, so that the classes are not alike
-    tp, fp, fn, tn = counts(predictions, targets)
+    cells = ((1, 1), (1, 0), (0, 1), (0, 0))
+    tp, fp, fn, tn = (int(((predictions == said) & (targets == right)).sum()) for said, right in cells)
     accuracy, f1 = (tp + tn) / 200, 2 * tp / (2 * tp + fp + fn)
     matthews = (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
     assert task_metrics("MRPC", predictions, targets) == pytest.approx({"accuracy": 100 * accuracy, "f1": 100 * f1})
@@ -47,8 +33,9 @@ def test_correlations_follow_their_formulas():
     targets = dice.integers(0, 26, size=60) / 5  # with ties, as in STS-B
     predictions = (np.exp(targets) + dice.normal(scale=9, size=60)).round().astype(np.float32)
     found = task_metrics("STS-B", predictions, targets)
-    x, y = predictions.tolist(), targets.tolist()
-    assert found == pytest.approx({"pearson": 100 * pearson(x, y), "spearman": 100 * pearson(ranks(x), ranks(y))})
+    ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in (predictions, targets)]
+    pearson, spearman = (100 * np.corrcoef(*pair)[0, 1] for pair in ((predictions, targets), ranks))
+    assert found == pytest.approx({"pearson": pearson, "spearman": spearman})
     assert found["spearman"] > found["pearson"] + 5, "the data tell the two apart"
 
 
@@ -74,16 +61,13 @@ PRINTED: dict[Convention, tuple[list[float], float]] = {
 """A row of each paper: the columns in the order of CONVENTIONS, and their average."""
 
 
-def scores_of(convention: Convention, columns: list[float]) -> dict[str, dict[str, float]]:
-    # A second metric beside each, as MRPC's and STS-B's have, must not be taken for the column's.
-    named = zip(CONVENTIONS[convention].items(), columns, strict=True)
-    return {name: {"accuracy": -1, "f1": -1, "spearman": -1, "pearson": -1, metric: x} for (name, metric), x in named}
-
-
 @pytest.mark.parametrize("convention", PRINTED)
 def test_printed_averages(convention):
     columns, printed = PRINTED[convention]
-    average = average_of(scores_of(convention, columns), convention)
+    # A second metric beside each, as MRPC's and STS-B's have, must not be taken for the column's.
+    others = dict.fromkeys(("accuracy", "f1", "spearman", "pearson"), -1)
+    named = zip(CONVENTIONS[convention].items(), columns, strict=True)
+    average = average_of({name: {**others, metric: x} for (name, metric), x in named}, convention)
     value = average["overall" if SQUAD2 in CONVENTIONS[convention] else "glue"]
     assert average["missing"] == []
     assert value == pytest.approx(printed, abs=0.05 + 1e-9)  # printed with one decimal
@@ -110,27 +94,22 @@ def test_metrics_that_the_captions_name():
         assert [columns.get(column) for columns in CONVENTIONS.values()] == metrics, column
 
 
-@pytest.mark.parametrize(
-    ("task", "split", "predictions", "name", "texts"),
-    [
+def test_files_for_the_server(tmp_path):
+    examples = [PairExample("a", "b", None, index) for index in (10, 9)]
+    for task, split, predictions, name, texts in (
         ("CoLA", "test", [1, 0], "CoLA.tsv", ["0", "1"]),
         ("STS-B", "test", [5.2, -0.1], "STS-B.tsv", ["0.000", "5.000"]),
         ("STS-B", "test", [1.23456, 3], "STS-B.tsv", ["3.000", "1.235"]),
         ("MNLI", "test", [2, 0], "MNLI-m.tsv", ["entailment", "contradiction"]),
         ("MNLI", "test_mismatched", [1, 0], "MNLI-mm.tsv", ["entailment", "neutral"]),
-    ],
-)
-def test_files_for_the_server(tmp_path, task, split, predictions, name, texts):
-    path = tmp_path / "new" / f"{column_of(task, split)}.tsv"
-    examples = [PairExample("a", "b", None, index) for index in (10, 9)]
-    write_submission(path, GLUE_TASKS[task], examples, np.array(predictions))
-    assert path == tmp_path / "new" / name
-    assert path.read_text() == f"index\tprediction\n9\t{texts[0]}\n10\t{texts[1]}\n"
-    if task == "STS-B":
-        path.unlink()
-        said = "STS-B: example 9: the predicted score is nan"
-        refuses(said, write_submission, path, GLUE_TASKS[task], examples, np.array([1, np.nan]))
-        assert not path.exists()
+    ):
+        path = tmp_path / "new" / f"{column_of(task, split)}.tsv"
+        write_submission(path, GLUE_TASKS[task], examples, np.array(predictions))
+        assert path == tmp_path / "new" / name
+        assert path.read_text() == f"index\tprediction\n9\t{texts[0]}\n10\t{texts[1]}\n"
+    path, said = tmp_path / "wrong" / "STS-B.tsv", "STS-B: example 9: the predicted score is nan"
+    refuses(said, write_submission, path, GLUE_TASKS["STS-B"], examples, np.array([1, np.nan]))
+    assert not path.exists()
 
 
 def test_the_steps_of_an_epoch_of_glue_learn_each_example():

@@ -1,6 +1,4 @@
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -14,7 +12,7 @@ NLI = "index sentence1 sentence2"
 MISMATCHED = ("dev_mismatched", "test_mismatched")
 
 
-def write(folder: Path, name: str, text: str) -> Path:
+def write(folder, name: str, text: str):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode())
@@ -22,9 +20,8 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 # A space stands for a tab where there is no tab.
-@pytest.mark.parametrize(
-    ("task", "split", "file", "text", "expected"),
-    [
+def test_files(tmp_path):
+    for task, split, file, text, expected in (
         ("CoLA", "train", "train.tsv", 'gj04\t0\t*\tThey "drank.\n', ('They "drank.', None, 0, 0)),
         ("CoLA", "dev", "dev.tsv", "\t1\t\t It is. \n", (" It is. ", None, 1, 0)),
         ("CoLA", "test", "test.tsv", "index\tsentence\n7\tBill left.\n", ("Bill left.", None, None, 7)),
@@ -41,11 +38,9 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("MNLI", MISMATCHED[1], "test_mismatched.tsv", f"{NLI}\n9 A B\n", ("A", "B", None, 9)),
         ("QNLI", "train", "train.tsv", "index question sentence label\n9 Q S not_entailment\n", ("Q", "S", 1, 0)),
         ("WNLI", "dev", "dev.tsv", f"{NLI} label\n9 A B 1\n", ("A", "B", 1, 0)),
-    ],
-)
-def test_files(tmp_path, task, split, file, text, expected):
-    write(tmp_path / task, file, text if "\t" in text else text.replace(" ", "\t"))
-    assert read_split(task, split, tmp_path) == [PairExample(*expected)]
+    ):
+        write(tmp_path / task, file, text if "\t" in text else text.replace(" ", "\t"))
+        assert read_split(task, split, tmp_path) == [PairExample(*expected)], (task, split)
 
 
 def test_examples_stay_in_order_and_only_newlines_end_a_line(tmp_path):
@@ -92,9 +87,9 @@ def test_bad_files(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    sets: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    sets = {}
 
-    def load(name: str, config: str, *, split: str) -> list[dict[str, Any]]:
+    def load(name: str, config: str, *, split: str):
         assert name == "nyu-mll/glue"
         if (config, split) not in sets:
             raise ConnectionError("no network\nhere")

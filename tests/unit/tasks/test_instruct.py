@@ -9,7 +9,7 @@ from hostile import refuses
 from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
 
-from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output, set_names
+from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output
 from llmdistill.config import GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
@@ -46,17 +46,6 @@ def tokenizer():
 @pytest.fixture
 def model():
     return tiny_model("llama", vocab_size=len(TOKENS), max_position_embeddings=80, bos_token_id=None, eos_token_id=0)
-
-
-@pytest.fixture
-def folder(tmp_path, model, tokenizer):
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def write(path: Path, examples: list[Example]) -> Path:
-    return write_rows(path, [{"instruction": e.instruction, "input": e.input, "output": e.outputs} for e in examples])
 
 
 def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path):
@@ -97,22 +86,17 @@ def test_long_prompts(model, tokenizer, tmp_path):
         assert [json.loads(line)["instruction"] for line in lines] == asked
 
 
-def test_bad_prompts_are_found_before_any_generation_and_any_model(folder, model, tokenizer, tmp_path):
+def test_bad_prompts_are_found_before_any_generation_and_any_model(model, tokenizer, tmp_path):
     sets = {"good": SHORT, "bad": EXAMPLES}
     shorter = Limits(max_prompt_length=45, max_length=50)
     said, given = "1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3", GenerationConfig()
     refuses(said, score_sets, model, tokenizer, sets, given, shorter, predictions_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    (folder / "model.safetensors").unlink()
-    data = {"bad": str(write(tmp_path / "bad.jsonl", EXAMPLES))}
-    refuses("bad.jsonl:3", evaluate_model, str(folder), data, GenerationConfig(), shorter)
-
-
-def test_names_of_sets_and_default_output():
-    assert set_names(["a/x.jsonl", "embedded:seen"]) == {"x": "a/x.jsonl", "seen": "embedded:seen"}
-    refuses("a/x.jsonl and b/x.jsonl would both be called x", set_names, ["a/x.jsonl", "b/x.jsonl"])
-    assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
-    assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
+    model.config.save_pretrained(tmp_path / "model")  # without weights
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"instruction": each.instruction, "input": each.input, "output": each.outputs} for each in EXAMPLES]
+    data = {"bad": str(write_rows(tmp_path / "bad.jsonl", rows))}
+    refuses("bad.jsonl:3", evaluate_model, str(tmp_path / "model"), data, GenerationConfig(), shorter)
 
 
 def test_sets_by_name_come_from_the_hub_or_the_package_or_a_folder(tmp_path):
@@ -127,13 +111,17 @@ def test_sets_by_name_come_from_the_hub_or_the_package_or_a_folder(tmp_path):
     refuses("no self_inst.jsonl (there is dolly_sample.jsonl, vicuna.jsonl", suite_sets, "self_inst", tmp_path)
 
 
-def test_suite_and_files_together():
+def test_suite_and_files_together_and_the_default_output():
     def chosen(*words):
         return chosen_sets(build_parser("evaluate").parse_args(["--model", "m", *words]))
 
-    assert chosen("--suite", "seen", "--data", "a/mine.jsonl") == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}
+    found = {"seen": "embedded:seen", "mine": "a/mine.jsonl", "skills": "embedded:skills"}
+    assert chosen("--suite", "seen", "--data", "a/mine.jsonl", "embedded:skills") == found
+    refuses("a/x.jsonl and b/x.jsonl would both be called x", chosen, "--data", "a/x.jsonl", "b/x.jsonl")
     refuses("both have a set called seen", chosen, "--suite", "seen", "--data", "a/seen.jsonl")
     refuses("--data is missing", chosen)
+    assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
+    assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
 
 
 def test_perplexity_is_that_of_first_references(tokenizer, model):

@@ -1,22 +1,28 @@
 """Sentences and STS files: what is read, what is refused, and Spearman's correlation of a model's cosines."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hostile import refuses
 from scipy import stats
+from scipy.linalg import orthogonal_procrustes
 from sentence_encoders import WORDS, encoder
 from transformers import BertConfig, BertModel, LlamaConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
+from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share
 from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
-from llmdistill.objective import Pooling
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective, Pooling
+from llmdistill.run import rotation
+from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import Sentences
@@ -26,7 +32,7 @@ from support import write_rows
 PAIRS = [("a b", "a c", 4.0), ("d", "e f a", 0.5), ("b b b", "b", 5.0), ("c d e", "f", 1.0), ("a", "d e", 2.0)]
 
 
-def run_of(folder: Path, **data: object) -> RunConfig:
+def run_of(folder, **data: object) -> RunConfig:
     (folder / "train.txt").write_text("a b\n\nc\na b\nd e f a b c\n")
     sts = folder / "sts.tsv"
     sts.write_text("".join(f"{score:g}\t{one}\t{other}\n" for one, other, score in PAIRS))
@@ -35,7 +41,7 @@ def run_of(folder: Path, **data: object) -> RunConfig:
     return changed(RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key="")
 
 
-def read(task: Sentences, model: BertModel, folder: Path) -> Sentences:
+def read(task: Sentences, model: BertModel, folder) -> Sentences:
     objective = task.objective(model.config, uses_output=False)
     assert objective.pooling == Pooling(("cls",))
     paths = {"teacher_path": folder / "teacher", "tokenizer_path": folder / "teacher"}
@@ -60,10 +66,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path):
     lines = (tmp_path / "sts.tsv").read_text().splitlines()
     assert [float(line.split("\t")[0]) for line in lines[1:]] == pytest.approx(cosines, abs=1e-5)
     assert data.summary({"sts": found}) == {"spearman": {"sts": found["spearman"]}}
-
-
-def test_sentences_are_learned_once_and_cut_as_the_teachers_files_say(tmp_path):
-    data = read(Sentences(run_of(tmp_path)), encoder(tmp_path / "teacher"), tmp_path)
+    # Sentences are learned once, and cut as the teacher's files say.
     assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
     batch = data.collate(list(data.encoded["train"]))
     assert int(batch.counts()["sequences"]) == 3
@@ -108,7 +111,7 @@ def test_embeddings_of_another_width_need_a_matrix_as_wide_as_all_modes_together
     assert (dict(alone.weights), alone.projections) == ({"margin": 2.0}, {}), "margins alone need no matrix"
 
 
-def test_a_dense_is_refused_unless_a_student_goes_on_with_it(tmp_path):
+def test_models_methods_and_settings_that_are_refused(tmp_path):
     config = encoder(tmp_path / "teacher").config
     encoder(tmp_path / "student")
     dense = dense_of(torch.nn.Linear(16, 16), torch.nn.Identity())
@@ -119,6 +122,14 @@ def test_a_dense_is_refused_unless_a_student_goes_on_with_it(tmp_path):
     Sentences(keeps).check_model("student.model", where, config)
     teaches = replace(run, teacher=replace(run.teacher, model=where))
     refuses("ends in a Dense", Sentences(teaches).objective, config, uses_output=False)
+    task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
+    objective = task.objective(config, uses_output=False)
+    assert objective.pooling == Pooling(("max",), normalize=True)
+    refuses("is a decoder", task.check_model, "teacher.model", "x", LlamaConfig())
+    refuses("data.tests.valid", Sentences, run_of(tmp_path, tests={"valid": "sts.tsv"}))
+    refuses("have only embeddings: take method embedding", build_method, ["kd"], {}, config, config, objective)
+    refuses("set data.kind to sentences", build_method, ["embedding"], {}, config, config)
+    assert METHODS["embedding"].build(METHODS["embedding"].defaults(), config, config, objective).pooling
 
 
 def test_the_files_that_are_read(tmp_path):
@@ -134,9 +145,8 @@ def test_the_files_that_are_read(tmp_path):
     assert read_sentences(plain) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("read", "name", "text", "said"),
-    [
+def test_files_that_are_refused(tmp_path):
+    for read, name, text, said in (
         (read_pairs, "plain.tsv", "1\ta\tb\n2\tc\n", "plain.tsv:2: not a score and two sentences"),
         (read_pairs, "plain.tsv", "1\ta\tb\nnan\tc\td\n", "plain.tsv:2: not a score"),
         (read_pairs, "plain.tsv", "1\ta\tb\n1\tc\td\n", "2 pairs with no two different scores"),
@@ -145,20 +155,42 @@ def test_the_files_that_are_read(tmp_path):
         (read_sentences, "b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent"),
         (read_triples, "a.jsonl", '{"query": "a", "positive": "b"}\n', "a.jsonl:1: give query"),
         (read_triples, "a.txt", "a b\n", "no rows of query, positive, negative"),
-    ],
-)
-def test_files_that_are_refused(tmp_path, read, name, text, said):
-    (tmp_path / name).write_text(text)
-    refuses(said, read, tmp_path / name)
+    ):
+        (tmp_path / name).write_text(text)
+        refuses(said, read, tmp_path / name)
 
 
-def test_models_methods_and_settings_that_are_refused(tmp_path):
-    config = encoder(tmp_path / "teacher").config
-    task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
-    objective = task.objective(config, uses_output=False)
-    assert objective.pooling == Pooling(("max",), normalize=True)
-    refuses("is a decoder", task.check_model, "teacher.model", "x", LlamaConfig())
-    refuses("data.tests.valid", Sentences, run_of(tmp_path, tests={"valid": "sts.tsv"}))
-    refuses("have only embeddings: take method embedding", build_method, ["kd"], {}, config, config, objective)
-    refuses("set data.kind to sentences", build_method, ["embedding"], {}, config, config)
-    assert METHODS["embedding"].build(METHODS["embedding"].defaults(), config, config, objective).pooling
+TEXTS = [f"{one} {other} {third}" for one in "abc" for other in "cdef" for third in "afb"]
+
+
+@pytest.mark.parametrize("most", [100, 12])
+def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(rotation, "_SENTENCES", most)
+    monkeypatch.setattr(rotation, "_BATCH_SIZE", 5)
+    teacher = encoder(tmp_path)
+    torch.manual_seed(1)
+    student = BertModel(BertConfig(**{**teacher.config.to_dict(), "hidden_size": 8})).eval()
+    for model in (teacher, student):  # or else all embeddings are of one length
+        torch.nn.init.normal_(model.encoder.layer[-1].output.LayerNorm.weight)
+    tokenizer = load_tokenizer(tmp_path)
+    items = encode_pairs([PairExample(text, None, 0, place) for place, text in enumerate(TEXTS)], tokenizer, 5)
+    pooling = Pooling(("cls",))
+    objective = Objective(tokens=False, sequences="embeddings", pooling=pooling)
+    method = METHODS["embedding"].build(METHODS["embedding"].defaults(), teacher.config, student.config, objective)
+    found = rotation.nearest_rotation(
+        method,
+        lambda: student,
+        tapped(method, "teacher", teacher),
+        (items, partial(collate_pairs, pad_token_id=0)),
+        World.alone(),
+    )
+    chosen, rows = TEXTS if most == 100 else TEXTS[::3], []
+    for model in (student, teacher):
+        with torch.no_grad():
+            ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in chosen]
+            first = np.stack([model(each).last_hidden_state[0, 0].double().numpy() for each in ids])
+        rows.append(first / np.linalg.norm(first, axis=1, keepdims=True))
+    ours, theirs = np.pad(rows[0], ((0, 0), (0, 8))), rows[1]
+    expected = orthogonal_procrustes(ours, theirs)[0][:8].T
+    assert found.shape == (16, 8)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)

@@ -46,14 +46,10 @@ def naive(longest: int) -> tuple[dict[str, str], dict[str, float]]:
     return texts, odds
 
 
-def predict(longest: int, batch_size: int):
-    settings = {"max_answer_length": longest, "batch_size": batch_size, "world": World.alone()}
-    return predict_spans(forward, WINDOWS, COLLATE, QUESTIONS, **settings)
-
-
 @pytest.mark.parametrize(("longest", "batch_size"), [(1, 1), (4, 2), (30, 8)])
 def test_the_best_span_of_all_windows(longest, batch_size):
-    found = predict(longest, batch_size)
+    settings = {"max_answer_length": longest, "batch_size": batch_size, "world": World.alone()}
+    found = predict_spans(forward, WINDOWS, COLLATE, QUESTIONS, **settings)
     texts, odds = naive(longest)
     assert found.texts == texts
     assert list(found.null_odds) == ["q0", "q1", "q2"]

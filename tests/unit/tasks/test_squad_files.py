@@ -1,7 +1,4 @@
 import json
-import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hostile import refuses
@@ -9,7 +6,6 @@ from question_files import rows, write_file, write_tasks
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.data.windows import Answer
-from llmdistill.errors import UserError
 from llmdistill.tasks import make_task
 from llmdistill.tasks.squad_files import read_files
 
@@ -19,7 +15,7 @@ def folder(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("questions"), train=12, dev=6)
 
 
-def settings(folder: Path, **more: Any) -> TaskConfig:
+def settings(folder, **more) -> TaskConfig:
     return TaskConfig(name="squad2", dir=str(folder), **more)
 
 
@@ -56,7 +52,7 @@ def test_mlqa_learns_english_and_is_scored_by_language(folder):
     assert list(chosen.sets) == ["dev", "MLQA-zh", "MLQA-en"]
 
 
-def official(*questions: dict[str, Any]) -> dict[str, Any]:
+def official(*questions):
     return {"data": [{"paragraphs": [{"context": "w1 w2", "qas": list(questions)}]}]}
 
 
@@ -73,12 +69,11 @@ def test_a_dev_file_that_cannot_be_read(tmp_path):
         (official({**RIGHT, "answers": []}), "question a has no answer, but every question of SQuAD1 has one"),
     ):
         path.write_text(json.dumps(file))
-        with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{re.escape(said)}"):
-            read_files("squad1", settings(tmp_path))
+        refuses(f"{path}: {said}", read_files, "squad1", settings(tmp_path))
 
 
 def test_files_and_languages_that_are_not_there(folder, tmp_path):
-    def task(name: str, where: Path, **more: Any) -> Any:
+    def task(name: str, where, **more):
         data = DataConfig(kind="task", max_length=14, task=TaskConfig(name=name, dir=str(where), **more))
         return make_task(RunConfig(ds_config="", data=data))
 

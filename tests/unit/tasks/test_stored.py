@@ -1,8 +1,5 @@
 """The examples of benchmarks are read and tokenized once, and are those of a reader that keeps them as lists."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from question_files import write_tasks
@@ -47,7 +44,7 @@ def data(tmp_path):
     return folder
 
 
-def table(path: Path, header: str, rows: list[str]) -> None:
+def table(path, header: str, rows: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
 
@@ -57,7 +54,7 @@ def run(tmp_path, data):
     """Return the benchmark of a run, and what `read` needs."""
     save_tokenizer(tmp_path / "model", WORDS)
 
-    def make(task: str, **settings: Any) -> tuple[Any, Models]:
+    def make(task: str, **settings):
         asked = {"writing": WritingConfig(max_length=8), "max_question_length": 4, "stride": 6, **settings}
         config = DataConfig(kind="task", max_length=LENGTH, task=TaskConfig(name=task, dir=str(data), **asked))
         model = BertConfig(max_position_embeddings=32)

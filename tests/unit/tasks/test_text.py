@@ -1,10 +1,12 @@
-"""Pairs of segments and several languages, as a run reads them."""
+"""Pairs of segments, several languages and epochs of a text, as a run reads them."""
 
+import json
 import re
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
+from hostile import refuses
 from transformers import BertConfig, BertForPreTraining, PreTrainedConfig, RobertaConfig
 from word_models import save_tokenizer
 
@@ -13,8 +15,12 @@ from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.run.plan import make_plan
+from llmdistill.run import assemble
+from llmdistill.run.describe import describe, estimate, headline
+from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import learning_rate
+from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.text import Text
 from llmdistill.tasks.windows import TextTests
 
@@ -24,34 +30,40 @@ BERT, ROBERTA = BertConfig(**SIZES), RobertaConfig(**SIZES, type_vocab_size=1)
 
 
 @pytest.fixture
-def data_of(tmp_path):
-    """Reads the text of a run whose teacher has this config; further arguments are settings of the run."""
+def parse(tmp_path):
+    """The configuration of a run on thirty documents of 25 words whose teacher has this config."""
 
-    def read(config: PreTrainedConfig, architecture: str, *arguments: str) -> Text:
+    def run(config: PreTrainedConfig, architecture: str, *arguments: str) -> RunConfig:
         folder, text = tmp_path / "teacher", tmp_path / "text.txt"
         config.architectures = [architecture]
         config.save_pretrained(folder)
         names = ["input_ids", "token_type_ids", "attention_mask"]
         save_tokenizer(folder, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS], model_input_names=names)
-        text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
-        recipe = tmp_path / "recipe.yaml"
-        recipe.write_text(
-            f"teacher: {{model: {folder}}}\nstudent: {{shape: 1x8x4}}\nminilmv2: {{relation_heads: 4}}\n"
-            f"data: {{kind: text, train: {text}, max_length: 24, cache_dir: {tmp_path / 'cache'}}}\n",
-            encoding="utf-8",
-        )
-        plan = make_plan(parse_run(["--recipe", str(recipe), *arguments], METHODS)[0])
-        return plan.task.read(plan.models).prepared(World.alone())
+        if not text.exists():
+            text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
+        words = ["--teacher.model", str(folder), "--student.shape", "1x8x4", "--data.kind", "text"]
+        words += ["--data.train", str(text), "--data.max_length", "24", "--data.cache_dir", str(tmp_path / "cache")]
+        return parse_run([*words, *arguments], METHODS)[0]
 
-    return read
+    return run
 
 
-def first_batch(data: Text) -> Any:
+def prepared(plan: Plan) -> Text:
+    return plan.task.read(plan.models).prepared(World.alone())
+
+
+@pytest.fixture
+def data_of(parse):
+    """Reads the text of a run."""
+    return lambda *given: prepared(make_plan(parse(*given)))
+
+
+def first_batch(data: Text):
     return data.loader(Share(seed=0, global_batch_size=8, micro_batch_size=8)).micro_batches(0)[0]
 
 
 def test_the_embedding_of_the_second_segment_learns(data_of):
-    batch = first_batch(data_of(BertConfig(**SIZES), "BertForPreTraining", "--method", "minilm"))
+    batch = first_batch(data_of(BERT, "BertForPreTraining", "--method", "minilm"))
     assert batch.targets is None, "next sentences are not learned"
     torch.manual_seed(0)
     smaller = BertConfig(**{**SIZES, "hidden_size": 8, "num_hidden_layers": 1})
@@ -89,10 +101,8 @@ def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
     for name, count in (("large.txt", 90), ("small/first.txt", 5), ("small/second.txt", 5)):
         (folder / name).write_text("\n\n".join(" ".join(TOKENS) for _ in range(count)), encoding="utf-8")
     settings = ("--method", "minilm", "--data.train", str(folder), "--data.text.pairs", "false")
-
-    plain = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings)
-    mixed = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
-
+    plain = data_of(BERT, "BertForPreTraining", *settings)
+    mixed = data_of(BERT, "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
     shares = "{} (.*)% of the text and (.*)% of the batches"
     pattern = f"2 parts: {shares.format('large')}, {shares.format('small')}"
     large, of_large, small, of_small = map(float, re.fullmatch(pattern, mixed.report).groups())
@@ -110,3 +120,66 @@ def test_a_text_shows_its_validation_loss_before_and_after():
     results = text.results({}, log, sizes)
     assert [results[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, 3.5, 1.25]
     assert text.table(results).rows == {"teacher": [""], "untrained": ["3.5000"], "student": ["1.2500"]}
+
+
+@pytest.fixture
+def short(parse):
+    """Settings of a run on sequences of 12 tokens, 10 of them words."""
+    words = ["--ds_config", "zero2", "--method", "sft", "--data.max_length", "12", "--data.text.pairs", "false"]
+    words += ["--train.global_batch_size", "8", "--train.learning_rate", "0.5", "--train.schedule", "linear"]
+    return partial(parse, BERT, "BertForMaskedLM", *words)
+
+
+def counted(config: RunConfig) -> Plan:
+    plan = make_plan(config)
+    return assemble.count_steps(plan, prepared(plan))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_missing_kernels_of_a_gpu_are_a_warning(short, monkeypatch, capsys, device):
+    monkeypatch.setattr(assemble, "kernels", lambda: Finding("warning", "fused losses", "no Triton", "install it"))
+    assemble.check_machine(make_plan(short()), World(0, 1, torch.device(device)))
+    assert ("fused losses: no Triton; install it" in capsys.readouterr().err) == (device == "cuda")
+
+
+# 30 documents of 25 words with a separator between two are 779 tokens, ten a sequence: 78 sequences, the last of nine.
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 10), (4, 39)])
+def test_epochs_are_steps_rounded_up(short, epochs, steps):
+    plan = counted(short("--train.epochs", str(epochs)))
+    train = plan.config.train
+    assert (train.steps, train.epochs) == (steps, None)
+    assert learning_rate(train, steps - 1) == pytest.approx(0.5 / steps), "the decay ends with the last epoch"
+    assert estimate(plan)["tokens"] == steps * 8 * 12
+    assert f"{epochs} epoch(s) are {steps} steps" in headline(plan, "a text")
+    assert counted(short("--train.epochs", str(epochs))).config == plan.config, "a resumed run finds its steps"
+    assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
+
+
+def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(short, tmp_path):
+    valid = ("--data.valid", str(tmp_path / "text.txt"))
+    config = short("--train.epochs", "2", "--data.text.fraction", "0.2", *valid)
+    data = prepared(make_plan(config))
+    assert data.report.startswith("20 % of it: 6 documents, 6 segments, 150 tokens")
+    assert (len(data.train[""].documents) - 1, len(data.valid.documents) - 1) == (6, 30)
+    # 155 tokens with the separators are 16 sequences, the last of five left out.
+    assert counted(config).config.train.steps == -(-2 * 15 // 8)
+    plan = counted(short("--train.steps", "7"))
+    assert (plan.config.train.steps, plan.notes) == (7, [])
+    assert counted(short("--method", "none", "--train.epochs", "2")).config.train.epochs == 2, "nothing is trained"
+    # A dry run does not know the steps.
+    found = describe(make_plan(short("--train.epochs", "3")))
+    assert (found["estimate"], found["config"]["train"]["steps"], found["config"]["train"]["epochs"]) == (None, None, 3)
+    assert "the steps of train.epochs 3, and so the cost, are known once" in found["notes"][0]
+    json.dumps(found)
+
+
+def test_bad_settings_and_a_share_too_small_for_a_sequence(short, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(["w1 w2 w3"] * 30), encoding="utf-8")
+    small = short("--data.text.fraction", "0.04", "--train.epochs", "2")
+    refuses("of data.text.fraction 0.04: the text has only ", counted, small)
+    for arguments, said in (
+        (("--train.epochs", "2", "--train.steps", "9"), "train.epochs is 2 and train.steps 9: both say how long"),
+        (("--data.kind", "instructions", "--data.max_length", "512", "--train.epochs", "2"), "passes over a text"),
+        (("--data.text.fraction", "0"), "data.text.fraction is 0.0: give a share over 0 and up to 1"),
+    ):
+        refuses(said, short, *arguments)

@@ -1,8 +1,5 @@
 """The files, settings and checks of tasks in which an encoder writes; tests/dist/test_writing.py runs them."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hostile import refuses
 from transformers import BertConfig, BertModel, LlamaConfig, RobertaConfig
@@ -21,7 +18,7 @@ from llmdistill.tasks.writing_files import read_files
 
 from support import write_rows
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcdef"]
 
 
@@ -38,7 +35,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def config_of(folder: Path, *arguments: str) -> RunConfig:
+def config_of(folder, *arguments: str) -> RunConfig:
     given = ["--recipe", "finetune", "--data.task.dir", str(folder), "--student.model", str(folder / "student")]
     given += ["--data.task.name", "summarization", "--data.max_length", "8", "--data.task.writing.max_length", "3"]
     return parse_run([*given, *arguments], METHODS)[0]
@@ -53,7 +50,7 @@ def test_the_terms_are_those_of_smoothed_masked_tokens(folder):
     assert "label" in plan.method.weights, "a method of layers alone learns the labels too"
 
 
-def read(folder: Path, *arguments: str) -> Writing:
+def read(folder, *arguments: str) -> Writing:
     task = make_task(config_of(folder, *arguments))
     model, path = BertConfig.from_pretrained(folder / "student"), folder / "student"
     objective = task.objective(model, uses_output=True)
@@ -83,7 +80,7 @@ def test_summary_and_table(folder):
     assert "share nothing" in data.warnings({"score": 0.0, "chance": 0.0})[0]
 
 
-def test_bad_settings_are_named(folder):
+def test_bad_settings_and_models_that_cannot_write_or_teach_are_named(folder, monkeypatch):
     for setting, value, said in (
         ("max_length", "33", "has positions for 32"),
         ("max_length", "6", "the source needs the rest"),
@@ -91,9 +88,6 @@ def test_bad_settings_are_named(folder):
     ):
         with pytest.raises((UserError, ValueError), match=said):
             make_plan(config_of(folder, f"--data.{setting}", value))
-
-
-def test_models_that_cannot_write_or_teach_are_named(folder, monkeypatch):
     task = make_task(config_of(folder))
     refuses("let the llama learn the texts as instructions", task.check_model, "student.model", "here", LlamaConfig())
     headless = BertConfig(architectures=["BertModel"])

@@ -1,15 +1,14 @@
 """A teacher's outputs in a file: the losses of the live teacher, its size, and what is left of an interruption."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from caches import SMALL, TOP_K, WORLD, batches, cached, checked, loaded, losses, model
 from glue_tasks import write_task
+from hostile import refuses
+from stand_in_server import serving
 from torch.nn import functional
 from transformers import LlamaForSequenceClassification
 
@@ -18,22 +17,22 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
-from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run import cache
+from llmdistill.run.describe import estimate, headline
 from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
 from llmdistill.run.forecast.layout import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
-from llmdistill.run.teachers import make_teacher
+from llmdistill.run.teachers import make_teacher, remote_teacher
 from llmdistill.run.wiring import tapped
 from llmdistill.teacher import shards
 from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.cached import CachedTeacher
 
 from stand_in_vllm import install
 
+PACKED = ("--data.packing", "true")
 METHOD_SETTINGS = {
     "kd at 2 reversed": ["--method", "kd", "--kd.temperature", "2", "--kd.divergence", "reverse_kl"],
     "makd": ["--method", "makd"],
@@ -41,7 +40,7 @@ METHOD_SETTINGS = {
 }
 
 
-def assert_as_live(plan: Plan, teacher: CachedTeacher, found: list[Batch]) -> dict[str, Any]:
+def assert_as_live(plan: Plan, teacher, found: list[Batch]):
     """Check that a cached teacher gives the terms and gradients of the live one; returns those of the first batch."""
     live = make_teacher(plan, WORLD)
     expected = losses(plan, tapped(plan.method, "teacher", live.model, forward=live.forward), found)
@@ -103,11 +102,11 @@ def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
     models, counts = build_models(plan), PositionCounts(**cache.count_examples(plan, data))
     asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
-    found = forecast_making(plan, asked, trace, Sizes.of(models.student, models.teacher), MachineConfig())
-    assert found.is_sensible
     vast = replace(asked, counts=counts.times(10**6))
-    out_of_proportion = forecast_making(plan, vast, trace, Sizes.of(models.student, models.teacher), MachineConfig())
-    assert not out_of_proportion.is_sensible, "far larger than its teacher, though the disk has room"
+    sizes = Sizes.of(models.student, models.teacher)
+    found, large = (forecast_making(plan, each, trace, sizes, MachineConfig()) for each in (asked, vast))
+    assert found.is_sensible
+    assert not large.is_sensible, "far larger than its teacher, though the disk has room"
     folder = made(*words, settings=settings)
     record = json.loads((folder / "cache.json").read_text())
     assert (counts.sequences, counts.tokens) == (record["examples"], record["tokens"])
@@ -130,8 +129,7 @@ def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, m
     monkeypatch.setattr(shards, "write_tensors", dies)
     with pytest.raises(KeyboardInterrupt):
         cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
-    with pytest.raises(UserError, match=r"it has no cache.json, so it is an unfinished cache: go on"):
-        CacheFolder(tmp_path / "cache")
+    refuses("it has no cache.json, so it is an unfinished cache: go on", CacheFolder, tmp_path / "cache")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
     monkeypatch.setattr(shards, "write_tensors", write)
     cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
@@ -150,8 +148,7 @@ def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, b
     lost = broken / "shards/00001.safetensors"
     content = lost.read_bytes()
     lost.unlink()
-    with pytest.raises(UserError, match=r"00001.safetensors is missing; remove"):
-        checked(planned, broken)
+    refuses("00001.safetensors is missing; remove", checked, planned, broken)
     cache.make_cache(plan, data, SMALL, broken, WORLD)
     assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
     monkeypatch.setattr(cache, "make_teacher", None)
@@ -172,16 +169,32 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     assert_as_live(plan, cached(plan, folder), found)
 
 
+def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made, files, tmp_path, monkeypatch):
+    expected = made(*PACKED, settings=replace(TOP_K, engine="hf"))
+    monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("the server has the teacher"))
+    with serving(files["teacher"]) as server:
+        plan, data = planned(*PACKED, "--teacher.url", server.url, "--teacher.top_k", "20")
+        record = cache.make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache", WORLD)
+        assert len(server.asked) == record["examples"] + 1 == 26  # equal examples once, and the check's own
+        found = batches(plan, data)
+        asked = losses(plan, remote_teacher(plan, WORLD), found)
+    assert (record["held"]["top_k"], record["settings"]["content"]) == (20, "top_k")
+    checked(planned, tmp_path / "cache", *PACKED)
+    for folder in (expected, tmp_path / "cache"):
+        torch.testing.assert_close(asked, losses(plan, cached(plan, folder), found), rtol=1e-4, atol=1e-5)
+    assert f"asked at {server.url}; it is not scored" in headline(plan, "")
+    assert estimate(plan)["flops"] < estimate(planned(*PACKED)[0])["flops"], "the teacher is not counted"
+
+
 def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch):
-    words = ["--method", "kd", "--data.packing", "true"]
-    plan, data = planned(*words)
-    folder = made(*words, settings=replace(TOP_K, engine="hf"))
+    plan, data = planned(*PACKED)
+    folder = made(*PACKED, settings=replace(TOP_K, engine="hf"))
     asked = install(monkeypatch)
     monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
     record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
     assert record["settings"]["engine"] == "vllm"
     assert not (folder / "head.safetensors").exists()
     assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
-    checked(planned, tmp_path / "cache", *words)
+    checked(planned, tmp_path / "cache", *PACKED)
     ours, theirs = (losses(plan, cached(plan, each), batches(plan, data)) for each in (tmp_path / "cache", folder))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,12 +1,12 @@
 """Caches that are damaged, of something else, or cannot be made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from caches import SMALL, TOP_K, WORLD, batches, cached, checked, model
+from hostile import refuses
 from tiny import tiny_config
 
 from llmdistill.batch import Batch
@@ -23,12 +23,11 @@ def test_an_example_that_is_not_there_is_named_when_it_is_read(planned, made):
     plan, data = planned()
     (batch, *_) = batches(plan, data)
     stranger = Batch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], sample_ids=((7,),))
-    with pytest.raises(UserError, match=r"the teacher's cache has no example 7; make a cache of this run's data"):
-        cached(plan, made()).teach(stranger, lm_head=["labels"])
+    teach = partial(cached(plan, made()).teach, lm_head=["labels"])
+    refuses("the teacher's cache has no example 7; make a cache of this run's data", teach, stranger)
     ids, mask = batch.input_ids[:1], batch.attention_mask[:1]
     other = Batch(ids, mask, mask, sample_ids=batch.sample_ids[:1])
-    with pytest.raises(UserError, match=r"holds \d+ rows of labels.states for a batch with \d+ labels"):
-        cached(plan, made()).teach(other, lm_head=["labels"])
+    refuses("rows of labels.states for a batch with ", teach, other)
 
 
 def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, made, files, tmp_path):
@@ -75,10 +74,8 @@ def test_runs_without_fixed_examples_and_without_a_cache_are_refused(planned, ma
         (["--data.on_policy", "0.5"], "data.on_policy 0.5 has the student write some of the answers"),
         (["--data.kind", "text", *encoder], "but data.kind text masks the sequences of an encoder anew in every epoch"),
     ):
-        with pytest.raises(UserError, match=sentence):
-            planned("--teacher.cache", str(made()), *arguments)
-    with pytest.raises(UserError, match=r"it has no cache.json, so it is no teacher's cache: make one with"):
-        checked(planned, made() / "nowhere")
+        refuses(sentence, planned, "--teacher.cache", str(made()), *arguments)
+    refuses("it has no cache.json, so it is no teacher's cache: make one with", checked, planned, made() / "nowhere")
 
 
 def test_a_cache_of_other_texts_is_refused(planned, made, text_words):
@@ -86,8 +83,8 @@ def test_a_cache_of_other_texts_is_refused(planned, made, text_words):
     folder = made(*text_words)
     with pytest.raises(UserError, match=r"not in it.*; data.max_length was 24 and is now 20: make a cache"):
         checked(planned, folder, *text_words, "--data.max_length", "20")
-    with pytest.raises(UserError, match=r"data.text.valid_sequences was 3 and is now 9"):
-        checked(planned, folder, *text_words, "--data.text.valid_sequences", "9")
+    number = ("--data.text.valid_sequences", "9")
+    refuses("data.text.valid_sequences was 3 and is now 9", checked, planned, folder, *text_words, *number)
     checked(planned, folder, *text_words, "--data.text.sampling_exponent", "1")
 
 
@@ -96,26 +93,41 @@ def test_what_cannot_be_made_is_refused(planned, made, tmp_path):
     many, other = CacheConfig(content="top_k", top_k=5000), replace(SMALL, micro_batch_size=4)
     for arguments, settings, folder, said in (
         (["--method", "sft"], SMALL, tmp_path / "cache", "method sft has no teacher, so there is nothing to cache"),
-        ([], many, tmp_path / "cache", r"--cache.top_k is 5000, but teacher and student share \d+ tokens: give less"),
+        ([], many, tmp_path / "cache", "--cache.top_k is 5000, but teacher and student share 1024 tokens: give less"),
         ([], SMALL, tmp_path, "the folder is not empty and holds no teacher's cache"),
         ([], other, made(), "it holds another cache: settings.micro_batch_size was 3 and is now 4"),
     ):
-        with pytest.raises(UserError, match=said):
-            cache.make_cache(*planned(*arguments), settings, folder, WORLD)
+        refuses(said, cache.make_cache, *planned(*arguments), settings, folder, WORLD)
 
 
-@pytest.mark.parametrize(
-    ("words", "settings", "said"),
-    [
+URL = ("--teacher.url", "http://127.0.0.1:1")
+TOP = ("--teacher.top_k", "20")
+
+
+def test_what_a_server_cannot_give_and_settings_that_contradict_each_other_are_refused(planned, tmp_path):
+    for words, said in (
+        (URL, "teacher.top_k is not set"),
+        (TOP, "teacher.url is not set"),
+        (("--teacher.url", "localhost:8000", *TOP), "give an address such as http://localhost:8000"),
+        ((*URL, *TOP, "--teacher.cache", "folder"), "teacher.cache is folder"),
+        ((*URL, *TOP, "--method", "minilmv2", "--minilmv2.relation_heads", "4"), "method minilmv2 needs more of its"),
+        ((*URL, "--teacher.top_k", "1024"), "teacher.top_k is 1024, but teacher and student share 1024 tokens"),
+    ):
+        refuses(said, planned, *words)
+    said = "fills a cache with the 20 most likely tokens of teacher.top_k: leave --cache"
+    for settings in (CacheConfig(engine="vllm"), CacheConfig(content="top_k", top_k=19)):
+        refuses(said, cache.make_cache, *planned(*URL, *TOP), settings, tmp_path / "cache", WORLD)
+
+
+def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch):
+    install(monkeypatch)
+    for words, settings, said in (
         ((), CacheConfig(), "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"),
         (("--kd.temperature", "2"), TOP_K, "the tail's mass at temperature 2 does not follow from vLLM's answers"),
         (("--method", "makd"), TOP_K, "method makd needs more of its teacher than log-probabilities"),
         (("--data.max_length", "512"), TOP_K, "generates a token after the 512 of data.max_length"),
-    ],
-)
-def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch, words, settings, said):
-    install(monkeypatch)
-    plan, _ = planned(*words)
-    assert cache.engine_of(plan, settings, WORLD) == "hf"
-    with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
-        cache.engine_of(plan, replace(settings, engine="vllm"), WORLD)
+    ):
+        plan, _ = planned(*words)
+        assert cache.engine_of(plan, settings, WORLD) == "hf"
+        with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
+            cache.engine_of(plan, replace(settings, engine="vllm"), WORLD)

@@ -1,13 +1,13 @@
-"""The arithmetic of ZeRO in round numbers: a billion parameters in bf16 on four ranks, all figures in GB."""
-
-from __future__ import annotations
+"""The arithmetic of ZeRO in round numbers, a billion parameters in bf16 on four ranks, in GB; and what is chosen."""
 
 from dataclasses import replace
 
 import pytest
 
 from llmdistill.config.machine import MachineConfig
-from llmdistill.run.forecast.layout import Layout, Sizes, Zero
+from llmdistill.errors import UserError
+from llmdistill.run.forecast.choices import LayoutChoice, best_of_each, propose, reason
+from llmdistill.run.forecast.layout import Duration, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import Moment
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.tracing import Work
@@ -37,22 +37,17 @@ ALWAYS = {"activations": 9.0, "taps": 1.0}
 WHOLE = {"teacher": 16.0, "student": 2.0, "optimizer": 3.0, **ALWAYS}
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "expected"),
-    [
+def test_parts_of_each_ds_config():
+    for name, steps, expected in (
         ("zero1", 1, {**WHOLE, "buckets": 0.8}),  # at the peak no gradient is complete
         ("zero1", 2, {**WHOLE, "buckets": 0.8, "gradients": 2.0}),
         ("zero2", 2, {**WHOLE, "buckets": 1.2, "gradients": 0.5}),
         ("zero3", 1, {**WHOLE, "student": 0.5, "gathered": 2.1, "buckets": 0.4, "gradients": 0.5}),
         ("zero2_offload", 1, {"teacher": 16.0, "student": 2.0, "buckets": 0.8, **ALWAYS}),
         ("zero3_offload", 1, {"teacher": 16.0, "gathered": 2.1, "buckets": 0.4, **ALWAYS}),
-    ],
-)
-def test_parts_of_each_ds_config(name, steps, expected):
-    assert parts(layout(name, steps=steps)) == expected
-
-
-def test_sharded_teacher_keeps_its_share_and_what_it_gathers():
+    ):
+        assert parts(layout(name, steps=steps)) == expected, name
+    # A sharded teacher keeps its share and what it gathers.
     found = parts(layout("zero2", "zero3"))
     assert (found["teacher"], found["gathered"]) == (4.0, 2.1)
     assert "teacher" not in parts(layout("zero2", None))
@@ -97,29 +92,81 @@ def test_bytes_on_the_wire():
     assert sent("zero2", steps=4) == pytest.approx(0.75 * (4 * 2 + 2))
     assert sent("zero3", steps=2) == pytest.approx(0.75 * 2 * (2 + 2 + 2))
     assert sent("zero1", "zero3") - sent("zero1", "replicated") == pytest.approx(0.75 * 16)
-
-
-def test_wire_is_as_fast_as_the_slowest_link_of_a_ring():
+    # The wire is as fast as the slowest link of a ring.
     for gpus, nodes, bandwidth in ((8, 1, 300), (8, 2, 200), (2, 2, 50)):
         assert layout("zero1", gpus=gpus, nodes=nodes).sent_seconds(1e9) == pytest.approx(1 / bandwidth)
 
 
-@pytest.mark.parametrize(
-    ("work", "name", "bound"),
-    [
+def test_time_is_the_work_at_the_reached_peaks_and_the_longest_bounds_a_step():
+    speeds = {"tflops": 100, "product_share": 0.5, "memory_bandwidth": 1000, "bandwidth_share": 0.5}
+    alone = layout("zero1", None, steps=3, sizes=replace(SIZES, trained=0), gpus=1, **speeds)
+    found = alone.step_duration(Work(flops=1e14, product_bytes=1e9, other_bytes=1e12))
+    assert (found.compute, found.memory, found.seconds) == pytest.approx((6.0, 6.0, 12.0))
+    for work, name, bound in (
         (Work(flops=1e15, product_bytes=1e9, other_bytes=1e11), "zero1", "compute"),
         (Work(flops=1e13, product_bytes=1e9, other_bytes=1e12), "zero1", "memory"),
         (Work(flops=1e12, product_bytes=1e9), "zero3", "wire"),
         (Work(flops=1e12, product_bytes=1e9, operations=1e5), "zero1", "launch"),
         (Work(flops=1e12, product_bytes=1e9), "zero2_offload", "host"),
-    ],
-)
-def test_what_bounds_a_step(work, name, bound):
-    assert layout(name, None, nvlink=50, bandwidth_share=0.75).step_duration(work).bound == bound
+    ):
+        assert layout(name, None, nvlink=50, bandwidth_share=0.75).step_duration(work).bound == bound
 
 
-def test_time_is_the_work_at_the_reached_peaks():
-    speeds = {"tflops": 100, "product_share": 0.5, "memory_bandwidth": 1000, "bandwidth_share": 0.5}
-    alone = layout("zero1", None, steps=3, sizes=replace(SIZES, trained=0), gpus=1, **speeds)
-    found = alone.step_duration(Work(flops=1e14, product_bytes=1e9, other_bytes=1e12))
-    assert (found.compute, found.memory, found.seconds) == pytest.approx((6.0, 6.0, 12.0))
+GB = 10**9
+
+
+def choice(ds_config: str = "zero1", *, gb: float = 50, seconds: float = 1.0, **changes) -> LayoutChoice:
+    given = {
+        "ds_config": ds_config,
+        "micro_batch_size": 8,
+        "accumulation_steps": 1,
+        "checkpointing": False,
+        "teacher": "replicated",
+        "memory": {"student": gb * GB / 4, "activations": gb * GB * 3 / 4},
+        "flops": 1e15,
+        "zero": None,
+        "sizes": None,
+        "duration": Duration(compute=seconds, memory=0, wire=0, launch=0, host=0),
+        "machine": MachineConfig(gpu_memory="80GB", margin=0.1),
+    }
+    return LayoutChoice(**(given | changes))
+
+
+def test_the_fastest_that_fits_and_the_simplest_of_those_that_are_alike():
+    slow, fast = choice(seconds=2.0), choice("zero2", seconds=1.0)
+    assert propose([slow, fast, choice("zero3", seconds=0.5, gb=81)]) is fast
+    simple, sharded = choice(seconds=1.01), choice(teacher="zero3", seconds=1.0)
+    assert propose([simple, sharded, choice("zero3", seconds=1.0)]) is simple
+    kept, recomputed = choice(gb=87.2), choice(gb=40, checkpointing=True)
+    assert propose([kept, recomputed]) is recomputed
+    said = reason(recomputed, [kept, recomputed])
+    assert said.endswith("without activation checkpointing it would need 87.2 GB")
+
+
+def test_tight_only_if_nothing_else_fits():
+    tight, loose = choice(gb=75, seconds=1.0), choice(gb=71, seconds=3.0)
+    assert tight.tight
+    assert propose([tight, loose]) is loose
+    assert propose([tight, choice(gb=90)]) is tight
+
+
+def test_own_micro_batch_is_kept_where_it_fits():
+    own, faster = choice(seconds=2.0), choice(micro_batch_size=4, seconds=1.0)
+    assert propose([own, faster], 8) is own
+    assert propose([own, faster]) is faster
+    assert propose([choice(gb=99), faster], 8) is faster
+    assert "own micro batch size 8" in reason(own, [own, faster], 8)
+
+
+def test_nothing_fits():
+    said = (
+        r"nothing fits in 80\.0 GB: zero3, .* needs least, 95\.0 GB .*, 15\.0 GB too much, .* activations are 71\.2 GB"
+    )
+    with pytest.raises(UserError, match=said):
+        propose([choice(gb=120), choice("zero3", gb=95, checkpointing=True)])
+
+
+def test_best_of_each_kind():
+    first, second, third = choice(seconds=2.0), choice(seconds=1.0), choice("zero2", gb=99)
+    assert best_of_each([first, second, third, choice("zero2", gb=90)], lambda each: each.ds_config)[0] is second
+    assert best_of_each([third, choice("zero2", gb=90)], lambda each: each.ds_config)[0].total == 90 * GB

@@ -1,9 +1,5 @@
 """The step of a run traced without weights, for architectures that are unlike Llama."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiny import tiny_config
@@ -20,7 +16,7 @@ from llmdistill.run.forecast.step import ForecastModels, StepTrace, trace_step
 WORDS, ROWS, TOKENS = 5000, 2, 16
 
 
-def trace_of(name: str, **changes: Any) -> StepTrace:
+def trace_of(name: str, **changes) -> StepTrace:
     config = tiny_config(name, vocab_size=WORDS, **changes)
     teacher, student = build_meta(config, "lm_head"), build_meta(config, "lm_head")
     install(student, plan(student, FactorizeConfig(rank=4)))
