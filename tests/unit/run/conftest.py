@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ from llmdistill.report import table
 from llmdistill.train import main
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _no_plots() -> Iterator[None]:
-    """Drawing them takes longer than the rest of a tiny run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "save_drawings", lambda *_: [])
-        yield
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than the rest of a tiny run."""
+    patch.setattr(table, "save_drawings", lambda *_: [])
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch) -> None:
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture(scope="package")
@@ -51,6 +53,7 @@ def finished(base, settings) -> Path:
     run = base / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
+        draw_nothing(patch)
         assert main([*settings, "--output_dir", str(run)]) == 0
     return run
 
