@@ -38,7 +38,6 @@ def read(corpus: Corpus) -> list[list[str]]:
 
 @pytest.fixture
 def texts(monkeypatch):
-    """The texts that are tokenized."""
     given: list[str] = []
     encode = module._encode
     monkeypatch.setattr(module, "_encode", lambda texts, tokenizer: given.extend(texts) or encode(texts, tokenizer))

@@ -15,7 +15,7 @@ from llmdistill.data.example_store import store_examples
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.masking import word_starts
-from llmdistill.data.prompts import render_prompt
+from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.data.stream import check_stream
 from llmdistill.data.targets import Marks, TargetExample, encode_targets
@@ -115,6 +115,8 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: encode([INPUT], bare(), Limits()), "the tokenizer has no end token; set eos_token"),
         (lambda: Limits(max_prompt_length=9, max_length=9), "data.max_prompt_length=9 must be at least 1 and below"),
         (lambda: render_prompt(INPUT, prompt="Q: {instruction}"), "rows:3: an input, but data.prompt has no {input}"),
+        (lambda: resolve_prompt("chat", [bare()]), "is chat, but the tokenizer of the model has no chat template; give"),
+        (lambda: resolve_prompt("alpaca", [bare()]), "is 'alpaca': give minillm, chat, or a text with {instruction}"),
         (lambda: word_starts(bare()), "does not mark where words begin"),
         (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),

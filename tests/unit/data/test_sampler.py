@@ -83,9 +83,6 @@ def test_a_window_is_sorted_and_cut_into_its_steps():
         assert lengths == sorted(lengths, reverse=True)
         orders.add(tuple(steps.index(batch) for batch in longest_first))
     assert len(orders) > 1, "the order of the batches is drawn anew"
-    again = loader(items, bucket_steps=4)
-    for step in (9, 2, 15):
-        assert again.micro_batch_items(step) == [batches[step]], "a pure function of the step"
 
 
 def test_a_window_is_a_small_part_of_the_data_set():

@@ -119,7 +119,6 @@ class TestHub:
         assert len(read_examples(form(name + split))) == 10
         (call,) = load.call_args_list
         assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
-
         for unknown in ("[:50%]", "[-3:]", "[:3]+train[5:]"):
             refuses("by whole numbers alone, such as train[:500]", list, stream_rows(f"o/n:train{unknown}"))
 

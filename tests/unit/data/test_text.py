@@ -114,7 +114,7 @@ class TestDecoders:
 class TestEncoders:
     @pytest.mark.parametrize("max_length", [8, 224])
     def test_pieces_stand_between_start_and_separator(self, max_length):
-        batches = in_order(sequences(max_length=max_length, mask_share=0.2))
+        batches = in_order(sequences(max_length=max_length, mask_share=0.25))
         assert rows(batches) == [[CLS, *piece, SEP] for piece in packed(max_length - 2, [SEP])]
         for batch in batches:
             assert not batch.token_type_ids.any()
@@ -122,7 +122,7 @@ class TestEncoders:
             chosen = batch.labels != IGNORE_INDEX
             is_word = torch.where(chosen, batch.labels, batch.input_ids) >= FIRST
             assert (is_word | ~chosen).all(), "only words are masked"
-            assert chosen.sum(1).tolist() == [max(1, round(0.2 * int(number))) for number in is_word.sum(1)]
+            assert chosen.sum(1).tolist() == [round(0.25 * int(number)) for number in is_word.sum(1)]
             assert ((batch.input_ids[chosen] == MASK) | (batch.input_ids[chosen] >= len(NAMES))).all()
         assert in_order(sequences(tokenizer=words(types=False)))[0].token_type_ids is None
 
@@ -302,7 +302,6 @@ def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks, batch_size)
     walked = [batch for turn in zip(*shares, strict=True) for batch in turn]
     assert rows(walked) == rows(in_order(source))
     assert all(1 <= len(batch.input_ids) <= 2 * batch_size for batch in walked)
-
     assert rows(in_order(source, limit=5)) == rows(in_order(source))[:5]
 
 

@@ -1,7 +1,5 @@
 """What the suites that set models side by side share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

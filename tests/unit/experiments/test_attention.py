@@ -1,7 +1,5 @@
 """Attention maps and their divergence, against transformers' own attention and scipy's relative entropy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -77,9 +75,7 @@ def test_teacher_and_student_stand_side_by_side(teacher, student, tmp_path, caps
     texts.write_text("a b c d\n\n e a a\n not read\n", encoding="utf-8")
     words = ["evaluate", "--suite", "attention", "--model", f"teacher={teacher},student={student},two={two}"]
     words += ["--data", str(texts), "--examples", "2", "--output_dir", str(tmp_path / "out"), "--layers", "3,2,1"]
-
     assert main([*words, "--json"]) == 0
-
     results = json.loads(capsys.readouterr().out)
     means = {"teacher": [], "student": [], "two": []}
     for entry, text in zip(results["texts"], ["a b c d", "e a a"], strict=True):

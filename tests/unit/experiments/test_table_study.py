@@ -1,7 +1,5 @@
 """A published table beside our own figures: what runs, what is missing, and the pages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +78,6 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
     measured = {key: Measured(folder="f", scores={("MRPC", "accuracy"): each}) for key, each in scores.items()}
     table = PublishedTable(name="t", title="T", tasks=("mrpc",), columns=COLUMNS[1:], rows=tuple(rows), axis="layer")
     report = PublishedReport(table=table, measured=measured, facts={})
-
     (drawing,) = draw_rows(report)
     (panel,) = drawing.figure.axes
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
@@ -117,7 +114,6 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert found["fine_tunings"] == {"RTE": 4 * 4 * 4, "SST-2": 4 * 3 * 4}  # MiniLM's protocol
     assert len(found["missing"]) == 1
     assert found["missing"][0].startswith("corpus/train.txt: no such file")
-
     own = (*own, "--data.train", str(tmp_path / "text.txt"), "--tasks.data_dir", str(tmp_path / "glue"))
     (missing,) = plan(capsys, *own)["missing"]
     assert missing.startswith(f"tasks.data_dir {tmp_path / 'glue'}: it has no folder SST-2")
@@ -130,7 +126,6 @@ def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Pa
     found = plan(capsys, *own, suite="kroneckerbert-table9")
     assert found["missing"] == []  # the three sets are on the hub
     assert (list(found["fine_tunings"]), found["out_of_domain"]) == (["MRPC", "SST-2", "RTE"], ["PAWS", "IMDb", "HANS"])
-
     mine = {"PAWS": {"data": "paws/dev.tsv"}, "IMDb": {"data": "imdb.jsonl", "labels": {"0": "neg"}}, "HANS": {}}
     own = (*own, "--tasks.out_of_domain", json.dumps(mine))
     missing = plan(capsys, *own, suite="kroneckerbert-table9")["missing"]
@@ -163,6 +158,7 @@ def test_mistakes(capsys, monkeypatch, tmp_path: Path) -> None:
         (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
         (["--methods", "kd"], "--suite and --methods both say what is compared"),
         (["--seeds", "2"], "--seeds is for comparisons of decoders"),
+        (["--suite", "minilm-table10", "--tasks.names", "rte"], "nothing is fine-tuned for minilm-table10"),
         (["--rows", "teacher", *NOWHERE], "nowhere/at/all: no such folder"),
         (["--rows", "minilm", *NOWHERE, "--tasks.names", "rte"], "3 things are missing for the table: (1) "),
     ):

@@ -1,7 +1,5 @@
 """Distances of hidden states and matrices; tests/unit/methods compares their values with loops over tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Where there is a GPU the losses hand their work to the Triton kernels; what these get, and what becomes of it."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

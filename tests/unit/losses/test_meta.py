@@ -1,7 +1,5 @@
 """On the meta device the fused losses allocate what they leave on a GPU: gradients, and one chunk of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

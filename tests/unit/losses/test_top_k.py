@@ -1,7 +1,5 @@
 """Divergences from a teacher's most likely tokens, against the divergence of distributions that are merged plainly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -34,7 +32,6 @@ N, V, W = 7, 19, 5
 
 @pytest.fixture
 def logits_NV() -> Tensor:
-    """The teacher's."""
     return 3 * torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 

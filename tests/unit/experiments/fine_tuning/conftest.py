@@ -1,7 +1,5 @@
 """A tiny encoder, tiny tasks in GLUE's format, and an engine without DeepSpeed (which tests/dist has)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -46,7 +44,6 @@ def in_process() -> Iterator[None]:
 
 @pytest.fixture
 def engine(in_process: None) -> type[Engine]:
-    """Counts how often it is built in a test."""
     Engine.built = 0
     return Engine
 
@@ -56,7 +53,6 @@ QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "4", "-
 
 @pytest.fixture(scope="module")
 def fine_tune(in_process: None, data: Path) -> Callable[..., int]:
-    """Run the command with an output folder; gives its exit code."""
     return lambda output, *more: main(["--data_dir", str(data), "--output_dir", str(output), *QUICK, *map(str, more)])
 
 

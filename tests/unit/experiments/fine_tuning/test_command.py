@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -47,6 +45,7 @@ def test_mistakes_are_one_sentence(evaluate, engine) -> None:
         (["--tasks", "wnli"], "it has no folder WNLI"),
         (["--method", "kd"], "method kd needs a teacher"),
         (["--also", "kd"], "method sft has no teacher"),
+        (["--run_settings", '{"data.task.metric": "f1"}'], "data.task.metric is f1: RTE has accuracy; name one of"),
         (["--teacher", "t", "--method", "minilmv2", "--minilmv2.teacher_layer", "auto"], "name a layer"),
         (["--teacher", "nowhere/at/all", "--tasks", "rte,cola"], "one model, but 2 tasks"),
         (["--batch_size", "6", "--micro_batch_size", "4"], "train.global_batch_size 6 does not divide by"),

@@ -1,7 +1,5 @@
 """Sets on which models are scored and by which nothing is chosen: other domains, and the languages of XNLI."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -37,7 +35,6 @@ def predictions(model_dir: Path, rows: list[tuple[str, str, str]]) -> list[str]:
 
 @pytest.fixture
 def hans(tmp_path: Path) -> tuple[Path, list[tuple[str, str, str]]]:
-    """A set with the columns of HANS' own file."""
     rows = rows_of(37, 5, ["entailment", "non-entailment"])
     file = tmp_path / "heuristics.txt"
     lines = ["gold_label\tbinary_parse\tsentence1\tsentence2", *(f"{label}\t()\t{a}\t{b}" for a, b, label in rows)]
@@ -50,9 +47,7 @@ def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path, hans)
     own = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
     sets = {"HANS": own, "Other": {**own, "task": "cola", "labels": {"0": "a", "1": "b"}}}
     command = (*SHARED, "--tasks", "rte", "--out_of_domain", json.dumps(sets))
-
     results, said = evaluate(*command)
-
     found = results["tasks"]["RTE"]
     right = {"entailment": "entailment", "not_entailment": "non-entailment"}
     predicted = predictions(tmp_path / "out/RTE/best", rows)
@@ -102,9 +97,7 @@ def xnli(tmp_path: Path) -> tuple[Path, dict[str, list[tuple[str, str, str]]]]:
 def test_xnli_is_scored_in_each_language(evaluate, engine, tmp_path, xnli) -> None:
     folder, sets = xnli
     words = (*SHARED, "--data_dir", folder, "--tasks", "xnli")
-
     results, _ = evaluate(*words, "--learning_rates", "3e-3,1e-5")
-
     found = results["tasks"]["XNLI"]
     means = []
     for language, rows in sets.items():

@@ -1,21 +1,11 @@
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from llmdistill.batch import Batch, Outputs, Taps
-from llmdistill.config import DataConfig, RunConfig
-from llmdistill.config.data import TaskConfig
-from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs
-from llmdistill.errors import UserError
+from llmdistill.data.pairs import PairExample
 from llmdistill.experiments.fine_tuning.results import averages, results_table
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks import make_task
-from llmdistill.tasks.classification import CONVENTIONS, chance_score, predict
+from llmdistill.tasks.classification import CONVENTIONS, chance_score
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
 
 
@@ -89,31 +79,8 @@ def test_rows_of_baseline_teacher_and_model() -> None:
     ]
 
 
-def test_answers_stand_in_the_items_order() -> None:
-    """Items of different lengths are batched in another order than they stand in."""
-    items = [EncodedPair([1 + n % 5] * (1 + 7 * n % 4), None, 0) for n in range(11)]
-    collate, world = partial(collate_pairs, pad_token_id=0), World(rank=0, size=1, device=torch.device("cpu"))
-
-    def is_even(batch: Batch) -> Outputs:
-        return Outputs(None, Taps(), 1 - (batch.input_ids[:, :1] + torch.tensor([1, 0])) % 2)
-
-    def halved(batch: Batch) -> Outputs:
-        return Outputs(None, Taps(), batch.input_ids[:, :1].float() / 2)
-
-    found = predict(is_even, items, collate, GLUE_TASKS["RTE"], batch_size=3, world=world)
-    assert found.tolist() == [int(item.input_ids[0] % 2 == 0) for item in items]
-    found = predict(halved, items, collate, GLUE_TASKS["STS-B"], batch_size=3, world=world)
-    assert found.tolist() == [item.input_ids[0] / 2 for item in items]
-
-
 def test_chance_is_the_best_single_answer() -> None:
     examples = [PairExample("a", "b", target, number) for number, target in enumerate((0, 1, 1, 1))]
     cases = (("RTE", "accuracy", 75), ("MRPC", "f1", 100 * 2 * 0.75 / 1.75), ("CoLA", "matthews", 0))
     for task, metric, chance in cases:
         assert chance_score(task, examples, metric) == pytest.approx(chance), task
-
-
-def test_a_metric_that_the_task_does_not_have() -> None:
-    task = TaskConfig(name="rte", metric="f1")
-    with pytest.raises(UserError, match=r"^data\.task\.metric is f1: RTE has accuracy; name one of them$"):
-        make_task(RunConfig(ds_config="", data=DataConfig(kind="task", task=task)))

@@ -1,7 +1,5 @@
 """Question answering through the study that fine-tunes on benchmarks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -29,7 +27,6 @@ def questions(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def answer(evaluate, questions):
-    """Run the command on questions; gives results.json and what was said."""
 
     def run(*arguments: Any, data: Path = questions, model: Path | None = None, folder: str = "out", code=0, **more):
         windows = json.dumps({**WINDOWS, **more})

@@ -1,7 +1,5 @@
 """The second stage of a run, on the tiny tasks of this folder and with an engine without DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -50,7 +48,6 @@ def write(encoder, data) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def arguments(write, tmp_path) -> Callable[..., list[str]]:
-    """The command line of a run on a text, with a second stage."""
     return lambda tasks="names: [rte]", *more: write(tmp_path, tasks, *more)
 
 
@@ -66,7 +63,6 @@ def second_stage(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def first_stage(encoder, tmp_path_factory) -> Path:
-    """What the first stage leaves."""
     run = tmp_path_factory.mktemp("first stage") / "run"
     compress(encoder, run / "untrained", FactorizeConfig(rank=6))
     shutil.copytree(run / "untrained", run / "student")
@@ -79,7 +75,6 @@ def first_stage(encoder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(first_stage, tmp_path) -> Path:
-    """A copy of what the first stage leaves, as this test's run."""
     shutil.copytree(first_stage, tmp_path / "run", ignore=shutil.ignore_patterns("tasks"))
     return tmp_path / "run"
 
@@ -129,7 +124,6 @@ def test_the_rows_of_the_table_are_their_runs(done, first_stage) -> None:
         assert shown["params"] == results["params"]["model"]["total"]
         assert shown["average"] == pytest.approx(results["averages"]["model"]["plain"])
     assert table["rows"]["teacher"]["params"] > table["rows"]["two_stages"]["params"]
-
     taught = fingerprint(str(done / "teacher/RTE/best"))
     models = {"two_stages": "student", "no_pretraining": "untrained", "no_kd": "student"}
     for row, model in models.items():

@@ -1,7 +1,5 @@
 """Fine-tuning on tasks: what it finds against the answers on disk, what it keeps, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics
@@ -25,7 +23,6 @@ TASKS = ["--tasks", "rte,cola,stsb,mnli", "--seeds", "1,2", "--warmup_ratio", "0
 
 
 def answers(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions and targets."""
     rows = [line.split("\t") for line in file.read_text().splitlines()]
     assert rows[0] == ["index", "prediction", "target"]
     assert [int(row[0]) for row in rows[1:]] == list(range(len(rows) - 1))

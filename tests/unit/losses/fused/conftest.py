@@ -3,8 +3,6 @@
 Triton reads TRITON_INTERPRET when it is imported, so that needs a process of its own: see test_in_the_interpreter.py.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Any

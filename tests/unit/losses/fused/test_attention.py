@@ -1,7 +1,5 @@
 """The kernels against the blocks of a CPU in fp64, which the tests of the folder above hold against a loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

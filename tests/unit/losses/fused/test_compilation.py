@@ -1,8 +1,7 @@
 """The interpreter takes all of Python, the compiler does not; and it needs no GPU to say so."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +20,10 @@ from llmdistill.losses.terms import TokenTerm
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-class AbsentGPU:
-    """What a kernel's call asks of the driver before it launches."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
+ABSENT_GPU = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 80, 32), get_current_device=lambda: 0, get_current_stream=lambda _: 0
+)
+"""What a kernel's call asks of the driver before it launches."""
 
 
 @pytest.fixture
@@ -47,7 +39,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(JITFunction, "run", compile_only)
     driver = triton.runtime.driver
     # Its name in newer and in older versions; asking for the newer `active` would look for a GPU.
-    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", AbsentGPU())
+    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", ABSENT_GPU)
     return kernels
 
 
