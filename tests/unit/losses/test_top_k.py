@@ -28,6 +28,7 @@ BOUNDED = [
 TERMS = [*([term] for term in (*BOUNDED, SOFT)), [LABEL, KL], [LABEL, SOFT, *BOUNDED]]
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0)
 N, V, W = 7, 19, 5
+LABELS = torch.arange(N) % V
 
 
 @pytest.fixture
@@ -40,10 +41,6 @@ def student() -> HeadInputs:
     generator = torch.Generator().manual_seed(2)
     made = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((N, W), (V, W), (V,))]
     return HeadInputs(*(each.requires_grad_() for each in made))
-
-
-def labels() -> Tensor:
-    return torch.arange(N) % V
 
 
 def merge_plainly(p_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], fa
     sums = []
     for term in terms:
         if term.divergence is None:
-            sums.append(functional.cross_entropy(student_NV, labels(), reduction="sum"))
+            sums.append(functional.cross_entropy(student_NV, LABELS, reduction="sum"))
             continue
         p_NC, q_NC = (
             merge_plainly((each / term.temperature).softmax(-1), tokens_Nk) for each in (logits_NV, student_NV)
@@ -74,7 +71,7 @@ def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], fa
 def test_values_and_gradients_are_those_of_merged_distributions(terms, k, student, logits_NV):
     factors = torch.tensor([0.5 + 0.25 * i for i in range(len(terms))], dtype=torch.float64)
     top = most_likely(logits_NV, k, TEMPERATURES)
-    found = token_losses(student, top, labels(), terms, factors, chunk=3)
+    found = token_losses(student, top, LABELS, terms, factors, chunk=3)
     expected = plain(student, logits_NV, terms, factors, k)
     torch.testing.assert_close(found.sums, expected.sums)
     ours, theirs = (torch.autograd.grad(each.total, list(student)) for each in (found, expected))
@@ -88,7 +85,7 @@ def test_logits_of_minus_infinity_stay_finite(student, logits_NV):
     bias_V[-3:] = float("-inf")
     student = student._replace(bias=bias_V)
     top = most_likely(logits_NV, 5, (1.0,))
-    found = token_losses(student, top, labels() % 5, [KL, LABEL], torch.ones(2))
+    found = token_losses(student, top, LABELS % 5, [KL, LABEL], torch.ones(2))
     assert found.sums.isfinite().all()
     assert found.sums[0] < -divergence.LOG_FLOOR
     assert all(each.isfinite().all() for each in torch.autograd.grad(found.total, [student.rows]))

@@ -33,17 +33,10 @@ def predictions(model_dir: Path, rows: list[tuple[str, str, str]]) -> list[str]:
     return [model.config.id2label[int(each.argmax())] for each in logits]
 
 
-@pytest.fixture
-def hans(tmp_path: Path) -> tuple[Path, list[tuple[str, str, str]]]:
-    rows = rows_of(37, 5, ["entailment", "non-entailment"])
-    file = tmp_path / "heuristics.txt"
+def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path) -> None:
+    rows, file = rows_of(37, 5, ["entailment", "non-entailment"]), tmp_path / "heuristics.txt"
     lines = ["gold_label\tbinary_parse\tsentence1\tsentence2", *(f"{label}\t()\t{a}\t{b}" for a, b, label in rows)]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file, rows
-
-
-def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path, hans) -> None:
-    file, rows = hans
     own = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
     sets = {"HANS": own, "Other": {**own, "task": "cola", "labels": {"0": "a", "1": "b"}}}
     command = (*SHARED, "--tasks", "rte", "--out_of_domain", json.dumps(sets))
@@ -75,9 +68,8 @@ def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path, hans)
     assert engine.built == 1
 
 
-@pytest.fixture
-def xnli(tmp_path: Path) -> tuple[Path, dict[str, list[tuple[str, str, str]]]]:
-    """XNLI's files in three languages, with a training set of XNLI's own translation package."""
+def test_xnli_is_scored_in_each_language(evaluate, engine, tmp_path) -> None:
+    """The training set is that of XNLI's own translation package."""
     classes = ["entailment", "neutral", "contradiction"]
     folder = tmp_path / "data" / "XNLI"
     folder.mkdir(parents=True)
@@ -91,12 +83,7 @@ def xnli(tmp_path: Path) -> tuple[Path, dict[str, list[tuple[str, str, str]]]]:
     lines = ["premise\thypo\tlabel"]
     lines += [f"{a}\t{b}\t{c.replace('contradiction', 'contradictory')}" for a, b, c in rows_of(96, 1, classes)]
     (folder / "multinli.train.en.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder.parent, sets
-
-
-def test_xnli_is_scored_in_each_language(evaluate, engine, tmp_path, xnli) -> None:
-    folder, sets = xnli
-    words = (*SHARED, "--data_dir", folder, "--tasks", "xnli")
+    words = (*SHARED, "--data_dir", folder.parent, "--tasks", "xnli")
     results, _ = evaluate(*words, "--learning_rates", "3e-3,1e-5")
     found = results["tasks"]["XNLI"]
     means = []
@@ -114,7 +101,7 @@ def test_xnli_is_scored_in_each_language(evaluate, engine, tmp_path, xnli) -> No
     languages = json.dumps({"data.task.languages": ["en", "zh"]})
     _, error = evaluate(*words, "--run_settings", languages, folder="wrong", code=2)
     assert "has no dev and test examples for zh, only for de, en, sw" in error
-    file = folder / "XNLI" / "xnli.test.tsv"
+    file = folder / "xnli.test.tsv"
     file.write_text(file.read_text(encoding="utf-8").replace("sentence2", "hypothesis"), encoding="utf-8")
     assert "expected sentence1, sentence2, gold_label" in evaluate(*words, folder="wrong", code=2)[1]
     assert engine.built == 2

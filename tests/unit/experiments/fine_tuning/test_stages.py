@@ -73,12 +73,6 @@ def first_stage(encoder, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.fixture
-def copied(first_stage, tmp_path) -> Path:
-    shutil.copytree(first_stage, tmp_path / "run", ignore=shutil.ignore_patterns("tasks"))
-    return tmp_path / "run"
-
-
 @pytest.fixture(scope="module")
 def done(in_process, write, first_stage) -> Path:
     """The folder of the second stage with every row."""
@@ -160,9 +154,10 @@ def test_what_is_finished_is_not_run_again_nor_under_other_settings(write, done,
     assert "report.md" in said
 
 
-def test_teachers_that_are_given_are_not_fine_tuned(arguments, done, copied, engine, tmp_path) -> None:
-    given = tmp_path / "teachers"
+def test_teachers_that_are_given_are_not_fine_tuned(arguments, done, first_stage, engine, tmp_path) -> None:
+    given, copied = tmp_path / "teachers", tmp_path / "run"
     shutil.copytree(done / "teacher", given)
+    shutil.copytree(first_stage, copied, ignore=shutil.ignore_patterns("tasks"))
     second_stage(arguments(f"names: [rte], rows: [two_stages], teacher: {given}"))
     assert engine.built == 1
     found, own = (read(folder / "report.json")["rows"] for folder in (copied / "tasks", done))
