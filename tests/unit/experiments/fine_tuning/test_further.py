@@ -40,7 +40,7 @@ def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path) -> No
     own = {"data": str(file), "sentences": ["sentence1", "sentence2"], "label": "gold_label"}
     sets = {"HANS": own, "Other": {**own, "task": "cola", "labels": {"0": "a", "1": "b"}}}
     command = (*SHARED, "--tasks", "rte", "--out_of_domain", json.dumps(sets))
-    results, said = evaluate(*command)
+    results, _ = evaluate(*command)
     found = results["tasks"]["RTE"]
     right = {"entailment": "entailment", "not_entailment": "non-entailment"}
     predicted = predictions(tmp_path / "out/RTE/best", rows)
@@ -49,7 +49,6 @@ def test_a_classifier_is_scored_on_another_set(evaluate, engine, tmp_path) -> No
     assert 60 < 100 * fmean(hits) < 95  # a fifth of the words lie
     assert list(found["dev"]) == ["RTE", "HANS"]  # the other set is CoLA's
     assert found["examples"]["HANS"] == len(rows)
-    assert "HANS accuracy" in said
     # With other examples the further set is scored again.
     file.write_text(f"{file.read_text(encoding='utf-8')}entailment\t()\tw1 yes\tw2\n", encoding="utf-8")
     assert evaluate(*command)[0]["tasks"]["RTE"]["examples"]["HANS"] == len(rows) + 1

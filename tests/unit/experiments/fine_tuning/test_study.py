@@ -138,12 +138,11 @@ def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(
 
     monkeypatch.setattr(glue, "run_config", run)
     quick = ("--epochs", "1", "--keep_models", "true")
-    results, said = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", *quick)
+    results, _ = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", *quick)
     task = results["tasks"]["RTE"]
     assert task["learning_rate"] == 1e-2
     assert [entry["learning_rate"] for entry in task["grid"]] == [1e-2]
     assert results["warnings"] == ["RTE: lr-0.02-epochs-1-seed-1 failed: the loss is nan at step 3"]
-    assert "RTE learning_rate=0.02 epochs=1 seed=1: FAILED: the loss is nan at step 3" in " ".join(said.split())
     assert (tmp_path / "out/RTE/lr-0.01-epochs-1-seed-1/student/model.safetensors").is_file()
     assert (tmp_path / "out/RTE/best/model.safetensors").is_file()
     _, error = evaluate("--tasks", "rte", "--learning_rates", "2e-2", folder="none", code=2)
@@ -174,7 +173,7 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
     first, _ = evaluate("--tasks", "rte", "--epochs", "6", model=make_encoder(width=24), folder="teacher")
     words = ["--tasks", "rte", "--epochs", "8", "--method", "tinybert", "--also", "kd"]
     words += ["--teacher", tmp_path / "teacher"]
-    results, said = evaluate(*words)
+    results, _ = evaluate(*words)
     rows = log_rows(tmp_path / "out/RTE/lr-0.01-epochs-8-seed-1")
     for name in ("hidden", "sequence_forward_kl"):
         assert rows[-1][name] < 0.9 * rows[0][name], name
@@ -184,7 +183,6 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
     assert results["warnings"] == []
     assert not [name for name in load_file(tmp_path / "out/RTE/best/model.safetensors") if "projectors" in name]
     assert list(results["params"]) == ["teacher", "model"]
-    assert f"{task['teacher']['score']:.1f}" in said
     monkeypatch.setattr("llmdistill.run.teachers.load_teacher", None)
     assert evaluate(*words)[0]["tasks"] == results["tasks"]
 
@@ -192,12 +190,11 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
 def test_speed_and_sizes_stand_beside_the_baseline_s(evaluate, make_encoder, tmp_path) -> None:
     big = make_encoder(layers=8)
     arguments = ["--tasks", "rte", "--baseline", big, "--speed", "true", "--max_length", "16", "--batch_size", "8"]
-    results, said = evaluate(*arguments, "--epochs", "1")
+    results, _ = evaluate(*arguments, "--epochs", "1")
     assert list(results["params"]) == ["baseline", "model"]
     assert results["params"]["baseline"]["transformer"] == 4 * results["params"]["model"]["transformer"]
     assert results["speed"]["baseline"]["speedup"] == 1
     baseline, model = (results["speed"][role]["throughput"] for role in ("baseline", "model"))
     assert results["speed"]["model"]["speedup"] == pytest.approx(model / baseline)
-    assert "speed-up" in said
     assert "sequences/s" in (tmp_path / "out/report.md").read_text()
     assert evaluate(*arguments, "--epochs", "1")[0]["speed"] == results["speed"], "measured once"
