@@ -54,8 +54,8 @@ def test_averages_are_those_of_the_papers() -> None:
 
 
 def test_the_average_is_called_by_what_it_is() -> None:
-    conventions = {"WNLI": ("average (MaKD's)", "makd"), "STS-B": ("average (MiniLMv2's, without SQuAD 2.0)", "minilmv2")}
-    for left_out, (shown, convention) in conventions.items():
+    without = "average (MiniLMv2's, without SQuAD 2.0)"
+    for left_out, shown, convention in (("WNLI", "average (MaKD's)", "makd"), ("STS-B", without, "minilmv2")):
         found = results({name: each for name, each in every_task().items() if name != left_out})
         _, header, rows = results_table(found)
         assert rows[0][header.index(shown)] == f"{found['averages']['model'][convention]['glue']:.1f}"
