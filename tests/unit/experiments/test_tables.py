@@ -8,11 +8,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from llmdistill.commands.published_table import configs_of
+from llmdistill.config.command_line import config_of, recipe_names
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.experiments import chunks
 from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.experiments.variants import load_suite
+from llmdistill.methods import METHODS
 from llmdistill.report.paper import PublishedTable
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
@@ -41,13 +42,13 @@ COLUMNS: dict[str, dict[str, set[str]]] = {
 
 
 def test_rows_name_what_exists() -> None:
-    for table in TABLES:
-        for row in table.rows:
-            assert sum(each is not None for each in (row.recipe, row.model, row.missing)) == 1, row.name
-            assert row.model is None or re.fullmatch(r"[\w-]+/[\w.-]+", row.model)
-            assert row.recipe is not None or not row.settings
-        # Raises UserError for an unknown recipe or key, or a value that does not fit.
-        configs_of(table, {row.name: row for row in table.rows}, [])
+    for row in (row for table in TABLES for row in table.rows):
+        assert sum(each is not None for each in (row.recipe, row.model, row.missing)) == 1, row.name
+        assert row.recipe is None or row.recipe in recipe_names()
+        assert row.model is None or re.fullmatch(r"[\w-]+/[\w.-]+", row.model)
+        assert row.recipe is not None or not row.settings
+    for settings in {str(row.settings): row.settings for table in TABLES for row in table.rows}.values():
+        config_of(settings, {}, METHODS)  # raises UserError for an unknown key, or a value that does not fit
 
 
 def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> None:
