@@ -1,5 +1,4 @@
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ MASK = 4
 VOCABULARY = np.arange(5, 50)
 
 
-def masked(ids: np.ndarray, seed: int = 0, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def masked(ids, seed=0, **changes):
     settings = {"mask_share": 0.15, "mask_token_id": MASK, "vocabulary": VOCABULARY, "word_starts": None}
     return mask_tokens(ids, ids < 5, rng=np.random.default_rng(seed), **{**settings, **changes})
 

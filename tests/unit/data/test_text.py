@@ -1,8 +1,6 @@
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ STOP, FIRST, SIZE = 9, 10, 4000
 MARKS = [("[CLS]", CLS), ("[SEP]", SEP)]
 
 
-def words(*, types: bool = True, without: Sequence[str] = (), **template: str) -> PreTrainedTokenizerFast:
+def words(*, types=True, without=(), **template):
     """A tokenizer whose word w10 has the id 10, with the marks of BERT or of another template."""
     vocabulary = [*NAMES, *(f"w{number}" for number in range(len(NAMES), SIZE))]
     vocabulary[STOP] = "w."
@@ -60,8 +58,8 @@ PAIRS = {"pairs": True, "next_sentence": True}
 MANY = numbered([3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25])
 
 
-def sequences(corpus: Corpus = MANY, tokenizer: Any = None, **changes: Any) -> TextSequences:
-    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, **changes}
+def sequences(corpus=MANY, tokenizer=None, **changes):
+    settings = {"objective": "masked", "max_length": 16, **changes}
     return TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings)
 
 
@@ -69,12 +67,12 @@ def loader(source: TextSequences | MixedSequences, seed: int = 3, size: int = 4)
     return SequenceLoader(source, Share(seed=seed, global_batch_size=size, micro_batch_size=size))
 
 
-def in_order(source: TextSequences, **changes: Any) -> list[Batch]:
+def in_order(source, **changes):
     """All sequences in the order of the text."""
     return validation_batches(source, **{"limit": 10**6, "batch_size": 4, **changes})
 
 
-def rows(batches: Sequence[Batch]) -> list[list[int]]:
+def rows(batches):
     """The tokens of each sequence, as they were before masking."""
     whole = []
     for batch in batches:
@@ -154,7 +152,7 @@ class TestOrder:
     def test_seed_and_step_alone_decide(self, kind):
         source = sequences(**kind)
 
-        def made(step: int, seed: int = 3) -> list[Any]:
+        def made(step, seed=3):
             [batch] = loader(source, seed).micro_batches(step)
             values = [getattr(batch, each.name) for each in fields(Batch)]
             return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
@@ -169,7 +167,7 @@ class TestOrder:
 
 
 class TestPairs:
-    def drawn(self, corpus: Corpus, epochs: int, **changes: Any) -> list[Any]:
+    def drawn(self, corpus, epochs, **changes):
         """(first segment, second segment, target) of each sequence of some epochs."""
         source = sequences(corpus, **PAIRS, **changes)
         batch = source.batch(range(epochs * len(source)), seed=3)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def test_divergence_survives_shares_near_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory):
     """A random BERT of three layers, whose tokens are letters."""
     folder = tmp_path_factory.mktemp("models") / "teacher"
     torch.manual_seed(0)
@@ -53,12 +52,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(teacher: Path) -> Path:
+def student(teacher):
     llmdistill.compress(str(teacher), rank=4, output=str(teacher.parent / "student"))
     return teacher.parent / "student"
 
 
-def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
+def eager_maps(path, text, layer):
     """(H, T, T), by transformers."""
     model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     inputs = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")

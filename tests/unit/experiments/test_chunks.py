@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from llmdistill.artifacts import read_record
 from llmdistill.cli import main
 from llmdistill.experiments.launcher import Launcher
 from llmdistill.experiments.trials import Result
-from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
+from llmdistill.tasks.chunk_files import Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import NOT_READ, cluster_score, encode_sentences
 
 NOUNS, VERBS = ["cat", "doghouse", "birds"], ["see", "sees", "barking"]
@@ -27,7 +25,7 @@ PIECES += ["bark", "##ing"]
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "teacher"
     torch.manual_seed(0)
     sizes = {"vocab_size": len(PIECES), "num_hidden_layers": 3, "max_position_embeddings": 24}
@@ -38,7 +36,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """120 sentences in the format of CoNLL-2000."""
     rng = np.random.default_rng(0)
     lines = []
@@ -51,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def naive(path: Path, sentences: Sequence[Sentence], drawn: Sequence[Located]) -> np.ndarray:
+def naive(path, sentences, drawn):
     """The representations (layers, spans, 4·width), one span after the other, by transformers' own words and states."""
     model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     rows = []
@@ -66,7 +64,7 @@ def naive(path: Path, sentences: Sequence[Sentence], drawn: Sequence[Located]) -
     return np.array(rows).swapaxes(0, 1)
 
 
-def test_words_that_are_cut_or_without_a_token_are_not_read(teacher: Path) -> None:
+def test_words_that_are_cut_or_without_a_token_are_not_read(teacher):
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     sentence = Sentence(("doghouse", "\u200e", "sees\u200e", "birds", "cat"), (), 1)
     _, (words,) = encode_sentences([sentence], tokenizer, 24)
@@ -105,7 +103,7 @@ def test_scores_are_the_mutual_information_of_rows_that_k_means_did_not_see() ->
     assert cluster_score(features, [*("a", "b") * 20, "b"], held_out=7, seed=1) == pytest.approx(1)
 
 
-def words_of(data: Path, *models: object, **settings: object) -> list[str]:
+def words_of(data, *models, **settings):
     given = {"model": ",".join(map(str, models)), "data": data, "chunks": 40, "unlabeled": 10, "held_out": 20}
     return [str(word) for key, value in (given | {"seeds": "3,5"} | settings).items() for word in (f"--{key}", value)]
 

@@ -4,9 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import stand_in_mteb
@@ -14,7 +12,6 @@ import torch
 from scipy import stats
 from sentence_encoders import encoder
 from stand_in_mteb import StandInTask
-from transformers import BertModel
 
 from llmdistill.commands.side_by_side import main
 from llmdistill.models.load import load_model
@@ -28,7 +25,7 @@ ROWS = {
 }
 
 
-def library_tasks(names: dict[str, Any]) -> dict[str, Any]:
+def library_tasks(names):
     """Tasks of the installed library with these rows."""
     import datasets
     from mteb.abstasks import AbsTaskSTS
@@ -36,7 +33,7 @@ def library_tasks(names: dict[str, Any]) -> dict[str, Any]:
 
     empty = ("date", "domains", "task_subtypes", "license", "annotations_creators", "dialect", "sample_creation")
 
-    def load(self: Any, **_: Any) -> None:
+    def load(self, **_):
         rows = [dict(zip(("sentence1", "sentence2", "score"), row, strict=True)) for row in names[self.metadata.name]]
         self.dataset, self.data_loaded = datasets.DatasetDict(test=datasets.Dataset.from_list(rows)), True
 
@@ -63,7 +60,7 @@ def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def spearman(model: BertModel, folder: Path, name: str) -> float:
+def spearman(model, folder, name):
     """The correlation of the first token's cosines, one sentence at a time, of at most four tokens."""
     tokenizer = load_tokenizer(folder)
 
@@ -106,7 +103,7 @@ def test_encoders_are_scored_side_by_side_and_finished_tasks_are_kept(tasks, tmp
     assert scored("First") == []
 
 
-def test_a_task_draws_the_same_examples_for_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_draws_the_same_examples_for_every_model(tmp_path, monkeypatch):
     many = [(f"{'abcdef'[i % 6]} {'abc'[i % 3]}", f"{'fedcb'[i % 5]} {'ab'[i % 2]}", float(i % 7)) for i in range(40)]
     same = [(one, two, 1.0) for one, two, _ in many[:3]]
     stand_in_mteb.install(monkeypatch, [StandInTask("Drawn", many, drawn=9), StandInTask("Same", same)])
@@ -120,7 +117,7 @@ def test_a_task_draws_the_same_examples_for_every_model(tmp_path: Path, monkeypa
     assert results["models"]["one"]["tasks"]["Same"]["score"] == 0  # not NaN, which is no JSON
 
 
-def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_path: Path) -> None:
+def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_path):
     encoder(tmp_path)
     prompts = {"query": "a ", "passage": "b ", "STS": "c ", "Own": "d ", "Own-query": "e ", "plain": "f "}
     values = {"prompts": prompts, "default_prompt_name": "plain"}

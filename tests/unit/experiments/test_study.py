@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
@@ -50,7 +49,7 @@ class StandIn(Launcher):
         output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         output.with_name(f"{output.name}.provenance.json").write_text('{"teacher": "x"}')
 
-    def train(self, config: RunConfig):
+    def train(self, config):
         folder = Path(config.output_dir)
         (folder / "untrained").mkdir(parents=True, exist_ok=True)
         rate, method = config.train.learning_rate, config.method

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import BertConfig
@@ -47,7 +46,7 @@ MEASURED = {
 REPORT = PublishedReport(table=TABLE, measured=MEASURED, facts={"Command": "llmdistill compare"})
 
 
-def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_figures_stand_beside_the_paper_s(tmp_path, capsys):
     results = write_published(tmp_path, REPORT)
     figures = {row["key"]: row["measured"] and row["measured"]["figures"] for row in results["rows"]}
     assert [each["mean"] for each in figures["mine"]] == [71.0, 80.0, 75.5]
@@ -89,7 +88,7 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
 
 
 @pytest.fixture
-def teacher(tmp_path: Path) -> Path:
+def teacher(tmp_path):
     """A teacher that is nothing but a config, with a vocabulary."""
     folder = tmp_path / "teacher"
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
@@ -104,7 +103,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, suite: str = "minilm-t
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) -> None:
+def test_a_dry_run_names_what_is_missing(capsys, teacher, tmp_path):
     own = ("--rows", "teacher,minilm", "--teacher.model", str(teacher), "--tasks.names", "rte,sst2")
     found = plan(capsys, *own)
     assert list(found["rows"]) == ["teacher", "minilm"]
@@ -121,7 +120,7 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert (last["missing"], last["fine_tunings"]) == ([], {"RTE": 16})
 
 
-def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Path, tmp_path: Path) -> None:
+def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher, tmp_path):
     own = ("--rows", "teacher", "--teacher.model", str(teacher))
     found = plan(capsys, *own, suite="kroneckerbert-table9")
     assert found["missing"] == []  # the three sets are on the hub
@@ -136,7 +135,7 @@ def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Pa
     assert plan(capsys, *own, "--tasks.names", "rte", suite="kroneckerbert-table9")["missing"] == []
 
 
-def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
+def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, teacher, tmp_path):
     good = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"
     for name, text in (("train", good), ("dev", good + "1\ta\tb\tmaybe\n")):
         (tmp_path / f"glue/RTE/{name}.tsv").write_text(text, encoding="utf-8")
@@ -151,7 +150,7 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
 NOWHERE = ("--teacher.model", "nowhere/at/all", "--tasks.data_dir", "nowhere")
 
 
-def test_mistakes(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_mistakes(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for arguments, said in (
         (["--rows", "teacher,minlm"], "no row 'minlm' in this table; did you mean minilm? (there are teacher, bert"),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,7 +14,6 @@ from llmdistill.experiments import chunks
 from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
-from llmdistill.report.paper import PublishedTable
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import known_sets
@@ -80,7 +79,7 @@ def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> Non
         assert (len(known) == len(table.rows)) == ("-figure" not in table.name)
 
 
-def means_of(table: PublishedTable) -> list[tuple[int, list[int]]]:
+def means_of(table):
     """The columns that are means of other columns, by their positions: the average, and a task's over its languages."""
     means = [(len(table.columns), list(range(len(table.columns))))] if table.average else []
     for at, mean in enumerate(table.columns):
@@ -127,7 +126,7 @@ def test_tables_without_averages_have_the_papers_figures() -> None:
 
 @pytest.mark.parametrize("name", ["makd-table3", "makd-table4"])
 def test_ablations_of_an_encoder_are_those_of_a_decoder(name: str) -> None:
-    def compared(settings: dict[str, Any]) -> dict[str, Any]:
+    def compared(settings):
         own = {"makd.matrix_layers": "lower", "makd.layer_layers": "upper", **settings}
         return {key: value for key, value in own.items() if key not in ("method", "makd.ffn_gate")}
 

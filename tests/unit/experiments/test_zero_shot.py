@@ -4,8 +4,6 @@ import importlib
 import json
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +32,7 @@ QUESTIONS = [
 
 
 @pytest.fixture
-def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def task_dir(tmp_path, monkeypatch):
     """A folder with the task `ages`, and a cache of data sets of its own."""
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -46,18 +44,18 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
     for name, rank in (("untrained", 4), ("student", 24)):
         llmdistill.compress("embedded:teacher", rank=rank, output=str(tmp_path / "run" / name))
-    config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
+    config = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
     (tmp_path / "run/run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
     (tmp_path / "run/metrics.json").write_text("{}", encoding="utf-8")
     return tmp_path / "run"
 
 
 @torch.no_grad()
-def shares(model_path: str | Path) -> np.ndarray:
+def shares(model_path):
     """The shares of questions whose right choice has the largest log-likelihood, in all and per byte, one by one."""
     model, tokenizer = load_model(model_path, dtype=torch.float32), load_tokenizer(model_path)
     right = np.zeros(2)

@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from llmdistill.losses.terms import TokenTerm
 MASK = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+def stand_in(monkeypatch, name, **contents):
     """A module in the place of one that needs Triton."""
     module = ModuleType(f"llmdistill.losses.fused.triton_{name}")
     vars(module).update(contents)

@@ -1,7 +1,5 @@
 """Divergences from a teacher's most likely tokens, against the divergence of distributions that are merged plainly."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +47,7 @@ def merge_plainly(p_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
     return torch.cat([p_NV.gather(1, tokens_Nk), of_others], dim=1)
 
 
-def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], factors: Tensor, k: int) -> TokenLosses:
+def plain(student, logits_NV, terms, factors, k):
     """By autograd, from the probabilities of all tokens."""
     student_NV = functional.linear(student.rows, student.weight, student.bias)
     tokens_Nk = logits_NV.argsort(dim=-1, descending=True)[:, :k]

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,7 +31,7 @@ START = ["--tasks", "rte", "--epochs", "1", "--learning_rates", "1e-12"]
 """Learns nothing, so that the classifier stays as it started."""
 
 
-def classifier(folder: Path) -> torch.Tensor:
+def classifier(folder):
     return load_file(folder / "RTE/best/model.safetensors")["classifier.weight"]
 
 

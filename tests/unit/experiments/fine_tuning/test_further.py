@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -25,7 +24,7 @@ def rows_of(count: int, seed: int, labels: list[str]) -> list[tuple[str, str, st
 
 
 @torch.no_grad()
-def predictions(model_dir: Path, rows: list[tuple[str, str, str]]) -> list[str]:
+def predictions(model_dir, rows):
     """The class of each pair, one by one, by transformers alone."""
     model = AutoModelForSequenceClassification.from_pretrained(model_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from llmdistill.data.pairs import PairExample
@@ -9,12 +6,12 @@ from llmdistill.tasks.classification import CONVENTIONS, chance_score
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
 
 
-def task(name: str, score: float, *, teacher: float | None = None) -> dict[str, Any]:
+def task(name, score, *, teacher=None):
     """Each metric is `score` plus its place in the task's list, each column after the first one 1 more."""
     named = GLUE_TASKS[name]
     columns = [f"{name}-m", f"{name}-mm"] if named.has_mismatched else [name]
 
-    def dev(base: float, value: Callable[[float], Any]) -> dict[str, dict[str, Any]]:
+    def dev(base, value):
         return {
             column: {metric: value(base + place + more) for place, metric in enumerate(named.metrics)}
             for more, column in enumerate(columns)
@@ -29,14 +26,14 @@ def task(name: str, score: float, *, teacher: float | None = None) -> dict[str, 
 SIZES = {"total": 22_713_216, "embedding": 11_720_448, "transformer": 10_646_784, "other": 345_984}
 
 
-def results(tasks: dict[str, Any], *roles: str) -> dict[str, Any]:
+def results(tasks, *roles):
     speed = {role: {"speedup": 2.0} for role in [*roles, "model"]}
     params = dict.fromkeys([*roles, "model"], SIZES)
     shown = {"protocol": "custom", "limit": 200, "params": params, "speed": speed}
     return {**shown, "tasks": tasks, "averages": averages(tasks)}
 
 
-def every_task(**settings: Any) -> dict[str, Any]:
+def every_task(**settings):
     return {name: task(name, 60 + place, **settings) for place, name in enumerate(GLUE)}
 
 

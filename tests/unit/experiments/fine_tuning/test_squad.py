@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +19,14 @@ WINDOWS = {"data.task.stride": 4, "data.task.max_question_length": 4, "data.task
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory) -> Path:
+def questions(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("questions"))
 
 
 @pytest.fixture
 def answer(evaluate, questions):
 
-    def run(*arguments: Any, data: Path = questions, model: Path | None = None, folder: str = "out", code=0, **more):
+    def run(*arguments, data=questions, model=None, folder="out", code=0, **more):
         windows = json.dumps({**WINDOWS, **more})
         words = ["--data_dir", data, "--max_length", "14", "--run_settings", windows, "--epochs", "6", *arguments]
         return evaluate(*words, folder=folder, code=code, **({} if model is None else {"model": model}))
@@ -36,13 +34,13 @@ def answer(evaluate, questions):
     return run
 
 
-def references(path: Path) -> dict[str, list[str]]:
+def references(path):
     articles = json.loads(path.read_text())["data"]
     asked = [each for article in articles for paragraph in article["paragraphs"] for each in paragraph["qas"]]
     return {each["id"]: [answer["text"] for answer in each["answers"]] for each in asked}
 
 
-def read(folder: Path, name: str) -> dict[str, Any]:
+def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 

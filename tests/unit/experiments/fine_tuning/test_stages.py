@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,10 +27,10 @@ EVERY_ROW = "names: [rte], rows: [two_stages, no_pretraining, no_kd], tsne: true
 
 
 @pytest.fixture(scope="module")
-def write(encoder, data) -> Callable[..., list[str]]:
+def write(encoder, data):
     """Write a recipe with a second stage; gives the command line of its run."""
 
-    def make(folder: Path, tasks: str, *more: str) -> list[str]:
+    def make(folder, tasks, *more):
         recipe, text = folder / "recipe.yaml", folder / "text.txt"
         text.write_text("A text of which w1 w2 w3 are read.\n")
         recipe.write_text(
@@ -47,11 +44,11 @@ def write(encoder, data) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def arguments(write, tmp_path) -> Callable[..., list[str]]:
+def arguments(write, tmp_path):
     return lambda tasks="names: [rte]", *more: write(tmp_path, tasks, *more)
 
 
-def read(file: Path) -> Any:
+def read(file):
     return json.loads(file.read_text())
 
 
@@ -62,7 +59,7 @@ def second_stage(arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def first_stage(encoder, tmp_path_factory) -> Path:
+def first_stage(encoder, tmp_path_factory):
     run = tmp_path_factory.mktemp("first stage") / "run"
     compress(encoder, run / "untrained", FactorizeConfig(rank=6))
     shutil.copytree(run / "untrained", run / "student")
@@ -74,13 +71,13 @@ def first_stage(encoder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(in_process, write, first_stage) -> Path:
+def done(in_process, write, first_stage):
     """The folder of the second stage with every row."""
     second_stage(write(first_stage.parent, EVERY_ROW))
     return first_stage / "tasks"
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Any:
+def dry_run(capsys, arguments):
     assert main([*arguments, "--dry_run", "--json"]) == 0
     return json.loads(capsys.readouterr().out).get("tasks")
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,8 +38,8 @@ def learned(fine_tune, encoder, data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(learned: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((learned / "results.json").read_text())
+def results(learned):
+    found = json.loads((learned / "results.json").read_text())
     return found
 
 
