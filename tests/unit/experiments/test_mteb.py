@@ -123,7 +123,6 @@ def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_pa
     values = {"prompts": prompts, "default_prompt_name": "plain"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
     settings, tokenizer = read_sentence_settings(tmp_path), load_tokenizer(tmp_path)
-    assert settings is not None
     model = load_model(tmp_path, dtype=torch.float32, head="none")
     made = SentenceEncoder(model, tokenizer, settings)
     for name, kind, prompt_type, prompt in (

@@ -39,8 +39,7 @@ def learned(fine_tune, encoder, data, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(learned):
-    found = json.loads((learned / "results.json").read_text())
-    return found
+    return json.loads((learned / "results.json").read_text())
 
 
 def runs_of(folder: Path) -> list[Path]:
