@@ -12,9 +12,7 @@ from llmdistill.commands.fine_tuning import main
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
 
 
-def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
-    capsys, engine, encoder, data, tmp_path, monkeypatch
-):
+def test_a_suite_of_evaluate_puts_its_result_alone_on_stdout(capsys, engine, encoder, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "cola", *CUSTOM]
     assert cli.main(["evaluate", *given, "--suite", "glue"]) == 0
