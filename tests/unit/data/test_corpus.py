@@ -3,7 +3,6 @@ import math
 import shutil
 from decimal import Decimal
 from itertools import pairwise
-from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
-from llmdistill.data.corpus import Corpus, tokenize
+from llmdistill.data.corpus import tokenize
 
 pytestmark = pytest.mark.usefixtures("cache")
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
@@ -30,7 +29,7 @@ def letters(*, mask: bool = True, more: str = "") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **({"mask_token": "[MASK]"} if mask else {}))
 
 
-def read(corpus: Corpus) -> list[list[str]]:
+def read(corpus):
     """The segments of each document, as text."""
     segments = ["".join(map(chr, corpus.tokens[start:stop])) for start, stop in pairwise(corpus.segments)]
     return [segments[first:last] for first, last in pairwise(corpus.documents)]
@@ -38,7 +37,6 @@ def read(corpus: Corpus) -> list[list[str]]:
 
 @pytest.fixture
 def texts(monkeypatch):
-    """The texts that are tokenized."""
     given: list[str] = []
     encode = module._encode
     monkeypatch.setattr(module, "_encode", lambda texts, tokenizer: given.extend(texts) or encode(texts, tokenizer))
@@ -47,7 +45,7 @@ def texts(monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    def tokenized(text: str, name: str = "a.txt", tokenizer: Any = None, *, mask: bool = True, **settings: Any) -> Any:
+    def tokenized(text, name="a.txt", tokenizer=None, *, mask=True, **settings):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
         return tokenize(path, letters(mask=mask) if tokenizer is None else tokenizer, **settings)
@@ -136,7 +134,7 @@ class TestCache:
     def test_two_at_once(self, make, cache, monkeypatch):
         encode = module._encode
 
-        def after_another(*arguments: Any) -> Any:
+        def after_another(*arguments):
             monkeypatch.setattr(module, "_encode", encode)
             make(TEXT)  # by another process, after this one has found no corpus
             return encode(*arguments)

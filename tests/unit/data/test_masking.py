@@ -1,5 +1,4 @@
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ MASK = 4
 VOCABULARY = np.arange(5, 50)
 
 
-def masked(ids: np.ndarray, seed: int = 0, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def masked(ids, seed=0, **changes):
     settings = {"mask_share": 0.15, "mask_token_id": MASK, "vocabulary": VOCABULARY, "word_starts": None}
     return mask_tokens(ids, ids < 5, rng=np.random.default_rng(seed), **{**settings, **changes})
 
@@ -23,13 +22,6 @@ def chosen(labels: np.ndarray) -> list[int]:
 
 
 class TestTokens:
-    @pytest.mark.parametrize(
-        ("length", "share", "number"), [(100, 0.15, 15), (1, 0.15, 1), (4, 0.15, 1), (11, 0.15, 2), (10, 0.99, 10)]
-    )
-    def test_their_number_is_exact(self, length, share, number):
-        _, labels = masked(np.array([2, *[7] * length, 3, 0, 0, 0, 0, 0, 0, 0, 0]), mask_share=share)
-        assert len(chosen(labels)) == number
-
     def test_special_tokens_and_padding_are_never_chosen(self):
         ids = np.array([2, 10, 1, 3, 11, 3, 0, 0])
         ids.setflags(write=False)

@@ -15,7 +15,7 @@ from llmdistill.data.example_store import store_examples
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.masking import word_starts
-from llmdistill.data.prompts import render_prompt
+from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.data.stream import check_stream
 from llmdistill.data.targets import Marks, TargetExample, encode_targets
@@ -30,11 +30,6 @@ ROWS: list[tuple[str, str]] = [
 ]
 
 
-@pytest.fixture
-def tokenizer(word_tokenizer):
-    return word_tokenizer()
-
-
 def bare(**names: str) -> PreTrainedTokenizerFast:
     """A tokenizer that marks no beginnings of words, and has the special tokens that are named."""
     backend = Tokenizer(models.WordLevel({"w0": 0, "w1": 1, "w2": 2}, unk_token="w0"))
@@ -42,14 +37,14 @@ def bare(**names: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(("row", "said"), ROWS, ids=lambda each: each[:30])
-def test_a_row(tmp_path, tokenizer, row, said):
+def test_a_row(tmp_path, word_tokenizer, row, said):
     lines = tmp_path / "a.jsonl"
     lines.write_text(f"{GOOD}\n\n{row}\n{GOOD}")
     refuses(f"a.jsonl:3: {said}", read_examples, lines)
-    refuses(f"a.jsonl:3: {said}", store_examples, lines, tokenizer, Limits(), cache_dir=tmp_path / "cache")
+    refuses(f"a.jsonl:3: {said}", store_examples, lines, word_tokenizer(), Limits(), cache_dir=tmp_path / "cache")
     assert not [*tmp_path.glob("cache/instructions/*")], "a mistake leaves nothing in the cache"
     lines.write_text(row)
-    refuses(f"a.jsonl:1: {said}", check_stream, lines, tokenizer, Limits())
+    refuses(f"a.jsonl:1: {said}", check_stream, lines, word_tokenizer(), Limits())
 
 
 def test_a_json_file(tmp_path):
@@ -63,16 +58,16 @@ def test_a_json_file(tmp_path):
         refuses(said, read_examples, tmp_path / "a.json")
 
 
-def test_a_file_of_rows_that_is_none(tmp_path, tokenizer):
+def test_a_file_of_rows_that_is_none(tmp_path, word_tokenizer):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     (tmp_path / "taken").write_text("a file")
     for name, said in (("binary.jsonl", ":1: cannot be read as UTF-8"), ("empty.jsonl", ": holds no example")):
         refuses(name + said, read_examples, tmp_path / name)
-        refuses(name + said, check_stream, tmp_path / name, tokenizer, Limits())
+        refuses(name + said, check_stream, tmp_path / name, word_tokenizer(), Limits())
     (tmp_path / "a.jsonl").write_text(GOOD)
     cache = {"cache_dir": tmp_path / "taken"}
-    refuses("another folder as data.cache_dir", store_examples, tmp_path / "a.jsonl", tokenizer, Limits(), **cache)
+    refuses("folder as data.cache_dir", store_examples, tmp_path / "a.jsonl", word_tokenizer(), Limits(), **cache)
 
 
 def test_rows_in_memory_with_half_a_character(tmp_path):
@@ -81,13 +76,13 @@ def test_rows_in_memory_with_half_a_character(tmp_path):
     refuses("data: row 1: it holds half of a surrogate pair", write_rows, ["\udfff"], tmp_path)
 
 
-def test_a_text(tmp_path, tokenizer):
+def test_a_text(tmp_path, word_tokenizer):
     for content, said in (
         (b" \n\n", "a.txt: holds no text; give at least one line of it"),
         (b"caf\xe9\n", "a.txt:1: cannot be read as UTF-8 text (invalid continuation byte"),
     ):
         (tmp_path / "a.txt").write_bytes(content)
-        refuses(said, tokenize, tmp_path / "a.txt", tokenizer, cache_dir=tmp_path / "cache")
+        refuses(said, tokenize, tmp_path / "a.txt", word_tokenizer(), cache_dir=tmp_path / "cache")
     assert not [*tmp_path.glob("cache/corpora/*")]
 
 
@@ -115,6 +110,8 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: encode([INPUT], bare(), Limits()), "the tokenizer has no end token; set eos_token"),
         (lambda: Limits(max_prompt_length=9, max_length=9), "data.max_prompt_length=9 must be at least 1 and below"),
         (lambda: render_prompt(INPUT, prompt="Q: {instruction}"), "rows:3: an input, but data.prompt has no {input}"),
+        (lambda: resolve_prompt("chat", [bare()]), "is chat, but the tokenizer of the model has no chat template"),
+        (lambda: resolve_prompt("alpaca", [bare()]), "is 'alpaca': give minillm, chat, or a text with {instruction}"),
         (lambda: word_starts(bare()), "does not mark where words begin"),
         (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
@@ -16,7 +15,7 @@ from llmdistill.errors import UserError
 PAD, CLS, SEP, MASK, A, B, C, D = range(8)
 
 
-def tokenizer(*, segments: bool = True) -> PreTrainedTokenizerFast:
+def tokenizer(*, segments=True):
     """One token a letter, from A on."""
     words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", "[UNK]"]
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments

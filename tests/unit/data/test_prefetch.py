@@ -1,13 +1,11 @@
 import gc
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from hostile import refuses
 
-from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.errors import UserError
@@ -27,7 +25,7 @@ class Watched:
         self.waits = threading.Event()
         self.waits.set()
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step):
         self.asked.append(step)
         if step == self.fails_at:
             raise UserError("row 7 is bad")
@@ -40,7 +38,7 @@ class Watched:
             self.alone.release()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition):
     until = time.monotonic() + 120
     while not condition() and time.monotonic() < until:
         time.sleep(0.005)
@@ -50,7 +48,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
     state, threads = torch.random.get_rng_state(), set()
 
-    def prepare(batch: Batch) -> Batch:
+    def prepare(batch):
         threads.add(threading.current_thread())
         return replace(batch, own_answers=True)
 

@@ -7,7 +7,6 @@ import copy
 
 import pytest
 from byte_tokenizers import byte_level
-from hostile import refuses
 
 from llmdistill.data.chat import answer_ends, end_of_turn, tokenizer_gaps
 from llmdistill.data.examples import Example, parse_row
@@ -40,24 +39,17 @@ def saved(tokenizer, folder, prompt):
     return load_tokenizer(folder)
 
 
-class TestResolving:
-    def test_a_model_is_asked_as_it_was_taught(self, word_tokenizer, tmp_path):
-        plain, chat = word_tokenizer(), word_tokenizer(chat=True)
-        assert resolve_prompt(None, [plain]) == "minillm"
-        assert resolve_prompt(None, [chat]) == "chat"
-        assert resolve_prompt(None, [chat, plain]) == "minillm", "the student could not be asked"
-        assert resolve_prompt(None, [saved(chat, tmp_path, "minillm")]) == "minillm"
-        assert resolve_prompt(None, [saved(chat, tmp_path, TEXT)]) == TEXT
-        load_tokenizer(tmp_path).save_pretrained(tmp_path / "again")
-        assert resolve_prompt(None, [load_tokenizer(tmp_path / "again")]) == TEXT, "it stays with the tokenizer"
-        for asked in ("minillm", "chat", TEXT):
-            assert resolve_prompt(asked, [saved(chat, tmp_path, "minillm")]) == asked
-
-    def test_a_prompt_that_cannot_be_is_one_sentence(self, word_tokenizer):
-        no_template = "data.prompt is chat, but the tokenizer of the model has no chat template; give one in "
-        refuses(no_template, resolve_prompt, "chat", [word_tokenizer()])
-        said = "data.prompt is 'alpaca': give minillm, chat, or a text with {instruction} in it"
-        refuses(said, resolve_prompt, "alpaca", [word_tokenizer()])
+def test_a_model_is_asked_as_it_was_taught(word_tokenizer, tmp_path):
+    plain, chat = word_tokenizer(), word_tokenizer(chat=True)
+    assert resolve_prompt(None, [plain]) == "minillm"
+    assert resolve_prompt(None, [chat]) == "chat"
+    assert resolve_prompt(None, [chat, plain]) == "minillm", "the student could not be asked"
+    assert resolve_prompt(None, [saved(chat, tmp_path, "minillm")]) == "minillm"
+    assert resolve_prompt(None, [saved(chat, tmp_path, TEXT)]) == TEXT
+    load_tokenizer(tmp_path).save_pretrained(tmp_path / "again")
+    assert resolve_prompt(None, [load_tokenizer(tmp_path / "again")]) == TEXT, "it stays with the tokenizer"
+    for asked in ("minillm", "chat", TEXT):
+        assert resolve_prompt(asked, [saved(chat, tmp_path, "minillm")]) == asked
 
 
 def test_a_text_of_ones_own_keeps_braces():

@@ -1,7 +1,6 @@
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -44,7 +43,7 @@ def test_json_is_an_array_an_object_around_it_or_lines(tmp_path, text):
 class TestTables:
     def test_parquet(self, tmp_path):
         chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
-        rows: list[dict[str, Any]] = [{**ROW, "output": ["3", "three"]}, {"messages": chat}]
+        rows = [{**ROW, "output": ["3", "three"]}, {"messages": chat}]
         keys = {key for row in rows for key in row}
         path = tmp_path / "a[1]*.parquet"  # no pattern, though it looks like one
         datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows]).to_parquet(path)
@@ -77,7 +76,7 @@ TABLE = datasets.Dataset.from_list([{**ROW, "instruction": f"Add {number}."} for
 @pytest.fixture
 def calls(monkeypatch):
     """Lets the hub hold the table, split train; gives the list of what was asked of it."""
-    found: list[tuple[Any, ...]] = []
+    found = []
 
     def load(name: str, config: str | None = None, *, split: str, streaming: bool) -> object:
         found.append((name, config, split, streaming))
@@ -119,7 +118,6 @@ class TestHub:
         assert len(read_examples(form(name + split))) == 10
         (call,) = load.call_args_list
         assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
-
         for unknown in ("[:50%]", "[-3:]", "[:3]+train[5:]"):
             refuses("by whole numbers alone, such as train[:500]", list, stream_rows(f"o/n:train{unknown}"))
 

@@ -1,11 +1,8 @@
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from support import ThreadRanks, check_steps, write_rows
 SIZE = 10
 
 
-def write(path: Path, prompts: list[str], answer: str = "yes") -> Path:
+def write(path, prompts, answer="yes"):
     return write_rows(path, ({"prompt": prompt, "completion": answer} for prompt in prompts))
 
 
@@ -34,7 +31,7 @@ def numbers(tmp_path):
 
 @pytest.fixture
 def make(word_tokenizer):
-    def loader(reference: Path | str, **changes: Any) -> StreamLoader:
+    def loader(reference, **changes):
         settings = {"shuffle_buffer": 4, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
         given = {**settings, **changes}
         limits = Limits(max_prompt_length=8, max_length=12, long_prompts=given.pop("long_prompts", "error"))
@@ -92,7 +89,7 @@ def test_steps_are_sorted_by_length(make, tmp_path):
 def test_the_set_is_never_held(make, monkeypatch):
     read = 0
 
-    def endless(_: object) -> Iterator[tuple[dict[str, str], str]]:
+    def endless(_):
         nonlocal read
         while True:
             read += 1
@@ -113,7 +110,7 @@ def _alive() -> int:
     return sum(isinstance(each, (Example, Encoded)) for each in gc.get_objects())
 
 
-def on_ranks(make: Callable, size: int, reference: Path, job: Callable[[StreamLoader], Any], **settings: Any) -> Any:
+def on_ranks(make, size, reference, job, **settings):
     """What a job finds with the loader of each rank."""
     settings |= {"world_size": size, "exchange": ThreadRanks(size)}
     return settings["exchange"].run(lambda rank: job(make(reference, rank=rank, **settings)))
@@ -125,11 +122,11 @@ class TestSharedAmongRanks:
         rows, encode = stream.stream_rows, stream.encode
         read, tokenized = Counter[int](), Counter[int]()
 
-        def counted_rows(reference: Any) -> Iterator[Any]:
+        def counted_rows(reference):
             read[ThreadRanks.own.rank] += 1
             return rows(reference)
 
-        def counted_encode(examples: Any, *args: Any, **more: Any) -> Any:
+        def counted_encode(examples, *args, **more):
             tokenized[ThreadRanks.own.rank] += len(examples)
             return encode(examples, *args, **more)
 
@@ -138,7 +135,7 @@ class TestSharedAmongRanks:
         settings = {"long_prompts": long_prompts, "bucket_steps": bucket_steps, "global_batch_size": 12}
         steps = (0, 1, 2, 7, 3)  # forwards, over some, and back
 
-        def walk(loader: StreamLoader) -> Any:
+        def walk(loader):
             return [loader.micro_batch_items(step) for step in steps], loader.report()
 
         alone = make(path, micro_batch_size=12, **settings)

@@ -1,8 +1,6 @@
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ STOP, FIRST, SIZE = 9, 10, 4000
 MARKS = [("[CLS]", CLS), ("[SEP]", SEP)]
 
 
-def words(*, types: bool = True, without: Sequence[str] = (), **template: str) -> PreTrainedTokenizerFast:
+def words(*, types=True, without=(), **template):
     """A tokenizer whose word w10 has the id 10, with the marks of BERT or of another template."""
     vocabulary = [*NAMES, *(f"w{number}" for number in range(len(NAMES), SIZE))]
     vocabulary[STOP] = "w."
@@ -60,8 +58,8 @@ PAIRS = {"pairs": True, "next_sentence": True}
 MANY = numbered([3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25])
 
 
-def sequences(corpus: Corpus = MANY, tokenizer: Any = None, **changes: Any) -> TextSequences:
-    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, **changes}
+def sequences(corpus=MANY, tokenizer=None, **changes):
+    settings = {"objective": "masked", "max_length": 16, **changes}
     return TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings)
 
 
@@ -69,12 +67,12 @@ def loader(source: TextSequences | MixedSequences, seed: int = 3, size: int = 4)
     return SequenceLoader(source, Share(seed=seed, global_batch_size=size, micro_batch_size=size))
 
 
-def in_order(source: TextSequences, **changes: Any) -> list[Batch]:
+def in_order(source, **changes):
     """All sequences in the order of the text."""
     return validation_batches(source, **{"limit": 10**6, "batch_size": 4, **changes})
 
 
-def rows(batches: Sequence[Batch]) -> list[list[int]]:
+def rows(batches):
     """The tokens of each sequence, as they were before masking."""
     whole = []
     for batch in batches:
@@ -114,7 +112,7 @@ class TestDecoders:
 class TestEncoders:
     @pytest.mark.parametrize("max_length", [8, 224])
     def test_pieces_stand_between_start_and_separator(self, max_length):
-        batches = in_order(sequences(max_length=max_length, mask_share=0.2))
+        batches = in_order(sequences(max_length=max_length, mask_share=0.25))
         assert rows(batches) == [[CLS, *piece, SEP] for piece in packed(max_length - 2, [SEP])]
         for batch in batches:
             assert not batch.token_type_ids.any()
@@ -122,7 +120,7 @@ class TestEncoders:
             chosen = batch.labels != IGNORE_INDEX
             is_word = torch.where(chosen, batch.labels, batch.input_ids) >= FIRST
             assert (is_word | ~chosen).all(), "only words are masked"
-            assert chosen.sum(1).tolist() == [max(1, round(0.2 * int(number))) for number in is_word.sum(1)]
+            assert chosen.sum(1).tolist() == [round(0.25 * int(number)) for number in is_word.sum(1)]
             assert ((batch.input_ids[chosen] == MASK) | (batch.input_ids[chosen] >= len(NAMES))).all()
         assert in_order(sequences(tokenizer=words(types=False)))[0].token_type_ids is None
 
@@ -154,7 +152,7 @@ class TestOrder:
     def test_seed_and_step_alone_decide(self, kind):
         source = sequences(**kind)
 
-        def made(step: int, seed: int = 3) -> list[Any]:
+        def made(step, seed=3):
             [batch] = loader(source, seed).micro_batches(step)
             values = [getattr(batch, each.name) for each in fields(Batch)]
             return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
@@ -169,7 +167,7 @@ class TestOrder:
 
 
 class TestPairs:
-    def drawn(self, corpus: Corpus, epochs: int, **changes: Any) -> list[Any]:
+    def drawn(self, corpus, epochs, **changes):
         """(first segment, second segment, target) of each sequence of some epochs."""
         source = sequences(corpus, **PAIRS, **changes)
         batch = source.batch(range(epochs * len(source)), seed=3)
@@ -302,7 +300,6 @@ def test_every_sequence_is_validated_once_and_ranks_keep_step(ranks, batch_size)
     walked = [batch for turn in zip(*shares, strict=True) for batch in turn]
     assert rows(walked) == rows(in_order(source))
     assert all(1 <= len(batch.input_ids) <= 2 * batch_size for batch in walked)
-
     assert rows(in_order(source, limit=5)) == rows(in_order(source))[:5]
 
 

@@ -1,6 +1,5 @@
 from itertools import groupby
 
-import numpy as np
 import pytest
 from word_models import word_tokenizer
 
@@ -27,7 +26,7 @@ def example(words: range, *answer: int, question: str = "who what", id: str = "q
     return QuestionExample(id, question, context, found)
 
 
-def words_of(ids: np.ndarray) -> list[str]:
+def words_of(ids):
     return [WORDS[int(each)] for each in ids]
 
 

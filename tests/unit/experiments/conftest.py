@@ -1,16 +1,12 @@
 """What the suites that set models side by side share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from llmdistill.cli import main
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys) -> Callable[..., str]:
+def refused(monkeypatch, capsys):
     """Evaluate a suite on a mistake, which is found before a model is loaded; returns the one line that is said."""
     monkeypatch.setattr("llmdistill.experiments.side_by_side.load_model", None)
 

@@ -1,10 +1,7 @@
 """Attention maps and their divergence, against transformers' own attention and scipy's relative entropy."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,7 +42,7 @@ def test_divergence_survives_shares_near_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory):
     """A random BERT of three layers, whose tokens are letters."""
     folder = tmp_path_factory.mktemp("models") / "teacher"
     torch.manual_seed(0)
@@ -55,12 +52,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(teacher: Path) -> Path:
+def student(teacher):
     llmdistill.compress(str(teacher), rank=4, output=str(teacher.parent / "student"))
     return teacher.parent / "student"
 
 
-def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
+def eager_maps(path, text, layer):
     """(H, T, T), by transformers."""
     model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     inputs = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")
@@ -77,9 +74,7 @@ def test_teacher_and_student_stand_side_by_side(teacher, student, tmp_path, caps
     texts.write_text("a b c d\n\n e a a\n not read\n", encoding="utf-8")
     words = ["evaluate", "--suite", "attention", "--model", f"teacher={teacher},student={student},two={two}"]
     words += ["--data", str(texts), "--examples", "2", "--output_dir", str(tmp_path / "out"), "--layers", "3,2,1"]
-
     assert main([*words, "--json"]) == 0
-
     results = json.loads(capsys.readouterr().out)
     means = {"teacher": [], "student": [], "two": []}
     for entry, text in zip(results["texts"], ["a b c d", "e a a"], strict=True):

@@ -1,7 +1,5 @@
 """Students of all starts have equally many parameters, and methods see equally many tokens."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 

@@ -1,7 +1,5 @@
 """The points of a grid and the choice among them, against a naive count."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -1,14 +1,10 @@
 """Tasks of MTEB, on tasks of our own, by its library where it is installed and by a stand-in, against plain torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import stand_in_mteb
@@ -16,7 +12,6 @@ import torch
 from scipy import stats
 from sentence_encoders import encoder
 from stand_in_mteb import StandInTask
-from transformers import BertModel
 
 from llmdistill.commands.side_by_side import main
 from llmdistill.models.load import load_model
@@ -30,7 +25,7 @@ ROWS = {
 }
 
 
-def library_tasks(names: dict[str, Any]) -> dict[str, Any]:
+def library_tasks(names):
     """Tasks of the installed library with these rows."""
     import datasets
     from mteb.abstasks import AbsTaskSTS
@@ -38,7 +33,7 @@ def library_tasks(names: dict[str, Any]) -> dict[str, Any]:
 
     empty = ("date", "domains", "task_subtypes", "license", "annotations_creators", "dialect", "sample_creation")
 
-    def load(self: Any, **_: Any) -> None:
+    def load(self, **_):
         rows = [dict(zip(("sentence1", "sentence2", "score"), row, strict=True)) for row in names[self.metadata.name]]
         self.dataset, self.data_loaded = datasets.DatasetDict(test=datasets.Dataset.from_list(rows)), True
 
@@ -55,7 +50,6 @@ def library_tasks(names: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(params=["stand-in", "mteb"])
 def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tasks of ROWS, in the library."""
     if request.param == "stand-in":
         stand_in_mteb.install(monkeypatch, [StandInTask(name, rows) for name, rows in ROWS.items()])
         return
@@ -66,7 +60,7 @@ def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def spearman(model: BertModel, folder: Path, name: str) -> float:
+def spearman(model, folder, name):
     """The correlation of the first token's cosines, one sentence at a time, of at most four tokens."""
     tokenizer = load_tokenizer(folder)
 
@@ -100,7 +94,6 @@ def test_encoders_are_scored_side_by_side_and_finished_tasks_are_kept(tasks, tmp
             assert found["score"] == pytest.approx(spearman(model, tmp_path / name, task))
             assert (found["type"], found["metric"], found["revision"]) == ("STS", "cosine_spearman", "1")
     assert len({entry["tasks"]["First"]["score"] for entry in results["models"].values()}) == 2
-
     # A model that has changed is scored again, and so is one whose embeddings are made in another way.
     shutil.rmtree(tmp_path / "student")
     encoder(tmp_path / "student", seed=2)
@@ -110,7 +103,7 @@ def test_encoders_are_scored_side_by_side_and_finished_tasks_are_kept(tasks, tmp
     assert scored("First") == []
 
 
-def test_a_task_draws_the_same_examples_for_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_draws_the_same_examples_for_every_model(tmp_path, monkeypatch):
     many = [(f"{'abcdef'[i % 6]} {'abc'[i % 3]}", f"{'fedcb'[i % 5]} {'ab'[i % 2]}", float(i % 7)) for i in range(40)]
     same = [(one, two, 1.0) for one, two, _ in many[:3]]
     stand_in_mteb.install(monkeypatch, [StandInTask("Drawn", many, drawn=9), StandInTask("Same", same)])
@@ -124,17 +117,14 @@ def test_a_task_draws_the_same_examples_for_every_model(tmp_path: Path, monkeypa
     assert results["models"]["one"]["tasks"]["Same"]["score"] == 0  # not NaN, which is no JSON
 
 
-def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_path: Path) -> None:
+def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_path):
     encoder(tmp_path)
     prompts = {"query": "a ", "passage": "b ", "STS": "c ", "Own": "d ", "Own-query": "e ", "plain": "f "}
     values = {"prompts": prompts, "default_prompt_name": "plain"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
-    settings = read_sentence_settings(tmp_path)
-    assert settings is not None
+    settings, tokenizer = read_sentence_settings(tmp_path), load_tokenizer(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, head="none")
-    made = SentenceEncoder(model, load_tokenizer(tmp_path), settings)
-
-    ids, texts = load_tokenizer(tmp_path), [{"text": ["c"]}]
+    made = SentenceEncoder(model, tokenizer, settings)
     for name, kind, prompt_type, prompt in (
         ("Own", "STS", "query", "e "),
         ("Own", "STS", None, "d "),
@@ -143,12 +133,11 @@ def test_the_prompt_of_a_text_is_the_most_special_one_that_the_files_name(tmp_pa
         ("Other", "Retrieval", "document", "b "),
         ("Other", "Other", None, "f "),
     ):
-        with torch.no_grad():
-            expected = model(torch.tensor([ids(prompt + "c")["input_ids"]])).last_hidden_state[:, 0]
         task = SimpleNamespace(name=name, type=kind)
         asked = None if prompt_type is None else SimpleNamespace(value=prompt_type)
-        found = made.encode(texts, task_metadata=task, hf_split="test", hf_subset="default", prompt_type=asked)
-        torch.testing.assert_close(found, expected)
+        given = {"task_metadata": task, "hf_split": "test", "hf_subset": "default", "prompt_type": asked}
+        expected = model(**tokenizer(prompt + "c", return_tensors="pt")).last_hidden_state[:, 0].detach()
+        torch.testing.assert_close(made.encode([{"text": ["c"]}], **given), expected)
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, refused, monkeypatch):

@@ -1,7 +1,5 @@
 """The models that stand side by side, by what a user names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The speed of models side by side: what is timed, on which batches, and the table of it."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 

@@ -1,7 +1,5 @@
 """What a comparison runs, chooses and keeps, with a launcher that stands in for the training."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from itertools import product
@@ -10,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import conduct
-from llmdistill.experiments.launcher import InProcess
+from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.experiments.study import Study
 from llmdistill.experiments.variants import from_starts, load_methods, load_starts
 from llmdistill.methods import METHODS
@@ -27,24 +24,17 @@ COMPARED = ["none", "sft", "kd", "seqkd", "makd"]
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-class StandIn:
+class StandIn(Launcher):
     """Writes what a run would leave; its scores follow from the settings alone."""
 
-    def __init__(self, fails=(), stops_after=None):
-        self.ran, self.fails, self.stops_after = [], fails, stops_after
-
-    def train_command(self, recipe):
-        return ["deepspeed", "--module", "llmdistill.train", "--recipe", str(recipe)]
-
-    def command(self, module, *arguments):
-        return ["deepspeed", "--module", module, *arguments]
+    def __init__(self, fails=()):
+        super().__init__()
+        self.ran, self.fails = [], fails
 
     def run(self, trials, progress=None):
         return InProcess(WORLD, self.do).run(trials, progress)
 
     def do(self, config):
-        if len(self.ran) == self.stops_after:
-            raise KeyboardInterrupt
         self.ran.append(config)
         if config.method in self.fails:
             raise UserError("out of luck")
@@ -59,7 +49,7 @@ class StandIn:
         output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         output.with_name(f"{output.name}.provenance.json").write_text('{"teacher": "x"}')
 
-    def train(self, config: RunConfig):
+    def train(self, config):
         folder = Path(config.output_dir)
         (folder / "untrained").mkdir(parents=True, exist_ok=True)
         rate, method = config.train.learning_rate, config.method
@@ -158,21 +148,6 @@ def test_one_failed_method_does_not_lose_the_others_and_is_tried_again(tmp_path)
     assert {config.method for config in again.ran} == {"kd"}
     with pytest.raises(UserError, match="could not be scored: out of luck"):
         conduct(make_study(tmp_path / "other", StandIn(fails=["none"])))
-
-
-def test_interrupted_and_resumed_it_gives_the_same_results(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmdistill.report.comparison.draw_comparison", lambda comparison: [])
-    settings = {"methods": ["none", "sft", "seqkd"], "seeds": (0, 1)}
-    files = {}
-    for stops_after in (None, 7):
-        # All under the same name, as the folder is part of what the results link to.
-        if stops_after is not None:
-            with pytest.raises(KeyboardInterrupt):
-                conduct(make_study(tmp_path / "study", StandIn(stops_after=stops_after), **settings))
-        study = make_study(tmp_path / "study", StandIn(), **settings)
-        _, files[stops_after] = reported(study, conduct(study))
-        study.root.rename(tmp_path / f"stopped after {stops_after}")
-    assert files[None] == files[7]
 
 
 def test_sizes_train_the_chosen_settings_once_more(tmp_path):

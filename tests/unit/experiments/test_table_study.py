@@ -1,10 +1,7 @@
 """A published table beside our own figures: what runs, what is missing, and the pages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import BertConfig
@@ -49,7 +46,7 @@ MEASURED = {
 REPORT = PublishedReport(table=TABLE, measured=MEASURED, facts={"Command": "llmdistill compare"})
 
 
-def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_figures_stand_beside_the_paper_s(tmp_path, capsys):
     results = write_published(tmp_path, REPORT)
     figures = {row["key"]: row["measured"] and row["measured"]["figures"] for row in results["rows"]}
     assert [each["mean"] for each in figures["mine"]] == [71.0, 80.0, 75.5]
@@ -80,7 +77,6 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
     measured = {key: Measured(folder="f", scores={("MRPC", "accuracy"): each}) for key, each in scores.items()}
     table = PublishedTable(name="t", title="T", tasks=("mrpc",), columns=COLUMNS[1:], rows=tuple(rows), axis="layer")
     report = PublishedReport(table=table, measured=measured, facts={})
-
     (drawing,) = draw_rows(report)
     (panel,) = drawing.figure.axes
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
@@ -92,7 +88,7 @@ def test_scores_are_drawn_over_the_numbers_of_the_rows() -> None:
 
 
 @pytest.fixture
-def teacher(tmp_path: Path) -> Path:
+def teacher(tmp_path):
     """A teacher that is nothing but a config, with a vocabulary."""
     folder = tmp_path / "teacher"
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
@@ -107,7 +103,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, suite: str = "minilm-t
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) -> None:
+def test_a_dry_run_names_what_is_missing(capsys, teacher, tmp_path):
     own = ("--rows", "teacher,minilm", "--teacher.model", str(teacher), "--tasks.names", "rte,sst2")
     found = plan(capsys, *own)
     assert list(found["rows"]) == ["teacher", "minilm"]
@@ -117,7 +113,6 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert found["fine_tunings"] == {"RTE": 4 * 4 * 4, "SST-2": 4 * 3 * 4}  # MiniLM's protocol
     assert len(found["missing"]) == 1
     assert found["missing"][0].startswith("corpus/train.txt: no such file")
-
     own = (*own, "--data.train", str(tmp_path / "text.txt"), "--tasks.data_dir", str(tmp_path / "glue"))
     (missing,) = plan(capsys, *own)["missing"]
     assert missing.startswith(f"tasks.data_dir {tmp_path / 'glue'}: it has no folder SST-2")
@@ -125,12 +120,11 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert (last["missing"], last["fine_tunings"]) == ([], {"RTE": 16})
 
 
-def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Path, tmp_path: Path) -> None:
+def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher, tmp_path):
     own = ("--rows", "teacher", "--teacher.model", str(teacher))
     found = plan(capsys, *own, suite="kroneckerbert-table9")
     assert found["missing"] == []  # the three sets are on the hub
     assert (list(found["fine_tunings"]), found["out_of_domain"]) == (["MRPC", "SST-2", "RTE"], ["PAWS", "IMDb", "HANS"])
-
     mine = {"PAWS": {"data": "paws/dev.tsv"}, "IMDb": {"data": "imdb.jsonl", "labels": {"0": "neg"}}, "HANS": {}}
     own = (*own, "--tasks.out_of_domain", json.dumps(mine))
     missing = plan(capsys, *own, suite="kroneckerbert-table9")["missing"]
@@ -141,7 +135,7 @@ def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Pa
     assert plan(capsys, *own, "--tasks.names", "rte", suite="kroneckerbert-table9")["missing"] == []
 
 
-def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
+def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, teacher, tmp_path):
     good = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"
     for name, text in (("train", good), ("dev", good + "1\ta\tb\tmaybe\n")):
         (tmp_path / f"glue/RTE/{name}.tsv").write_text(text, encoding="utf-8")
@@ -156,13 +150,14 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
 NOWHERE = ("--teacher.model", "nowhere/at/all", "--tasks.data_dir", "nowhere")
 
 
-def test_mistakes(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_mistakes(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for arguments, said in (
         (["--rows", "teacher,minlm"], "no row 'minlm' in this table; did you mean minilm? (there are teacher, bert"),
         (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
         (["--methods", "kd"], "--suite and --methods both say what is compared"),
         (["--seeds", "2"], "--seeds is for comparisons of decoders"),
+        (["--suite", "minilm-table10", "--tasks.names", "rte"], "nothing is fine-tuned for minilm-table10"),
         (["--rows", "teacher", *NOWHERE], "nowhere/at/all: no such folder"),
         (["--rows", "minilm", *NOWHERE, "--tasks.names", "rte"], "3 things are missing for the table: (1) "),
     ):

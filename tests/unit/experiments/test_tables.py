@@ -1,23 +1,19 @@
 """The published tables: their figures, and that every row names something that exists here."""
 
-from __future__ import annotations
-
 import re
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
+import yaml
 
-from llmdistill.config import RunConfig
-from llmdistill.config.command_line import changed, recipe_names
+from llmdistill.config.command_line import config_of, recipe_names
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.experiments import chunks
 from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
-from llmdistill.report.paper import PublishedTable
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import known_sets
@@ -43,12 +39,6 @@ COLUMNS: dict[str, dict[str, set[str]]] = {
 }
 """Task -> column -> metrics."""
 
-SECTIONS: dict[str, Any] = {
-    **vars(RunConfig()),
-    **{name: method.settings() for name, method in METHODS.items() if method.settings is not None},
-}
-"""The sections of a run's configuration that rows change."""
-
 
 def test_rows_name_what_exists() -> None:
     for row in (row for table in TABLES for row in table.rows):
@@ -56,14 +46,8 @@ def test_rows_name_what_exists() -> None:
         assert row.recipe is None or row.recipe in recipe_names()
         assert row.model is None or re.fullmatch(r"[\w-]+/[\w.-]+", row.model)
         assert row.recipe is not None or not row.settings
-        sections: dict[str, dict[str, Any]] = defaultdict(dict)
-        for key, value in row.settings.items():
-            section, _, setting = key.partition(".")
-            sections[section][setting] = value
-        assert sections.pop("method", {"": "makd"})[""] in METHODS
-        for section, values in sections.items():
-            # Raises UserError for an unknown key, or a value that does not fit.
-            changed(SECTIONS[section], values, key=section)
+    for settings in {str(row.settings): row.settings for table in TABLES for row in table.rows}.values():
+        config_of(settings, {}, METHODS)  # raises UserError for an unknown key, or a value that does not fit
 
 
 def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> None:
@@ -95,7 +79,7 @@ def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> Non
         assert (len(known) == len(table.rows)) == ("-figure" not in table.name)
 
 
-def means_of(table: PublishedTable) -> list[tuple[int, list[int]]]:
+def means_of(table):
     """The columns that are means of other columns, by their positions: the average, and a task's over its languages."""
     means = [(len(table.columns), list(range(len(table.columns))))] if table.average else []
     for at, mean in enumerate(table.columns):
@@ -127,39 +111,7 @@ def test_averages_are_the_means_of_their_columns() -> None:
     assert checked == 107
 
 
-PAPERS = {
-    "kroneckerbert-table3": "83.9 83.4 93.4 87.9 52.8 71.1 90.9 67 85.2 / 76.4 75.2 84.7 84.9 - - - - -"
-    " / 75.8 76.1 84.0 - - 67.4 75.1 - - / 81.3 80.1 88.4 87.1 28.3 70.5 86.1 64.7 81.3",
-    "kroneckerbert-table5": "80.5 88 74.5 77.7 / 70.1 79.5 60.8 64.6 / 72.7 82.1 68.2 71.8 / 78.1 86.3 70.4 73.8"
-    " / 70.7 80.5 66.9 69.3",
-    "kroneckerbert-table6": "82.8 91.0 87.5 / 80.7 86.6 70.8 / 80.0 88.8 86.5",
-    "kroneckerbert-table9": "61.3 88.0 50.7 / 61.3 78.5 51.2 / 61.4 86.5 50.4",
-    "minilm-table5": "72.4 82.2 91.0 / 71.0 80.9 89.9 / 69.4 80.3 90.2 / 67.5 79.0 89.2"
-    " / 66.2 78.8 89.3 / 64.2 77.8 88.3",
-    "minilm-table6": "72.4 82.2 91.0 / 71.4 82.0 90.8 / 69.4 80.3 90.2 / 68.3 80.1 89.9"
-    " / 66.2 78.8 89.3 / 65.5 78.4 89.3",
-    "minilm-table7": "72.4 82.2 91.0 / 71.6 81.8 90.6 / 69.4 80.3 90.2 / 67.6 79.9 89.6"
-    " / 66.2 78.8 89.3 / 64.8 77.7 88.6",
-    "minilm-table8": "66.3 / 70.7 / 74.5 / 71.1 / 68.0",
-    "minilm-table9": "57.7 41.6 / 61.6 43.5 / 62.9 45.7 / 64.9 46.9 / 63.2 44.7 / 53.7 36.6",
-    "minilm-table10": "38 37 35 30 24 20 16 18 19 / 45 49 46 47 37 36 - - -",
-    "minilm_v1-table9": "15.16 19.12 - / 18.37 22.65 46.68 / 22.78 25.49 51.57 / 21.07 24.09 49.14 / 20.31 23.43 48.21"
-    " / 16.38 20.25 44.48 / 20.76 24.20 48.91 / 24.32 26.10 52.69 / 23.27 25.15 50.60 / 22.01 24.24 49.51",
-    "minilm_v1-table10": "40.42 17.62 36.67 16.30 1.60 11.95 / 39.53 17.28 36.38 28.10 8.02 21.72"
-    " / 41.22 18.68 38.34 - - - / 43.08 20.43 40.34 - - - / 44.16 21.28 40.90 45.14 22.27 37.25"
-    " / 43.52 21.55 40.69 - - - / 42.12 19.50 39.01 39.75 17.24 31.95 / 41.72 19.39 38.76 38.76 16.33 31.15"
-    " / 42.05 20.34 39.40 - - - / 42.66 19.91 39.73 40.43 17.72 32.60 / 41.57 19.21 38.64 38.79 16.39 31.10",
-    "minilmv2-table3": "76.8 84.5 91.7 91.3 68.6 93.2 87.3 58.9 89.5 / 83.7 87.6 92.8 91.9 78.7 94.8 90.2 63.6 91.2"
-    " / 81.8 86.5 92.6 91.6 76.4 93.3 89.2 62.3 90.5 / 86.6 89.4 94.0 91.8 83.1 95.9 91.2 65.0 91.3",
-    "minilmv2-table8": "82.8 74.5 / 82.9 75.0 / 83.0 74.9 / 83.4 75.7 / 81.9 71.9 / 82.2 72.8 / 82.2 72.7 / 82.4 73.0",
-    "minilmv2-table10": "72.9 82.8 91.3 / 73.3 82.8 91.6 / 74.3 83.0 91.1 / 74.7 83.2 92.4 / 76.4 84.4 92.0"
-    " / 76.0 84.4 92.1 / 76.3 84.2 92.4 / 76.8 84.4 92.3 / 77.7 85.0 92.5 / 78.1 85.2 92.5 / 81.6 87.0 94.5"
-    " / 81.2 87.3 94.1",
-    "minilmv2-figure2a": "72.9 82.8 91.3",
-    "minilmv2-figure2b": "74.3 83.0 91.1",
-    "minilmv2-figure2c": "69.1",
-}
-"""The figures of the tables without means, read from the papers: rows between slashes, x 100."""
+PAPERS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
 
 
 def test_tables_without_averages_have_the_papers_figures() -> None:
@@ -167,14 +119,14 @@ def test_tables_without_averages_have_the_papers_figures() -> None:
     without = [table for table in TABLES if not means_of(table)]
     assert {table.name for table in without} == PAPERS.keys()
     for table in without:
-        rows = [row.split() for row in PAPERS[table.name].split("/")]
-        figures = [tuple(None if figure == "-" else float(figure) for figure in row) for row in rows]
+        rows = PAPERS[table.name]
+        figures = [tuple(None if figure == "-" else float(figure) for figure in row.split()) for row in rows]
         assert [row.published for row in table.rows if set(row.published) != {None}] == figures, table.name
 
 
 @pytest.mark.parametrize("name", ["makd-table3", "makd-table4"])
 def test_ablations_of_an_encoder_are_those_of_a_decoder(name: str) -> None:
-    def compared(settings: dict[str, Any]) -> dict[str, Any]:
+    def compared(settings):
         own = {"makd.matrix_layers": "lower", "makd.layer_layers": "upper", **settings}
         return {key: value for key, value in own.items() if key not in ("method", "makd.ffn_gate")}
 

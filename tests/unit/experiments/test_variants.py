@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import pytest
 from transformers import LlamaConfig
 
-from llmdistill.experiments.variants import Variant, load_suite
+from llmdistill.experiments.variants import load_suite
 from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
 
 
@@ -12,7 +10,7 @@ def test_former_names_of_suites_still_work() -> None:
         assert load_suite(f"table{number}") == load_suite(name)
 
 
-def terms_of(variant: Variant) -> tuple[dict[str, float], object, object]:
+def terms_of(variant):
     """The terms that are left with their weights, and the layers (1-based) of matrix and layer losses."""
     own = {key.removeprefix("makd."): value for key, value in variant.settings.items() if key != "method"}
     config = LlamaConfig(num_hidden_layers=12)

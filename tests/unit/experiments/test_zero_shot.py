@@ -1,14 +1,11 @@
 """Zero-shot tasks of lm-evaluation-harness, on a task of our own, against plain torch."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from planted import plant
@@ -35,7 +32,7 @@ QUESTIONS = [
 
 
 @pytest.fixture
-def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def task_dir(tmp_path, monkeypatch):
     """A folder with the task `ages`, and a cache of data sets of its own."""
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -47,40 +44,35 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
     for name, rank in (("untrained", 4), ("student", 24)):
         llmdistill.compress("embedded:teacher", rank=rank, output=str(tmp_path / "run" / name))
-    config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
+    config = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
     (tmp_path / "run/run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
     (tmp_path / "run/metrics.json").write_text("{}", encoding="utf-8")
     return tmp_path / "run"
 
 
 @torch.no_grad()
-def shares(model_path: str | Path) -> tuple[float, float]:
+def shares(model_path):
     """The shares of questions whose right choice has the largest log-likelihood, in all and per byte, one by one."""
     model, tokenizer = load_model(model_path, dtype=torch.float32), load_tokenizer(model_path)
-    right = [0, 0]
+    right = np.zeros(2)
     for row in QUESTIONS:
-        sums, means = [], []
+        start, sums = len(tokenizer(row["question"])["input_ids"]), []
         for choice in row["choices"]:
-            whole = tokenizer(f"{row['question']} {choice}")["input_ids"]
-            start = len(tokenizer(row["question"])["input_ids"])
-            logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-            total = sum(float(logs[place - 1, whole[place]]) for place in range(start, len(whole)))
-            sums.append(total)
-            means.append(total / len(choice))
-        right[0] += sums.index(max(sums)) == row["answer"]
-        right[1] += means.index(max(means)) == row["answer"]
-    return right[0] / len(QUESTIONS), right[1] / len(QUESTIONS)
+            ids = torch.tensor(tokenizer(f"{row['question']} {choice}")["input_ids"])
+            logs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+            sums.append(float(logs[start - 1 :].sum()))
+        means = np.array(sums) / [len(choice) for choice in row["choices"]]
+        right += [np.argmax(each) == row["answer"] for each in (sums, means)]
+    return right / len(QUESTIONS)
 
 
 def test_the_models_of_a_run_are_scored_side_by_side(task_dir, run, capsys):
     command = ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--dtype", "fp32"]
-
     assert main("zero_shot", command) == 0
-
     results = json.loads((run / "zero_shot" / "results.json").read_text(encoding="utf-8"))
     paths = {"teacher": locate("embedded:teacher"), "untrained": run / "untrained", "trained": run / "student"}
     assert list(results["models"]) == list(paths)
@@ -91,7 +83,6 @@ def test_the_models_of_a_run_are_scored_side_by_side(task_dir, run, capsys):
         assert (entry["examples"], entry["num_fewshot"]) == (len(QUESTIONS), 0)
     assert len({model["params"] for model in results["models"].values()}) == 3
     capsys.readouterr()
-
     # A model that has changed is scored again, and no other.
     shutil.rmtree(run / "student")
     shutil.copytree(run / "untrained", run / "student")
@@ -103,9 +94,7 @@ def test_limits_reach_the_harness_and_code_in_the_folders_of_models_does_not_run
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     plant(run, tmp_path / "code ran")
     command = ["--model", f"mine={run}", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
-
     assert main("zero_shot", [*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
-
     assert not (tmp_path / "code ran").exists()
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     entry = results["models"]["mine"]["tasks"]["ages"]

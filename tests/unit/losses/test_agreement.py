@@ -1,7 +1,5 @@
 """The figures on the student's own answers, against sets and plain softmaxes."""
 
-from __future__ import annotations
-
 import torch
 
 from llmdistill.batch import HeadInputs, SeveralHeads, TopK

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +25,14 @@ SEEN = [(True, None, None), (False, None, None), (True, 6, None), (False, 6, Non
 KINDS = ["student_teacher", "teacher_student", "score_mse"]
 
 
-def make(seed: int, *, heads: int = 8, groups: int = 4, width: int = 6, dtype: torch.dtype = torch.float64) -> Any:
+def make(seed, *, heads=8, groups=4, width=6, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(3, heads, TOKENS, width, dtype=torch.float64, generator=generator).to(dtype)
     key = torch.randn(3, groups, TOKENS, width, dtype=torch.float64, generator=generator).to(dtype)
     return AttentionInputs(query.requires_grad_(), key.requires_grad_(), 0.6)
 
 
-def outcome(functions: tuple[Any, Any], kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> Any:
+def outcome(functions, kind, student, teacher, mask, **seen):
     """The value and the gradients of queries and keys, of the function for scores or that for distributions."""
     of_scores, of_shares = functions
     if kind == "score_mse":

@@ -1,20 +1,16 @@
 """Distances of hidden states and matrices; tests/unit/methods compares their values with loops over tokens."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.batch import LossSum
 from llmdistill.losses.features import hidden_cosine, hidden_mse, matrix_mse
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
-LOSSES: dict[str, tuple[Callable[..., LossSum], tuple[int, ...]]] = {
+LOSSES = {
     "heads": (matrix_mse, (2, 3, 5, 4)),
     "heads normalized": (partial(matrix_mse, normalize=True), (2, 3, 5, 4)),
     "flat": (hidden_mse, (2, 5, 6)),

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -65,7 +62,7 @@ def labels(rows: int = N, words: int = V) -> Tensor:
     return torch.randint(words, (rows,), generator=torch.Generator().manual_seed(9))
 
 
-def factors_of(terms: Sequence[TokenTerm]) -> Tensor:
+def factors_of(terms):
     return torch.tensor([0.5 + 0.25 * i for i in range(len(terms))])
 
 
@@ -80,7 +77,7 @@ def outcome(function, student, teacher, terms, *, times=1.0, **options) -> list[
     return [losses.sums, *torch.autograd.grad(losses.total * times, leaves)]
 
 
-def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], relative: float = 1e-10) -> None:
+def assert_near(found, expected, relative=1e-10):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
@@ -232,7 +229,7 @@ def test_a_second_backward_pass_and_a_second_derivative_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"vocabulary": V - 4}], ids=["all", "first words"])
 @some_choices
-def test_logits_in_place_of_a_head(terms: Sequence[TokenTerm], options: dict[str, int]) -> None:
+def test_logits_in_place_of_a_head(terms, options):
     """Rows without a weight are the logits, which are not overwritten."""
     logits = [functional.linear(*each) for each in (head(1), head(2, width=K_TEACHER))]
     student, teacher = (HeadInputs(each, None, None) for each in logits)

@@ -1,10 +1,7 @@
 """Where there is a GPU the losses hand their work to the Triton kernels; what these get, and what becomes of it."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from llmdistill.losses.terms import TokenTerm
 MASK = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+def stand_in(monkeypatch, name, **contents):
     """A module in the place of one that needs Triton."""
     module = ModuleType(f"llmdistill.losses.fused.triton_{name}")
     vars(module).update(contents)

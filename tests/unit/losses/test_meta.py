@@ -1,10 +1,5 @@
 """On the meta device the fused losses allocate what they leave on a GPU: gradients, and one chunk of logits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,7 +17,7 @@ def meta(*shape: int, grad: bool = False) -> torch.Tensor:
 MASK = torch.ones(2, 512, dtype=torch.int64, device="meta")
 
 
-def peak(job: Callable[[], Any], *given: torch.Tensor) -> int:
+def peak(job, *given):
     """The bytes beside what is given."""
     tracer = Tracer()
     tracer.ignore(given)

@@ -1,7 +1,5 @@
 """The names of llmdistill.losses."""
 
-from __future__ import annotations
-
 import textwrap
 
 import torch

@@ -1,7 +1,5 @@
 """The average of several teachers, against its definition in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,9 +1,5 @@
 """Divergences from a teacher's most likely tokens, against the divergence of distributions that are merged plainly."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,11 +26,11 @@ BOUNDED = [
 TERMS = [*([term] for term in (*BOUNDED, SOFT)), [LABEL, KL], [LABEL, SOFT, *BOUNDED]]
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0)
 N, V, W = 7, 19, 5
+LABELS = torch.arange(N) % V
 
 
 @pytest.fixture
 def logits_NV() -> Tensor:
-    """The teacher's."""
     return 3 * torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -45,24 +41,20 @@ def student() -> HeadInputs:
     return HeadInputs(*(each.requires_grad_() for each in made))
 
 
-def labels() -> Tensor:
-    return torch.arange(N) % V
-
-
 def merge_plainly(p_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
     """(N, k + 1) probabilities: each of the tokens, and the sum of all others."""
     of_others = p_NV.scatter(1, tokens_Nk, 0.0).sum(1, keepdim=True)
     return torch.cat([p_NV.gather(1, tokens_Nk), of_others], dim=1)
 
 
-def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], factors: Tensor, k: int) -> TokenLosses:
+def plain(student, logits_NV, terms, factors, k):
     """By autograd, from the probabilities of all tokens."""
     student_NV = functional.linear(student.rows, student.weight, student.bias)
     tokens_Nk = logits_NV.argsort(dim=-1, descending=True)[:, :k]
     sums = []
     for term in terms:
         if term.divergence is None:
-            sums.append(functional.cross_entropy(student_NV, labels(), reduction="sum"))
+            sums.append(functional.cross_entropy(student_NV, LABELS, reduction="sum"))
             continue
         p_NC, q_NC = (
             merge_plainly((each / term.temperature).softmax(-1), tokens_Nk) for each in (logits_NV, student_NV)
@@ -77,7 +69,7 @@ def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], fa
 def test_values_and_gradients_are_those_of_merged_distributions(terms, k, student, logits_NV):
     factors = torch.tensor([0.5 + 0.25 * i for i in range(len(terms))], dtype=torch.float64)
     top = most_likely(logits_NV, k, TEMPERATURES)
-    found = token_losses(student, top, labels(), terms, factors, chunk=3)
+    found = token_losses(student, top, LABELS, terms, factors, chunk=3)
     expected = plain(student, logits_NV, terms, factors, k)
     torch.testing.assert_close(found.sums, expected.sums)
     ours, theirs = (torch.autograd.grad(each.total, list(student)) for each in (found, expected))
@@ -91,7 +83,7 @@ def test_logits_of_minus_infinity_stay_finite(student, logits_NV):
     bias_V[-3:] = float("-inf")
     student = student._replace(bias=bias_V)
     top = most_likely(logits_NV, 5, (1.0,))
-    found = token_losses(student, top, labels() % 5, [KL, LABEL], torch.ones(2))
+    found = token_losses(student, top, LABELS % 5, [KL, LABEL], torch.ones(2))
     assert found.sums.isfinite().all()
     assert found.sums[0] < -divergence.LOG_FLOOR
     assert all(each.isfinite().all() for each in torch.autograd.grad(found.total, [student.rows]))

@@ -1,22 +1,15 @@
 """A tiny encoder, tiny tasks in GLUE's format, and an engine without DeepSpeed (which tests/dist has)."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from glue_tasks import TOKENS, write_task
 from plain_engine import PlainEngine
-from transformers import PreTrainedModel
 from word_models import save_bert, save_tokenizer
 
 from llmdistill.commands.fine_tuning import main
-from llmdistill.config import TrainConfig
 from llmdistill.experiments.fine_tuning import run
 from llmdistill.run import assemble
 from llmdistill.runtime.distributed import World
@@ -28,14 +21,14 @@ class Engine(PlainEngine):
 
     built = 0
 
-    def __init__(self, model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> None:
+    def __init__(self, model, ds_config, settings):
         type(self).built += 1
         optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), betas=settings.betas)
         super().__init__(model.train(), optimizer, accumulation=ds_config["gradient_accumulation_steps"])
 
 
 @pytest.fixture(scope="module")
-def in_process() -> Iterator[None]:
+def in_process():
     """Runs use the engine above, in this process alone."""
     world = World(rank=0, size=1, device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +39,6 @@ def in_process() -> Iterator[None]:
 
 @pytest.fixture
 def engine(in_process: None) -> type[Engine]:
-    """Counts how often it is built in a test."""
     Engine.built = 0
     return Engine
 
@@ -55,18 +47,15 @@ QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "4", "-
 
 
 @pytest.fixture(scope="module")
-def fine_tune(in_process: None, data: Path) -> Callable[..., int]:
-    """Run the command with an output folder; gives its exit code."""
+def fine_tune(in_process, data):
     return lambda output, *more: main(["--data_dir", str(data), "--output_dir", str(output), *QUICK, *map(str, more)])
 
 
 @pytest.fixture
-def evaluate(capsys: Any, engine: type[Engine], encoder: Path, fine_tune: Callable[..., int], tmp_path: Path) -> Any:
+def evaluate(capsys, engine, encoder, fine_tune, tmp_path):
     """Run the command; gives results.json and what was said."""
 
-    def run(
-        *arguments: object, model: Path = encoder, folder: str | Path = "out", code: int = 0
-    ) -> tuple[dict[str, Any], str]:
+    def run(*arguments, model=encoder, folder="out", code=0):
         output = tmp_path / folder
         assert fine_tune(output, "--model", model, *arguments) == code
         said = capsys.readouterr()
@@ -76,7 +65,7 @@ def evaluate(capsys: Any, engine: type[Engine], encoder: Path, fine_tune: Callab
     return run
 
 
-def save_encoder(folder: Path, *, width: int = 16, layers: int = 2, words: list[str] = TOKENS) -> Path:
+def save_encoder(folder, *, width=16, layers=2, words=TOKENS):
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 2 * width}
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.1)
     save_bert(folder, words, initializer_range=0.1, **sizes, **dropout)
@@ -85,18 +74,18 @@ def save_encoder(folder: Path, *, width: int = 16, layers: int = 2, words: list[
 
 
 @pytest.fixture(scope="session")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder(tmp_path_factory):
     """A random BERT of two layers with a masked-word head."""
     return save_encoder(tmp_path_factory.mktemp("models") / "encoder")
 
 
 @pytest.fixture(scope="session")
-def make_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_encoder(tmp_path_factory):
     return lambda **settings: save_encoder(tmp_path_factory.mktemp("models") / "other", **settings)
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """GLUE's folders of four small tasks; RTE and MNLI have test files."""
     folder = tmp_path_factory.mktemp("glue")
     write_task(folder, "RTE", {"train": 96, "dev": 41, "test": 7})

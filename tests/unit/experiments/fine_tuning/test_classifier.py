@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -35,18 +31,13 @@ START = ["--tasks", "rte", "--epochs", "1", "--learning_rates", "1e-12"]
 """Learns nothing, so that the classifier stays as it started."""
 
 
-@pytest.fixture(scope="module")
-def teacher(fine_tune, encoder, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    assert fine_tune(folder, "--model", encoder, *START, "--seeds", "7") == 0
-    return folder
-
-
-def classifier(folder: Path) -> torch.Tensor:
+def classifier(folder):
     return load_file(folder / "RTE/best/model.safetensors")["classifier.weight"]
 
 
-def test_it_starts_as_the_teacher_s(evaluate, make_encoder, teacher, tmp_path) -> None:
+def test_it_starts_as_the_teacher_s(evaluate, make_encoder, tmp_path) -> None:
+    evaluate(*START, "--seeds", "7", folder="teacher")
+    teacher = tmp_path / "teacher"
     taught = [*START, "--teacher", teacher]
     results, said = evaluate(*taught, "--method", "kroneckerbert")
     torch.testing.assert_close(classifier(tmp_path / "out"), classifier(teacher))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -14,9 +12,7 @@ from llmdistill.commands.fine_tuning import main
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
 
 
-def test_it_is_a_suite_of_evaluate_and_only_the_result_stands_on_stdout(
-    capsys, engine, encoder, data, tmp_path, monkeypatch
-):
+def test_a_suite_of_evaluate_puts_its_result_alone_on_stdout(capsys, engine, encoder, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "cola", *CUSTOM]
     assert cli.main(["evaluate", *given, "--suite", "glue"]) == 0
@@ -47,6 +43,7 @@ def test_mistakes_are_one_sentence(evaluate, engine) -> None:
         (["--tasks", "wnli"], "it has no folder WNLI"),
         (["--method", "kd"], "method kd needs a teacher"),
         (["--also", "kd"], "method sft has no teacher"),
+        (["--run_settings", '{"data.task.metric": "f1"}'], "data.task.metric is f1: RTE has accuracy; name one of"),
         (["--teacher", "t", "--method", "minilmv2", "--minilmv2.teacher_layer", "auto"], "name a layer"),
         (["--teacher", "nowhere/at/all", "--tasks", "rte,cola"], "one model, but 2 tasks"),
         (["--batch_size", "6", "--micro_batch_size", "4"], "train.global_batch_size 6 does not divide by"),

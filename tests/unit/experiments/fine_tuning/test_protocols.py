@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import get_args
 
 from llmdistill.config.tasks import FineTuningConfig, ProtocolName
@@ -28,20 +26,6 @@ def test_given_settings_win_over_a_recipe(tmp_path) -> None:
     train = trial.config.train
     assert (train.epochs, train.global_batch_size, train.warmup_ratio, train.warmup_steps) == (1, 8, 0.2, 0)
     assert trial.config.data.task.writing.no_repeat_ngram_size == 3
-
-
-def test_each_trial_has_its_settings_and_a_folder_of_its_own(tmp_path) -> None:
-    config = FineTuningConfig(model="m", protocol="minilmv2", run_settings={"train.compile": True})
-    trials = TaskStudy(config=config, task="RTE", root=tmp_path, teacher=None).trials()
-    assert len({trial.folder for trial in trials}) == len(trials) == 60
-    assert [trial.seed for trial in trials[:5]] == [1, 2, 3, 4, 1]
-    first = trials[0]
-    assert first.folder == tmp_path / "RTE/lr-1e-05-epochs-3-seed-1"
-    assert first.settings == {"train.learning_rate": 1e-5, "train.epochs": 3}
-    train = first.config.train
-    assert (train.learning_rate, train.epochs, train.global_batch_size, train.compile) == (1e-5, 3, 32, True)
-    assert (train.schedule, train.warmup_ratio, train.warmup_steps) == ("linear", 0.1, 0)
-    assert (first.config.method, first.config.seed, first.config.data.max_length) == ("sft", 1, 128)
 
 
 def test_the_teacher_of_a_task(tmp_path) -> None:

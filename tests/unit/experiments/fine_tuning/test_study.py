@@ -1,12 +1,9 @@
 """Fine-tuning on tasks: what it finds against the answers on disk, what it keeps, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,6 @@ TASKS = ["--tasks", "rte,cola,stsb,mnli", "--seeds", "1,2", "--warmup_ratio", "0
 
 
 def answers(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions and targets."""
     rows = [line.split("\t") for line in file.read_text().splitlines()]
     assert rows[0] == ["index", "prediction", "target"]
     assert [int(row[0]) for row in rows[1:]] == list(range(len(rows) - 1))
@@ -42,9 +38,8 @@ def learned(fine_tune, encoder, data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(learned: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((learned / "results.json").read_text())
-    return found
+def results(learned):
+    return json.loads((learned / "results.json").read_text())
 
 
 def runs_of(folder: Path) -> list[Path]:
@@ -141,12 +136,11 @@ def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(
 
     monkeypatch.setattr(glue, "run_config", run)
     quick = ("--epochs", "1", "--keep_models", "true")
-    results, said = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", *quick)
+    results, _ = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", *quick)
     task = results["tasks"]["RTE"]
     assert task["learning_rate"] == 1e-2
     assert [entry["learning_rate"] for entry in task["grid"]] == [1e-2]
     assert results["warnings"] == ["RTE: lr-0.02-epochs-1-seed-1 failed: the loss is nan at step 3"]
-    assert "RTE learning_rate=0.02 epochs=1 seed=1: FAILED: the loss is nan at step 3" in " ".join(said.split())
     assert (tmp_path / "out/RTE/lr-0.01-epochs-1-seed-1/student/model.safetensors").is_file()
     assert (tmp_path / "out/RTE/best/model.safetensors").is_file()
     _, error = evaluate("--tasks", "rte", "--learning_rates", "2e-2", folder="none", code=2)
@@ -177,7 +171,7 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
     first, _ = evaluate("--tasks", "rte", "--epochs", "6", model=make_encoder(width=24), folder="teacher")
     words = ["--tasks", "rte", "--epochs", "8", "--method", "tinybert", "--also", "kd"]
     words += ["--teacher", tmp_path / "teacher"]
-    results, said = evaluate(*words)
+    results, _ = evaluate(*words)
     rows = log_rows(tmp_path / "out/RTE/lr-0.01-epochs-8-seed-1")
     for name in ("hidden", "sequence_forward_kl"):
         assert rows[-1][name] < 0.9 * rows[0][name], name
@@ -187,7 +181,6 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
     assert results["warnings"] == []
     assert not [name for name in load_file(tmp_path / "out/RTE/best/model.safetensors") if "projectors" in name]
     assert list(results["params"]) == ["teacher", "model"]
-    assert f"{task['teacher']['score']:.1f}" in said
     monkeypatch.setattr("llmdistill.run.teachers.load_teacher", None)
     assert evaluate(*words)[0]["tasks"] == results["tasks"]
 
@@ -195,12 +188,11 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
 def test_speed_and_sizes_stand_beside_the_baseline_s(evaluate, make_encoder, tmp_path) -> None:
     big = make_encoder(layers=8)
     arguments = ["--tasks", "rte", "--baseline", big, "--speed", "true", "--max_length", "16", "--batch_size", "8"]
-    results, said = evaluate(*arguments, "--epochs", "1")
+    results, _ = evaluate(*arguments, "--epochs", "1")
     assert list(results["params"]) == ["baseline", "model"]
     assert results["params"]["baseline"]["transformer"] == 4 * results["params"]["model"]["transformer"]
     assert results["speed"]["baseline"]["speedup"] == 1
     baseline, model = (results["speed"][role]["throughput"] for role in ("baseline", "model"))
     assert results["speed"]["model"]["speedup"] == pytest.approx(model / baseline)
-    assert "speed-up" in said
     assert "sequences/s" in (tmp_path / "out/report.md").read_text()
     assert evaluate(*arguments, "--epochs", "1")[0]["speed"] == results["speed"], "measured once"

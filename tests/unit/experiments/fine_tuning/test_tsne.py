@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from llmdistill.tasks.glue_files import read_split
 FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
 
 
-def states_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
+def states_of(model, tokenizer, data):
     """The hidden states of each example, one after the other, by transformers."""
     states = []
     for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]:
@@ -30,7 +27,7 @@ def states_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
     return states
 
 
-def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
+def naive(path, data, layer, token):
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     return np.stack([states[layer][0, token].numpy() for states in states_of(model, tokenizer, data)])
 
@@ -39,7 +36,7 @@ def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
 def saved(encoder, tmp_path):
     """Save a model with the encoder's tokenizer."""
 
-    def save(model) -> Path:
+    def save(model):
         model.save_pretrained(tmp_path)
         for file in encoder.glob("tokenizer*"):
             shutil.copy(file, tmp_path)

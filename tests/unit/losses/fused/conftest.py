@@ -3,11 +3,8 @@
 Triton reads TRITON_INTERPRET when it is imported, so that needs a process of its own: see test_in_the_interpreter.py.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     product = interpreter_builder.create_dot
 
-    def widened(side: Any) -> Any:
+    def widened(side):
         if side.dtype.scalar != tl.bfloat16:
             return side
         return TensorHandle((side.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

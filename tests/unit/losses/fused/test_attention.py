@@ -1,12 +1,9 @@
 """The kernels against the blocks of a CPU in fp64, which the tests of the folder above hold against a loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.block_rows import AttentionKind
 from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
 from llmdistill.losses.fused.triton_attention import attention_loss
 
@@ -76,7 +73,7 @@ def test_equals_the_blocks_of_a_cpu(device: torch.device, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("kind", ["student_teacher", "teacher_student", "score_mse"])
-def test_half_precision(device: torch.device, kind: AttentionKind) -> None:
+def test_half_precision(device, kind):
     check(device, kind, *HALF, RIGHT, True, None, tolerance=1e-2)
 
 

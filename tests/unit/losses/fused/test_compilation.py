@@ -1,9 +1,6 @@
 """The interpreter takes all of Python, the compiler does not; and it needs no GPU to say so."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,37 +18,30 @@ from llmdistill.losses.terms import TokenTerm
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-class AbsentGPU:
-    """What a kernel's call asks of the driver before it launches."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
+ABSENT_GPU = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 80, 32), get_current_device=lambda: 0, get_current_stream=lambda _: 0
+)
+"""What a kernel's call asks of the driver before it launches."""
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+def compiled(monkeypatch, tmp_path):
     """What was compiled for an A100, in place of being launched."""
-    kernels: list[Any] = []
+    kernels = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *arguments: Any, warmup: bool, **settings: Any) -> None:
+    def compile_only(self, *arguments, warmup, **settings):
         kernels.append(run(self, *arguments, warmup=True, **settings))
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compile_only)
     driver = triton.runtime.driver
     # Its name in newer and in older versions; asking for the newer `active` would look for a GPU.
-    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", AbsentGPU())
+    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", ABSENT_GPU)
     return kernels
 
 
-def test_head(compiled: list[Any]) -> None:
+def test_head(compiled):
     logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     divergences = (None, FORWARD_KL, jsd_with_derivative(0.5), TOTAL_VARIATION)
     terms = [TokenTerm("term", divergence, temperature=2.0) for divergence in divergences]
@@ -59,7 +49,7 @@ def test_head(compiled: list[Any]) -> None:
     assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
 
 
-def test_attention(compiled: list[Any]) -> None:
+def test_attention(compiled):
     query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
     student, teacher = AttentionInputs(query, key, 0.125), AttentionInputs(query[..., :32], key[..., :32], 0.25)
     visibility = Visibility(torch.ones(1, 40), True, 8, torch.ones(1, 40))
@@ -69,7 +59,7 @@ def test_attention(compiled: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("shape", "min_square"), [((2, 40, 14336), None), ((2, 4, 40, 80), 1e-6)])
-def test_features(compiled: list[Any], shape: tuple[int, ...], min_square: float | None) -> None:
+def test_features(compiled, shape, min_square):
     features = torch.zeros(shape, dtype=torch.bfloat16)
     if len(shape) == 4:
         features = features.transpose(1, 2).contiguous().transpose(1, 2)

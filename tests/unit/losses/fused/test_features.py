@@ -1,7 +1,5 @@
 """The kernel against the operations of torch in fp64, which the tests of the folder above hold against a loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +19,6 @@ SHAPES = {
 }
 
 
-def contiguous(tensor: Tensor) -> Tensor:
-    return tensor.contiguous()
-
-
 def by_tokens(tensor: Tensor) -> Tensor:
     """A view of (B, T, H, D), as projections leave their heads; a flat tensor as a view of (T, B, F)."""
     first, second = (1, 2) if tensor.dim() == 4 else (0, 1)
@@ -41,7 +35,7 @@ def features_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-LAYOUTS = (contiguous, by_tokens, part_of_wider, features_first)
+LAYOUTS = (Tensor.contiguous, by_tokens, part_of_wider, features_first)
 
 
 def make(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
