@@ -1,7 +1,5 @@
 """What the tests of a teacher's cache share: tiny models, batches, and losses with their gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes a Llama as a GGUF file, as llama.cpp's converter does, by the writer of the package gguf."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

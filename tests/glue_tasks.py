@@ -1,7 +1,5 @@
 """Tiny tasks in the files of GLUE, of the words yes, no, maybe and w0 to w11."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

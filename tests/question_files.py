@@ -1,7 +1,5 @@
 """A handful of questions in the official format, of the words that the tiny encoder knows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Hypothesis damages the files in tests/unit/test_properties.py, atheris in script
 besides success is one UserError. A new reader belongs here, so that both try it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """What several tests compare with: the terms of a method from whole logits and taps, after both models have run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Plays MTEB's library with tasks of semantic similarity: the calls of ours, and those that it makes of a model."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, built in milliseconds: the list behind the table of docs/students.md."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The main job, which prints where a training step asks for the value of a tensor: a GPU would be waited for there."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real runs: processes talk over gloo, and what they leave on disk is compared."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A teacher's cache under the launcher: the same on two ranks as on one, and the training of the live teacher."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Encoders on text: the same numbers however the run is cut, projectors that stay behind, chains and searches."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

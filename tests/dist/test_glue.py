@@ -1,7 +1,5 @@
 """GLUE on ranks: two learn and say what one does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

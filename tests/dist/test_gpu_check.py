@@ -1,7 +1,5 @@
 """The parts of gpu_check that train, in their small form on gloo ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

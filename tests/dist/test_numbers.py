@@ -1,7 +1,5 @@
 """Numbers that go wrong in a real run: it names where, keeps its good checkpoint, and goes on with a lower rate."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -3,8 +3,6 @@
 A stand-in in this process plays the server; its answers do not depend on who asks and when.
 """
 
-from __future__ import annotations
-
 import pytest
 from stand_in_server import serving
 

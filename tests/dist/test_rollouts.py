@@ -3,8 +3,6 @@
 A real vLLM is in test_vllm_server.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from stand_in_server import serving
 

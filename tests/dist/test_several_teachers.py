@@ -1,7 +1,5 @@
 """Students of several teachers, under DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A signal to a training: it finishes its step, saves, and ends with one line; the same command goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Both stages by one command under the launcher: text first, then a task with a teacher fine-tuned on the way."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of published tables from start to end, in processes of their own, with a tiny teacher."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fine-tuning as an ordinary run: labels, spans and written questions, with a sharded teacher and on two ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

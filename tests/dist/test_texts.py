@@ -1,7 +1,5 @@
 """Plain texts among the test sets of runs and comparisons: their perplexity is that of a plain loop over logits."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 LLMDISTILL_VLLM_PYTHON names the interpreter of an environment with vLLM and llmdistill (docs/teachers.md).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """llmdistill from Python, on tiny random models in memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The house: who may import whom, and names that are safe when train.py runs as a script."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Old and new records: the same, different, and what is kept beside a result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What users get wrong, through the main job's own entry: one sentence, exit code 2, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

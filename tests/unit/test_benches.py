@@ -1,7 +1,5 @@
 """The benches: their statistics, what a row and the bench say to each other, and figures that no clock decides."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

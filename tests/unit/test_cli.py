@@ -1,7 +1,5 @@
 """The llmdistill command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import runpy

@@ -6,8 +6,6 @@ The bash blocks of a page run in a real shell, so that variables, loops and quot
 programs in it are stubs that only write down their arguments, which are then given to the real parsers in this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

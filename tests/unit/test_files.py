@@ -1,7 +1,5 @@
 """Whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fingerprints: the content counts, not the place."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

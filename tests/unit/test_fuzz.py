@@ -1,7 +1,5 @@
 """scripts/torture/fuzz.py finds what a reader may not do."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """gpu_check: what its parts compare, how their processes end, and what the report says of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Every message of the package is one plain sentence, without a traceback's words and without a full stop."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -5,8 +5,6 @@ It runs on torch's meta device, which has shapes but no values: whoever asks for
 GPU, the paths that a CPU may take by looking at values are closed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

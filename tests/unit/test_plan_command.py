@@ -1,7 +1,5 @@
 """``llmdistill plan`` from configurations alone: what it prints and writes, and its errors."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

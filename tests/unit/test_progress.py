@@ -1,7 +1,5 @@
 """Signs of life: a bar on a terminal, lines elsewhere, nothing of work that is over soon or on other ranks."""
 
-from __future__ import annotations
-
 import io
 import time
 from contextlib import redirect_stderr

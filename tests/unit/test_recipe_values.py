@@ -3,8 +3,6 @@
 And the sizes of their students, by formulas, with teachers that are nothing but a config.json.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace

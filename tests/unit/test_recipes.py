@@ -1,7 +1,5 @@
 """Shipped recipes, resolved on the meta device as `--dry_run` does, without weights or data."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a command loads before it has work to do: neither torch nor transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The messages of a command: which stream they go to, on which rank, and at which level."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmdistill.cli import main

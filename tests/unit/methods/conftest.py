@@ -1,7 +1,5 @@
 """Pairs of tiny models, student smaller than teacher, and all that a naive loss reads of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cached_property, partial

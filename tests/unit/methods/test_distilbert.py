@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from torch.nn.functional import cosine_similarity
 

@@ -1,7 +1,5 @@
 """What the methods on the output do with words, with sequences' classes or scores, and with both."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

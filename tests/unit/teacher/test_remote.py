@@ -1,7 +1,5 @@
 """A teacher behind a server, which a stand-in plays in vLLM's documented format."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A teacher's outputs as rows of single examples and back; the losses of a cache are in tests/unit/run/cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

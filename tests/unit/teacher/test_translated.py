@@ -1,7 +1,5 @@
 """A batch of a student's tokens in the tokens of a teacher with another tokenizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from byte_tokenizers import byte_level, sentencepiece_like
