@@ -1,7 +1,5 @@
 """Small tokenizers whose tokens are pieces of UTF-8, trained on a few sentences or built by hand."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,19 +1,16 @@
 """What the tests of a teacher's cache share: tiny models, batches, and losses with their gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import save_decoder
+from transformers import LlamaForCausalLM
 
 from llmdistill.batch import Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.data.sampler import Share
-from llmdistill.embedded import locate
 from llmdistill.models.load import load_model
-from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import cache
 from llmdistill.run.plan import Plan
 from llmdistill.run.wiring import request_of, tapped
@@ -28,13 +25,7 @@ TOP_K = CacheConfig(content="top_k", top_k=20, micro_batch_size=4)
 
 def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
     """A tiny Llama with random weights and the embedded tokenizer."""
-    source = locate("embedded:teacher")
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
-    kind(LlamaConfig(**config | {"initializer_range": 0.2})).save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)
-    return folder
+    return save_decoder(folder, seed=seed, kind=kind, num_hidden_layers=2, pad_token_id=0, eos_token_id=1)
 
 
 def checked(planned, folder: Path, *arguments: str) -> None:

@@ -1,40 +1,18 @@
 """Writes a Llama as a GGUF file, as llama.cpp's converter does, by the writer of the package gguf."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 BLOCK = 32
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-
-
-def gguf_name(name: str) -> str:
-    """The name of a weight of transformers' Llama in a GGUF file."""
-    name = name.removeprefix("model.")
-    if name.startswith("layers."):
-        _, number, rest = name.split(".", 2)
-        return f"blk.{number}.{NAMES[rest.removesuffix('.weight')]}.weight"
-    return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
 
 
 def kind_of(name: str, weight: np.ndarray, kind: str) -> GGMLQuantizationType:
@@ -92,6 +70,7 @@ def write_gguf(
     writer.add_eos_token_id(ids.eos_token_id)
     writer.add_pad_token_id(ids.pad_token_id)
     writer.add_chat_template(TEMPLATE)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in weights_of(folder).items():
         if name == "model.embed_tokens.weight":
             weight = weight[:rows]
@@ -99,7 +78,7 @@ def write_gguf(
         if heads is not None:  # llama.cpp turns neighbors, transformers halves
             weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
         of_weight = kind_of(name, weight, kind)
-        writer.add_tensor(gguf_name(name), quantize(weight, of_weight), raw_dtype=of_weight)
+        writer.add_tensor(names.get_name(name, [".weight"]), quantize(weight, of_weight), raw_dtype=of_weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

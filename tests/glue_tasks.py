@@ -1,6 +1,4 @@
-"""Tiny tasks in the files of GLUE, of the words yes, no, maybe and w0 to w11."""
-
-from __future__ import annotations
+"""Tiny tasks in the files of GLUE and a text, of the words yes, no, maybe and w0 to w11."""
 
 from pathlib import Path
 
@@ -11,6 +9,14 @@ TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", "maybe", *(
 
 def noise(generator: torch.Generator, count: int) -> list[str]:
     return [f"w{int(n)}" for n in torch.randint(12, (count,), generator=generator)]
+
+
+def write_text(file: Path) -> Path:
+    """Forty documents of eight lines; returns the file."""
+    lines = [" ".join(TOKENS[5 + (7 * line + word) % 15] for word in range(9)) for line in range(320)]
+    documents = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines), 8)]
+    file.write_text("\n\n".join(documents), encoding="utf-8")
+    return file
 
 
 def write_task(folder: Path, task: str, sizes: dict[str, int], *, seed: int = 0) -> None:

@@ -1,7 +1,5 @@
 """README.md, CHANGELOG.md, CONTRIBUTING.md and docs/, and the fenced blocks in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

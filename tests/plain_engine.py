@@ -1,7 +1,5 @@
 """Autograd and an optimizer of torch in DeepSpeed's clothes, for what needs no ZeRO."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 What the tests hold the package's own losses against, and what bench_losses times them against.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

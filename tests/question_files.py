@@ -1,7 +1,5 @@
 """A handful of questions in the official format, of the words that the tiny encoder knows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,19 @@ def question(generator: torch.Generator, number: int, *, has_answer: bool) -> di
     return {"id": f"q{number}", "question": "no", "context": " ".join(words), "answers": answers}
 
 
-def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
+def content(rows: list[dict[str, Any]]) -> str:
     """Two articles, a paragraph for each question."""
     paragraphs = [
         {"context": row["context"], "qas": [{key: row[key] for key in ("id", "question", "answers")}]} for row in rows
     ]
     half = len(paragraphs) // 2
     articles = [{"title": "one", "paragraphs": paragraphs[:half]}, {"title": "two", "paragraphs": paragraphs[half:]}]
+    return json.dumps({"version": "v2.0", "data": articles})
+
+
+def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": "v2.0", "data": articles}), encoding="utf-8")
+    path.write_text(content(rows), encoding="utf-8")
 
 
 def write_questions(path: Path, *questions: tuple[str, str, str]) -> None:

@@ -6,8 +6,6 @@ same holds for the commands that a program without ranks starts, such as the tri
 Tests talk to the server through `support.RankServer`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -4,21 +4,19 @@ Hypothesis damages the files in tests/unit/test_properties.py, atheris in script
 besides success is one UserError. A new reader belongs here, so that both try it.
 """
 
-from __future__ import annotations
-
 import io
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
+import question_files
 import torch
-from question_files import rows, write_file
 from safetensors.torch import save
 
 from llmdistill.artifacts import entries_damage, manifest_damage, read_record
@@ -91,17 +89,11 @@ def parquet() -> bytes:
     return file.getvalue()
 
 
-def questions() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "q.json"
-        write_file(path, rows(4, seed=0, unanswerable=False))
-        return path.read_bytes()
-
-
 def table(*lines_of_cells: str) -> bytes:
     return "".join(line.replace("|", "\t") + "\n" for line in lines_of_cells).encode()
 
 
+QUESTIONS = question_files.content(question_files.rows(4, seed=0, unanswerable=False)).encode()
 PAIRS = lines({"source": "a b", "target": "a"}, {"source": "c", "target": "d"})
 XNLI = table("language|gold_label|sentence1|sentence2", "en|neutral|a|b", "de|entailment|c|d")
 MRPC = table("Quality|#1 ID|#2 ID|#1 String|#2 String", "1|7|8|One.|Two.", "0|9|10|One.|Three.")
@@ -122,9 +114,7 @@ SHARD = save(
 
 def entries(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The entries of a manifest for files of this content."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "file"
-        return {name: file_entry(file) for name, content in files.items() if file.write_bytes(content) >= 0}
+    return {name: {"bytes": len(each), "sha256": sha256(each).hexdigest()} for name, each in files.items()}
 
 
 def record(**content: Any) -> bytes:
@@ -225,7 +215,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 MULTINLI = table("premise|hypo|label", "a|b|neutral")
 XNLI_FILES = {"xnli.dev.tsv": XNLI, "xnli.test.tsv": XNLI, "multinli.train.en.tsv": MULTINLI}
 MLQA_NAMES = ("train-v1.1.json", "dev-context-en-question-en.json", "test-context-en-question-en.json")
-MLQA_FILES = dict.fromkeys(MLQA_NAMES, questions())
+MLQA_FILES = dict.fromkeys(MLQA_NAMES, QUESTIONS)
 BEST = record(step=3, metric="loss", value=0.5, student="a")
 LOG = lines({"step": 1, "loss": 0.5}, {"step": 2})
 ANSWERS = record(batch=0, rows={"0": [1, 2], "1": []}) + b"\n"
@@ -249,7 +239,7 @@ READERS: dict[str, Reader] = {
     "CoLA": one("CoLA/train.tsv", table("gj04|0|*|They drank.", "gj04|1||It is."), glue),
     "MRPC": one("MRPC/msr_paraphrase_test.txt", MRPC, glue),
     "QNLI": one("QNLI/train.tsv", table("index|question|sentence|label", "0|a|b|entailment"), glue),
-    "questions": one("a.json", questions(), asked),
+    "questions": one("a.json", QUESTIONS, asked),
     "CoNLL": one("a.txt", b"He PRP B-NP\nreckons VBZ B-VP\n. . O\n\nYes UH O\n", read_sentences),
     "hosts": one("hosts", b"node1 slots=8\n# no\nnode2 slots=4\n", read_hosts),
     "config": one("config.json", CONFIG, lambda path: load_config(path.parent)),

@@ -1,9 +1,6 @@
 """What several tests compare with: the terms of a method from whole logits and taps, after both models have run."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -31,7 +28,10 @@ def token_loss(term: TokenTerm, student: Outputs, teacher: Outputs | None, batch
     """A term on tokens from the logits of all of them."""
     assert student.logits is not None
     if term.divergence is None:
-        return label_cross_entropy(student.logits, batch.labels, shift=shift)
+        targets_N = predicted_labels(batch.labels, shift=shift).flatten()
+        rows = student.logits.flatten(0, 1)
+        loss = functional.cross_entropy(rows, targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
+        return LossSum(loss, (targets_N != IGNORE_INDEX).sum())
     assert teacher is not None
     assert teacher.logits is not None
     value, temperature = term.divergence.value, term.temperature
@@ -55,10 +55,3 @@ def window_loss(model: PreTrainedModel, ids: list[int], window: int, stride: int
         for place in range(1 if start == 0 else max(1, window - stride), window):
             losses.append(-float(log_probs[0, place - 1, piece[0, place]]))
     return sum(losses) / len(losses)
-
-
-def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:
-    """Summed over the labels, and their number."""
-    targets_N = predicted_labels(labels, shift=shift).flatten()
-    loss = functional.cross_entropy(logits.flatten(0, 1), targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
-    return LossSum(loss, (targets_N != IGNORE_INDEX).sum())

@@ -1,7 +1,5 @@
 """A tiny encoder of sentences in the files of sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

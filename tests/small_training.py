@@ -3,8 +3,6 @@
 gpu_check trains them for a few steps; the test of the forecast measures them on gloo ranks.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field

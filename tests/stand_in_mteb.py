@@ -1,11 +1,9 @@
 """Plays MTEB's library with tasks of semantic similarity: the calls of ours, and those that it makes of a model."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import ModuleType, SimpleNamespace
@@ -57,7 +55,7 @@ def evaluate(
     sides = []
     for side in (0, 1):
         texts = [{"text": row[side]} for row in rows]
-        loader = DataLoader(texts, batch_size=encode_kwargs["batch_size"], collate_fn=_collate)  # type: ignore[arg-type]
+        loader = DataLoader(texts, batch_size=encode_kwargs["batch_size"])  # type: ignore[arg-type]
         of_task = {"task_metadata": tasks.metadata, "hf_split": "test", "hf_subset": "default", "prompt_type": None}
         sides.append(model.encode(loader, **of_task, **encode_kwargs))
     cosines = model.similarity_pairwise(*sides)
@@ -65,10 +63,6 @@ def evaluate(
     values = {"cosine_spearman": score, "main_score": score, "hf_subset": "default", "languages": ["eng-Latn"]}
     result = SimpleNamespace(scores={"test": [values]}, get_score=lambda: fmean([score]))
     return SimpleNamespace(task_results=[result])
-
-
-def _collate(rows: Iterable[dict[str, str]]) -> dict[str, list[str]]:
-    return {"text": [row["text"] for row in rows]}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, tasks: Sequence[StandInTask]) -> None:

@@ -3,8 +3,6 @@
 It takes other weights, as its worker does with `llmdistill.generation.vllm_worker`.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Plays vLLM's offline interface with a tiny model (answers, log-probabilities), and its base classes of layers."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from dataclasses import dataclass

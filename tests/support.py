@@ -56,10 +56,15 @@ def environment() -> dict[str, str]:
     return {**mine, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
+def saved_steps(run: Path) -> list[int]:
+    """The steps whose checkpoints a run has, in order."""
+    return sorted(int(each.name.removeprefix("step-")) for each in (run / "checkpoints").glob("step-*"))
+
+
 def interrupted_copy(run: Path, folder: Path) -> Path:
     """Copy a finished run as a kill just before its last checkpoint leaves it; returns the copy."""
     shutil.copytree(run, folder)
-    steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    steps = saved_steps(folder)
     assert len(steps) > 1
     for name in ("student", "scores", "predictions", f"checkpoints/step-{steps[-1]}"):
         shutil.rmtree(folder / name, ignore_errors=True)

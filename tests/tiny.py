@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, built in milliseconds: the list behind the table of docs/students.md."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -110,15 +108,15 @@ def random_student(auto: Any, config: PreTrainedConfig, settings: dict[str, Any]
     return model
 
 
-def save_decoder(folder: Path, **changes: Any) -> Path:
+def save_decoder(folder: Path, *, seed: int = 0, kind: Any = LlamaForCausalLM, **changes: Any) -> Path:
     """Save a random Llama with grouped-query attention and the embedded tokenizer; returns its folder."""
     source = locate("embedded:teacher")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     # With this range the outputs are far from uniform, so that there is something to learn.
     settings = {"vocab_size": AutoConfig.from_pretrained(source).vocab_size, "initializer_range": 0.2, **sizes, **heads}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
+    torch.manual_seed(seed)
+    kind(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
     return folder

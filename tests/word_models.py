@@ -1,7 +1,5 @@
 """Tiny random BERTs without dropout, whose masks would differ between ranks, and tokenizers of whole words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,5 @@
 """Real runs: processes talk over gloo, and what they leave on disk is compared."""
 
-from __future__ import annotations
-
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,9 +21,7 @@ def empty_plots():
 def launch(rank_server):
     """Run the main job, or another program; fails with its output unless it ends as expected."""
 
-    def run(
-        *arguments: str, ranks: int = 1, code: int = 0, program: str = MAIN_JOB
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, ranks: int = 1, code: int = 0, program: str = MAIN_JOB):
         done = rank_server.run(arguments, ranks=ranks, program=program)
         assert done.returncode == code, f"{' '.join(done.args)}\n{done.stdout}\n{done.stderr}"
         return done

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from llmdistill.cli import main
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 
@@ -81,21 +80,8 @@ def test_gpt2_on_real_data_end_to_end(launch, real_data, tmp_path):
     losses = logged(folder, "loss")
     assert len(losses) == 5
     assert losses[-1] < losses[0]
-    metrics, dense = json.loads((folder / "metrics.json").read_text()), tmp_path / "dense"
+    metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["student"]["params"] == metrics["untrained"]["params"] < metrics["teacher"]["params"]
-    assert main(["export", "--to", "dense", "--model", str(folder / "student"), "--output", str(dense)]) == 0
-    tokens = torch.arange(20)[None]
-    logits = [AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (folder / "student", dense)]
-    assert torch.allclose(*logits, atol=1e-5, rtol=0)
-    scored = launch(
-        *("--model", str(folder / "student"), "--data", seed_tasks, "--long_prompts", "drop", "--limit", "3"),
-        *("--decoding", "greedy", "--max_length", "264", "--json", "--output", str(tmp_path / "scores")),
-        program="eval/instruct.py",
-        ranks=0,
-    )
-    result = json.loads(scored.stdout)["sets"]["seed_tasks"]
-    assert result["examples"] == len((tmp_path / "scores" / "seed_tasks.jsonl").read_text().splitlines()) == 3
-    assert 0 <= result["rougeL"] <= 100
 
 
 def test_a_gguf_teacher_is_dequantized_once(tiny_teacher, launch, settings, tmp_path):

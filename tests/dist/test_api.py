@@ -5,20 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
 import llmdistill
 from llmdistill.runtime.distributed import init_distributed
 
 ROWS = [{"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}"} for i in range(32)]
-
-
-def collate(rows):
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def main():
@@ -42,7 +34,8 @@ def main():
         lr_scheduler_type="constant",
         learning_rate=1e-3,
     )
-    data = {"train_dataset": [tokenizer(row["prompt"]).input_ids for row in ROWS], "data_collator": collate}
+    data = {"train_dataset": [tokenizer(row["prompt"]) for row in ROWS]}
+    data |= {"data_collator": DataCollatorForLanguageModeling(tokenizer, mlm=False)}
     trainer = llmdistill.DistillationTrainer(llmdistill.compress(teacher, rank=6), teacher, arguments, **data)
     trainer.train()
     if world.is_main:

@@ -1,7 +1,5 @@
 """A teacher's cache under the launcher: the same on two ranks as on one, and the training of the live teacher."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -56,9 +54,7 @@ def test_a_sharded_teacher_writes_the_same_cache(cached, alone):
         assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in ours), one.name
 
 
-def test_training_from_it_is_training_from_the_teacher_and_resumes_bit_equal(
-    trained, alone, launch, settings, tmp_path
-):
+def test_training_from_it_is_that_from_the_teacher_and_resumes_bit_equal(trained, alone, launch, settings, tmp_path):
     live, cache = trained(*ASKED), ("--teacher.cache", str(alone))
     run = trained(*ASKED, *cache, ranks=2)
     assert logged(run, "loss") == pytest.approx(logged(live, "loss"), rel=1e-5)

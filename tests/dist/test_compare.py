@@ -1,7 +1,5 @@
 """A whole comparison with real runs: killed and resumed it ends with the same results."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -1,7 +1,5 @@
 """Encoders on text: the same numbers however the run is cut, projectors that stay behind, chains and searches."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from glue_tasks import TOKENS, write_text
 from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModel, AutoModelForMaskedLM, BertForPreTraining, RobertaForMaskedLM
@@ -19,54 +18,26 @@ from llmdistill.train import main
 
 from support import interrupted_copy, largest_difference, log_rows, logged, weights
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "a", "dog", "one", "bird", "my", "fish"]
-WORDS += ["sleeps", "eats", "sings", "here", "there", "and", "."]
-
-
-def sentences(number: int) -> list[str]:
-    who, what, where = ("the cat", "a dog", "one bird", "my fish"), ("sleeps", "eats", "sings"), ("here", "there")
-    return [
-        f"{who[n % 4]} {what[(n // 3) % 3]} {where[(n // 5) % 2]} and {who[(n + 1) % 4]} {what[n % 3]}."
-        for n in range(number)
-    ]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Forty documents of eight lines."""
-    lines = sentences(320)
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    documents = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines), 8)]
-    file.write_text("\n\n".join(documents), encoding="utf-8")
-    return file
-
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     """A random BERT with both its heads, without dropout: it draws other numbers on each rank."""
     folder = tmp_path_factory.mktemp("bert")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    save_bert(folder, WORDS, BertForPreTraining, max_position_embeddings=64, initializer_range=0.2, **sizes)
-    save_tokenizer(folder, WORDS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    save_bert(folder, TOKENS, BertForPreTraining, max_position_embeddings=64, initializer_range=0.2, **sizes)
+    save_tokenizer(folder, TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     return folder
 
 
 @pytest.fixture(scope="module")
-def settings(text, tmp_path_factory):
-    """Arguments of a short run on the text."""
-
-    def arguments(teacher: Path, *more: str) -> list[str]:
-        recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
-        recipe.write_text(
-            f"teacher: {{model: {teacher}}}\n"
-            f"data: {{kind: text, train: {text}, valid: {text}, max_length: 32,"
-            f" cache_dir: {tmp_path_factory.getbasetemp() / 'cache'}, text: {{valid_sequences: 24}}}}\n"
-            "train: {steps: 4, global_batch_size: 8, learning_rate: 2.0e-3, save_every: 2, log_every: 1}\n",
-            encoding="utf-8",
-        )
-        return ["--recipe", str(recipe), *more]
-
-    return arguments
+def settings(tmp_path_factory):
+    """Arguments of a short run on a text."""
+    folder = tmp_path_factory.mktemp("text")
+    text = write_text(folder / "text.txt")
+    words = f"""--data.kind text --data.train {text} --data.valid {text} --data.text.valid_sequences 24
+    --data.max_length 32 --data.cache_dir {folder / "cache"} --train.steps 4 --train.global_batch_size 8
+    --train.learning_rate 2e-3 --train.save_every 2 --train.log_every 1"""
+    return lambda teacher, *more: ["--teacher.model", str(teacher), *words.split(), *more]
 
 
 def here(folder: Path, *arguments: str) -> Path:
@@ -113,8 +84,8 @@ def test_two_ranks_equal_one(one, launch, tmp_path, name, ds_config):
 
 def test_makd_learns_masked_words_where_there_are_no_sentence_pairs(settings, tmp_path):
     teacher = tmp_path / "teacher"
-    tiny_model("roberta", vocab_size=len(WORDS)).save_pretrained(teacher)
-    save_tokenizer(teacher, WORDS)
+    tiny_model("roberta", vocab_size=len(TOKENS)).save_pretrained(teacher)
+    save_tokenizer(teacher, TOKENS)
     folder = here(tmp_path / "run", *settings(teacher, "--student.factorize.rank", "6", "--makd.label", "1"))
     assert {"query", "attention", "hidden", "logits", "label"} <= log_rows(folder)[1].keys()
     assert not {"sequence_logits", "sequence_label"} & log_rows(folder)[1].keys()

@@ -3,8 +3,6 @@
 The file is also the program of a rank: it measures every setting and forecasts it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

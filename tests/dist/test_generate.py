@@ -1,7 +1,5 @@
 """The generate command under the launcher: the same file on two ranks as on one, and after a kill."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

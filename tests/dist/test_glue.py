@@ -1,9 +1,6 @@
 """GLUE on ranks: two learn and say what one does."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +8,6 @@ import torch
 from word_models import save_bert, save_tokenizer
 
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("encoder")
-    save_bert(folder, TOKENS, initializer_range=0.4)
-    save_tokenizer(folder, TOKENS)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +28,12 @@ def data(tmp_path_factory):
     return folder
 
 
-Evaluate = Callable[..., str]
-
-
 @pytest.fixture(scope="module")
-def evaluate(encoder, data, launch):
+def evaluate(data, launch, tmp_path_factory):
     """Runs the script eval/glue.py or the command of the same name; returns what it printed."""
+    encoder = tmp_path_factory.mktemp("encoder")
+    save_bert(encoder, TOKENS, initializer_range=0.4)
+    save_tokenizer(encoder, TOKENS)
     settings = "--protocol custom --learning_rates 3e-3 --epochs 12 --batch_size 8 --tasks stsb --dtype fp32"
 
     def run(output: Path, *more: str, ranks: int, script: bool = False) -> str:

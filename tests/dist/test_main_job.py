@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmdistill.models.load import load_model
 from llmdistill.run.checkpoints import checkpoints
 
 from support import interrupted_copy, largest_difference, logged, weights
@@ -24,9 +26,8 @@ def test_two_ranks_equal_one_rank(trained, ds_config):
 
 LORA = ("--student.lora.rank", "4")
 PIVOTED = ("--student.factorize.form", "pivoted", "--student.factorize.embedding_rank", "12")
-SHORT = ("--data.max_prompt_length", "96", "--data.max_length", "104")
-OWN = ("--method", "kd", "--kd.divergence", "jsd", "--kd.ratio", "1.0", *SHORT)
-OWN += ("--data.streaming", "true", "--data.shuffle_buffer", "100", "--data.bucket_steps", "2")
+OWN = shlex.split("""--method kd --kd.divergence jsd --kd.ratio 1.0 --data.max_prompt_length 96 --data.max_length 104
+--data.streaming true --data.shuffle_buffer 100 --data.bucket_steps 2""")
 OWN_ANSWERS = (*OWN, "--data.on_policy", "1.0")
 OTHERWISE = ("--data.pad_to_multiple_of", "64", "--train.micro_batch_size", "2", "--teacher.sharding", "zero3")
 SAME = {
@@ -98,15 +99,12 @@ def test_two_ranks_of_zero3_resume_adapters_bit_equal(trained, launch, settings,
     assert logged(folder, "step") == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("before", "stage", "after", "other_stage", "more"),
-    [
-        pytest.param(2, "zero3", 1, "zero1", (), id="fewer ranks of a lower stage"),
-        pytest.param(1, "zero2", 2, "zero3", ("--train.micro_batch_size", "2"), id="more ranks of a higher stage"),
-        # DeepSpeed's Adam for the CPU is compiled first, for minutes.
-        pytest.param(2, "zero3", 2, "zero2_offload", (), id="the optimizer on the CPU", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("before", "stage", "after", "other_stage", "more"), [
+    pytest.param(2, "zero3", 1, "zero1", (), id="fewer ranks of a lower stage"),
+    pytest.param(1, "zero2", 2, "zero3", ("--train.micro_batch_size", "2"), id="more ranks of a higher stage"),
+    # DeepSpeed's Adam for the CPU is compiled first, for minutes.
+    pytest.param(2, "zero3", 2, "zero2_offload", (), id="the optimizer on the CPU", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_run_goes_on_at_another_layout(trained, launch, settings, tmp_path, before, stage, after, other_stage, more):
     folder = interrupted_copy(trained(ranks=before, ds_config=stage), tmp_path / "resumed")
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "checkpoints" / "step-4").iterdir()}
@@ -146,19 +144,30 @@ def test_the_score_of_the_kept_student_is_the_best_in_the_log_of_sharded_ranks(t
 CALIBRATION = "--student.factorize.calibration"
 
 
-@pytest.mark.slow
-def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained):
-    """The factors of two ranks are compared in test_weighing.py."""
-    weighted = f"""--student.factorize.rank null --student.factorize.target_params 85% --student.factorize.form pivoted
-    --student.factorize.weighting gradients --student.factorize.allocation loss --train.steps 1
-    {CALIBRATION}.examples 16 {CALIBRATION}.micro_batch_size 4""".split()
-    one, two = trained(*weighted), trained(*weighted, "--teacher.sharding", "zero3", ranks=2)
+FACTORS = "--student.factorize"
+WEIGHTED = {
+    "svd": f"{FACTORS}.target_params 50% {FACTORS}.form pivoted {FACTORS}.embedding_rank 12 {FACTORS}.allocation loss",
+    "kronecker": f"--student.method kronecker {FACTORS}.shapes {{'*.down_proj':4x8,'*':dense}} {FACTORS}.sums 2",
+}
+
+
+@pytest.mark.parametrize("what", WEIGHTED)
+def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, what):
+    """Rank 1 has a batch less, and the statistics of all matrices are too large for one pass."""
+    weighted = f"""{FACTORS}.rank null {FACTORS}.weighting gradients {WEIGHTED[what]} --train.steps 1
+    {CALIBRATION}.examples 12 {CALIBRATION}.micro_batch_size 4""".split()
+    passes = (f"{CALIBRATION}.memory", "5e-5")
+    one, two = trained(*weighted), trained(*weighted, *passes, "--teacher.sharding", "zero3", ranks=2)
     told = [json.loads((each / "weighting.json").read_text()) for each in (one, two)]
     assert told[0]["ranks"] == told[1]["ranks"]
-    assert len(set(told[0]["ranks"].values())) > 3
-    assert told[0]["tokens"] == told[1]["tokens"] > 16
+    assert what == "kronecker" or len(set(told[0]["ranks"].values())) > 3
+    assert told[0]["tokens"] == told[1]["tokens"] > 12
+    rel = 1e-3 if what == "svd" else 1e-2  # the products are found in rounds
     for name in ("predicted_loss", "held_out"):
-        assert told[0][name] == pytest.approx(told[1][name], rel=1e-3)
+        assert told[0][name] == pytest.approx(told[1][name], rel=rel)
+    ids = torch.arange(5, 40)[None]
+    logits = [load_model(each / "untrained", dtype=torch.float32)(ids).logits.detach() for each in (one, two)]
+    torch.testing.assert_close(*logits, rtol=rel, atol=rel * float(logits[0].abs().max()))
 
 
 def test_two_ranks_prune_a_student_as_one_does(trained):
@@ -176,24 +185,7 @@ def test_two_ranks_prune_a_student_as_one_does(trained):
     assert told[0]["layers"] == [most + 1]
 
 
-def test_only_the_optimizers_step_of_deepspeed_waits_for_a_value(launch, settings, tmp_path):
-    # One example a micro batch has no padding.
-    more = ("--train.micro_batch_size", "1", "--train.steps", "3", "--train.dtype", "bf16")
-    folder = ("--output_dir", str(tmp_path / "run"), "--ds_config", "zero3")
-    done = launch(*settings, *folder, *more, program="tests/waiting_run.py")
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["timer"] is False
-    assert found["places"], "nothing was watched"
-    for stack in found["places"]:
-        # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
-        in_loss = any("/llmdistill/losses/" in frame for frame in stack)
-        assert in_loss or any(frame.endswith(":_take_model_step") for frame in stack), stack
-        assert not any("/transformers/" in frame for frame in stack) or in_loss, stack
-
-
-def test_a_finished_run_shows_its_table_leaves_no_shared_memory_and_is_not_taken_for_another(
-    trained, rank_server, launch, settings
-):
+def test_a_finished_run_shows_its_table_and_is_not_taken_for_another(trained, rank_server, launch, settings):
     folder = trained(ranks=2)
     stamp = (folder / "student" / "model.safetensors").stat().st_mtime_ns
     assert "trained" in launch(*settings, "--output_dir", str(folder), ranks=2).stdout
@@ -203,13 +195,3 @@ def test_a_finished_run_shows_its_table_leaves_no_shared_memory_and_is_not_taken
     assert "it holds a run of another configuration: seed was 0 and is now 5" in failed.stderr
     assert "Traceback" not in failed.stdout + failed.stderr
     assert (folder / "student" / "model.safetensors").stat().st_mtime_ns == stamp
-
-
-def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
-    folder = tmp_path / "run"
-    words = ("--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "10")
-    done = launch(*settings, "--output_dir", str(folder), *words, "--scoring.decoding", "greedy", *SHORT)
-    assert "WARNING" in done.stderr
-    (warning,) = json.loads((folder / "metrics.json").read_text())["warnings"]
-    assert warning.startswith("the teacher scores at chance on the validation set")
-    assert warning in (folder / "report.md").read_text()

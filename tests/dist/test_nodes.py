@@ -3,8 +3,6 @@
 Where namespaces are not allowed (they need root), both launchers run on this machine's own address.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

@@ -1,34 +1,25 @@
 """Numbers that go wrong in a real run: it names where, keeps its good checkpoint, and goes on with a lower rate."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-
-@pytest.fixture
-def overflowing(tiny_teacher, tmp_path):
-    """The tiny teacher with finite weights whose product is inf, in the second layer."""
-    folder = tmp_path / "teacher"
-    shutil.copytree(tiny_teacher, folder)
-    state = load_file(folder / "model.safetensors")
-    state["model.layers.1.mlp.up_proj.weight"] = torch.full_like(state["model.layers.1.mlp.up_proj.weight"], 3e38)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def said_by(done) -> str:
     return " ".join(done.stderr.replace("│", "").split())
 
 
-def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, overflowing, tmp_path):
-    run = tmp_path / "run"
+def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, tiny_teacher, tmp_path):
+    """Its weights are finite, and their product is inf, in the second layer."""
+    run, teacher = tmp_path / "run", tmp_path / "teacher"
+    shutil.copytree(tiny_teacher, teacher)
+    state = load_file(teacher / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"] = torch.full_like(state["model.layers.1.mlp.up_proj.weight"], 3e38)
+    save_file(state, teacher / "model.safetensors", metadata={"format": "pt"})
     shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "1x32x4")
-    student = (*shape, "--teacher.model", str(overflowing))
+    student = (*shape, "--teacher.model", str(teacher))
     done = launch(*settings, *student, "--output_dir", str(run), ranks=2, code=2)
     said = said_by(done)
     assert "step 3 was skipped, because its gradient is not finite" in said

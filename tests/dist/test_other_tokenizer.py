@@ -1,7 +1,5 @@
 """Students that learn from a teacher with another tokenizer, under DeepSpeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

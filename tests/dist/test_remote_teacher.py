@@ -3,24 +3,18 @@
 A stand-in in this process plays the server; its answers do not depend on who asks and when.
 """
 
-from __future__ import annotations
-
 import pytest
 from stand_in_server import serving
 
 from llmdistill.errors import ServerLost
 
-from support import largest_difference, logged
+from support import largest_difference, logged, saved_steps
 
-K = 20
 SAME = 2e-5
 """Adam divides a gradient by its size, so where it is nearly 0 five steps of 1e-3 make more of what was rounded."""
 ASKED = ("--method", "kd", "--scoring.models", "[]", "--data.train", "embedded:valid", "--data.packing", "true")
 ASKED += ("--data.max_length", "300")
-
-
-def saved_steps(folder):
-    return sorted(int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*"))
+SERVED = ("--teacher.top_k", "20", "--teacher.wait", "5", "--teacher.url")
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +26,17 @@ def server(tiny_teacher):
 @pytest.fixture
 def words(server, settings):
     """The arguments of a run that asks the server, or another one."""
-    own = ("--teacher.top_k", str(K), "--teacher.wait", "5")
-    return lambda url=server.url: (*settings, *ASKED, *own, "--teacher.url", url)
+    return lambda url=server.url: (*settings, *ASKED, *SERVED, url)
 
 
 @pytest.fixture(scope="module")
 def whole(trained, server):
     """The folder of a run that nothing interrupts."""
-    asked = (*ASKED, "--teacher.url", server.url, "--teacher.top_k", str(K), "--teacher.wait", "5")
-    return lambda *arguments, ranks: trained(*asked, *arguments, ranks=ranks)
+    return lambda *arguments, ranks: trained(*ASKED, *SERVED, server.url, *arguments, ranks=ranks)
 
 
 def test_the_run_is_that_of_a_cache_of_as_many_tokens(whole, trained, launch, settings, tmp_path):
-    own = ("--output", str(tmp_path / "cache"), "--cache.content", "top_k", "--cache.top_k", str(K))
+    own = ("--output", str(tmp_path / "cache"), "--cache.content", "top_k", "--cache.top_k", "20")
     launch("cache", *settings, *ASKED, *own, program="llmdistill.cli")
     from_cache = trained(*ASKED, "--teacher.cache", str(tmp_path / "cache"))
     assert logged(whole(ranks=1), "loss") == pytest.approx(logged(from_cache, "loss"), rel=1e-5)
@@ -70,12 +62,3 @@ def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tm
     launch(*words(), *more, *folder, ranks=ranks)
     assert logged(tmp_path / "run", "step") == [1, 2, 3, 4, 5]
     assert largest_difference(tmp_path / "run", whole(*more, ranks=ranks)) == 0
-
-
-def test_no_server_ends_every_rank_before_the_run(tiny_teacher, launch, words, tmp_path):
-    with serving(tiny_teacher) as gone:
-        pass
-    done = launch(*words(gone.url), "--output_dir", str(tmp_path / "run"), ranks=2, code=2)
-    assert done.stderr.count("error: ") == 1
-    assert f"error: teacher.url {gone.url}: no server answers there" in done.stderr
-    assert not (tmp_path / "run").exists()

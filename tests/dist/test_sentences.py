@@ -3,8 +3,6 @@
 Students of another width learn by a matrix, which is left out or kept as a Dense of sentence-transformers.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,16 +1,12 @@
 """Students of several teachers, under DeepSpeed."""
 
-from __future__ import annotations
-
 import json
-import re
 from pathlib import Path
 
 import pytest
 from tiny import save_decoder
 
 from llmdistill.embedded import locate
-from llmdistill.train import main
 
 from support import largest_difference
 
@@ -78,21 +74,3 @@ def test_caches_teach_what_the_teachers_do(trained, launch, settings, request, t
         swapped = (read[0], read[3], read[2], read[1])
         job = (*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "swapped"), *own, *swapped)
         assert "its teacher is" in launch(*job, code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("rule", "more", "said"),
-    [
-        ("averaged", ["--method", "makd"], "method makd compares more than tokens; take --method kd"),
-        ("averaged", ["--teacher.average", "rows"], "no row has the key teacher with the value 'skills'"),
-        ("averaged", ["--teacher.others.skills.weight", "0"], r"others\.skills\.weight is 0\.0: give a number over 0"),
-        ("averaged", ["--teacher.others.skills.wieght", "1"], "teacher.others: wieght is no setting of its entries"),
-        ("of_rows", ["--teacher.others", "{people: {model: embedded:teacher}}"], "the teacher 'skills', which is not"),
-        ("of_rows", ["--teacher.others", "{}"], "teacher.average is rows, but there is one teacher"),
-    ],
-)
-def test_what_several_teachers_cannot_do_is_one_sentence(settings, request, tmp_path, capsys, rule, more, said):
-    own = (*request.getfixturevalue(rule), "--output_dir", str(tmp_path / "run"))
-    assert main([*settings, *own, *more]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert re.search(said, line), line

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import deepspeed
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
 
 from llmdistill.models.load import load_model
 from llmdistill.models.sharded import gathered as kept_whole
@@ -52,9 +52,7 @@ def main():
 
 
 def test_each_rank_has_its_share_and_the_whole_s_logits(launch, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    tiny_model("llama", vocab_size=64, hidden_size=32, intermediate_size=64).save_pretrained(tmp_path)
     launch(str(tmp_path), ranks=4, program=__file__)
     for sharding, group in ((sharding, group) for sharding, groups in GROUPS.items() for group in groups):
         for rank in group:

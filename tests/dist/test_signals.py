@@ -1,7 +1,5 @@
 """A signal to a training: it finishes its step, saves, and ends with one line; the same command goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -16,11 +14,7 @@ import time
 import psutil
 import pytest
 
-from support import FAULTY_RUN, PATIENCE, ROOT, environment, largest_difference, logged
-
-
-def saved_steps(folder):
-    return sorted(int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*"))
+from support import FAULTY_RUN, PATIENCE, ROOT, environment, largest_difference, logged, saved_steps
 
 
 # One rank alone stops after the step in which the signal came. Of two ranks one gets it, and both stop one step later.

@@ -1,13 +1,10 @@
 """Both stages by one command under the launcher: text first, then a task with a teacher fine-tuned on the way."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
 import pytest
-import torch
-from glue_tasks import TOKENS, noise, write_task
+from glue_tasks import TOKENS, write_task, write_text
 from transformers import BertForPreTraining
 from word_models import save_bert, save_tokenizer
 
@@ -15,34 +12,22 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A random BERT with both its heads."""
-    folder = tmp_path_factory.mktemp("teacher")
-    save_bert(folder, TOKENS, BertForPreTraining, initializer_range=0.4)
-    save_tokenizer(folder, TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
-    return folder
+def settings(tmp_path_factory):
+    """A short first stage on a text for a random BERT with both its heads, and STS-B after it.
 
-
-@pytest.fixture(scope="module")
-def settings(teacher, tmp_path_factory):
-    """A short first stage on a text, and STS-B after it, whose scores show the smallest difference."""
+    Its scores show the smallest difference.
+    """
     folder = tmp_path_factory.mktemp("data")
-    generator = torch.Generator().manual_seed(0)
-    documents = ["\n".join(" ".join(noise(generator, 6)) for _ in range(4)) for _ in range(20)]
-    (folder / "text.txt").write_text("\n\n".join(documents))
+    teacher = folder / "teacher"
+    save_bert(teacher, TOKENS, BertForPreTraining, initializer_range=0.4)
+    save_tokenizer(teacher, TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     write_task(folder, "STS-B", {"train": 29, "dev": 13})
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(
-        f"teacher: {{model: {teacher}}}\n"
-        "student: {factorize: {rank: 6}}\n"
-        "method: kroneckerbert\n"
-        f"data: {{kind: text, train: {folder / 'text.txt'}, max_length: 32, cache_dir: {folder / 'cache'}}}\n"
-        "train: {steps: 3, global_batch_size: 8, learning_rate: 2.0e-3, dtype: fp32}\n"
-        f"tasks: {{names: [sts-b], data_dir: {folder}, rows: [two_stages, no_pretraining, no_kd], protocol: custom,"
-        " learning_rates: [3.0e-3], epochs: [2], batch_size: 8, max_length: 16, tsne: true}\n",
-        encoding="utf-8",
-    )
-    return ["--recipe", str(recipe)]
+    words = f"""--teacher.model {teacher} --student.factorize.rank 6 --method kroneckerbert --data.kind text
+    --data.train {write_text(folder / "text.txt")} --data.max_length 32 --data.cache_dir {folder / "cache"}
+    --train.steps 3 --train.global_batch_size 8 --train.learning_rate 2e-3 --train.dtype fp32
+    --tasks.names sts-b --tasks.data_dir {folder} --tasks.rows two_stages,no_pretraining,no_kd --tasks.protocol custom
+    --tasks.learning_rates 3e-3 --tasks.epochs 2 --tasks.batch_size 8 --tasks.max_length 16 --tasks.tsne true"""
+    return words.split()
 
 
 def answers(run: Path, row: str) -> list[float]:

@@ -1,7 +1,5 @@
 """Rows of published tables from start to end, in processes of their own, with a tiny teacher."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from glue_tasks import TOKENS, write_task
+from glue_tasks import TOKENS, write_task, write_text
 from word_models import save_bert, save_tokenizer
 
 
@@ -19,8 +17,7 @@ def bring(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bring")
     save_bert(folder / "t", TOKENS, hidden_size=32, intermediate_size=64, num_attention_heads=4)
     save_tokenizer(folder / "t", TOKENS)
-    lines = [" ".join(TOKENS[5 + (7 * line + word) % 15] for word in range(12)) for line in range(60)]
-    (folder / "text.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    write_text(folder / "text.txt")
     for task in ("RTE", "SST-2"):
         write_task(folder / "glue", task, {"train": 32, "dev": 20})
     return folder

@@ -1,19 +1,26 @@
-"""Plain texts among the test sets of runs and comparisons: their perplexity is that of a plain loop over logits."""
-
-from __future__ import annotations
+"""Perplexities in runs and comparisons, of plain texts and of references: they are those of a plain loop."""
 
 import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 from references import window_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmdistill  # noqa: F401 (lets transformers load the student)
 
+from support import write_rows
+
 LINES = [f"Town {number} lies by a lake. = {number} =\n" if number % 3 else "\n" for number in range(40)]
 WINDOW, LIMIT = 24, 9
+PAIRS = {
+    # Two make a batch: rank 0 has one more than rank 1.
+    "odd": [{"prompt": f"Town {n}", "completion": " lies by a lake" * n} for n in (1, 2, 3, 4, 5)],
+    # Rank 1 has no example at all.
+    "one": [{"prompt": "Say:", "completion": " so"}],
+}
 
 
 def plain_loop(folder: Path, text: str) -> float:
@@ -22,20 +29,36 @@ def plain_loop(folder: Path, text: str) -> float:
     return math.exp(window_loss(model.float(), ids, WINDOW, WINDOW, LIMIT))
 
 
+def of_references(folder: Path, rows: list[dict[str, str]]) -> float:
+    """By the loss of the model itself, an example at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).float(), AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for row in rows:
+        start = tokenizer(row["prompt"])["input_ids"]
+        end = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(start) + end])
+        loss = float(model(input_ids=torch.tensor([start + end]), labels=labels).loss.detach())
+        total, count = total + loss * len(end), count + len(end)
+    return math.exp(total / count)
+
+
 def test_it_is_that_of_a_plain_loop_for_every_model(launch, settings, tiny_teacher, tmp_path):
     file, run = tmp_path / "towns.txt", tmp_path / "run"
     file.write_text("".join(LINES))
     read = {"wikitext2": "\n\n".join("" if line == "\n" else line for line in LINES), "towns": "".join(LINES)}
-    tests = dict.fromkeys(read, str(file)) | {"seen": "embedded:seen"}
-    scoring = ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--scoring.decoding", "greedy"]
-    words = [*settings, *scoring, "--data.tests", json.dumps(tests)]
-    launch(*words, "--output_dir", str(run), ranks=2)
+    tests = dict.fromkeys(read, str(file))
+    tests |= {name: str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in PAIRS.items()}
+    scoring = ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--scoring.batch_size", "2"]
+    words = [*settings, *scoring, "--scoring.decoding", "greedy", "--data.tests", json.dumps(tests)]
+    launch(*words, "--teacher.sharding", "zero3", "--output_dir", str(run), ranks=2)
 
     metrics = json.loads((run / "metrics.json").read_text())
     folders = {"teacher": tiny_teacher, "untrained": run / "untrained", "student": run / "student"}
     for model, folder in folders.items():
         found = {name: each["perplexity"] for name, each in metrics[model]["texts"].items()}
         assert found == pytest.approx({name: plain_loop(folder, text) for name, text in read.items()}, rel=1e-4)
+        expected = {name: of_references(folder, rows) for name, rows in PAIRS.items()}
+        assert {name: metrics[model]["perplexity"][name] for name in PAIRS} == pytest.approx(expected, rel=1e-4)
     assert len({metrics[model]["texts"]["towns"]["perplexity"] for model in folders}) == 3
     assert "rougeL" in metrics["student"]
     for page in ("report.md", "report.html", "student/README.md"):
@@ -43,9 +66,7 @@ def test_it_is_that_of_a_plain_loop_for_every_model(launch, settings, tiny_teach
     assert "type: perplexity" not in (run / "student/README.md").read_text(), "a part of the windows is no result"
 
 
-def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_loop(
-    launch, settings, tiny_teacher, tmp_path
-):
+def test_a_comparison_on_text_chooses_by_the_perplexity_of_a_plain_loop(launch, settings, tiny_teacher, tmp_path):
     texts = {"towns": "".join(LINES), "back": "".join(reversed(LINES)), "valid": "".join(LINES[1::2] * 2)}
     files = {name: tmp_path / f"{name}.txt" for name in texts}
     for name, file in files.items():
@@ -74,7 +95,3 @@ def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_lo
     assert len(tried) == 2  # the weights on the labels, of which each makes another validation loss
     assert out / methods["kd"]["runs"][0] == min(tried, key=tried.__getitem__)
     assert methods["kd"]["valid_perplexity"] == pytest.approx(min(tried.values()), rel=1e-4)
-    for page in ("report.md", "report.html"):
-        text = (out / page).read_text()
-        assert "validation perplexity" in text
-        assert "ROUGE" not in text

@@ -1,7 +1,10 @@
 """The quick form of scripts/torture.sh: some of its cases, and that it sees what it is there to see."""
 
 import shutil
+import subprocess
+from pathlib import Path
 
+import fuzz
 import pytest
 from torture import page
 from torture_faults import slots, tried
@@ -63,3 +66,21 @@ def test_what_differs_is_seen(shop, tmp_path):
 def test_the_page_repeats_failures():
     tally = Tally("kills", [("SIGKILLs", "3, of which 2 survived")], ["kills --case 7 (train): exit code 2"])
     assert "scripts/torture.sh --seed 5 --only kills --case 7" in page([tally], seconds=60, seed=5)
+
+
+def test_what_a_reader_did_is_told_apart(tmp_path):
+    """scripts/torture/fuzz.py finds what a reader may not do."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    watch = fuzz.Watch(own)
+    (tmp_path / "before").write_text("not watched yet")
+    watch.begin()
+    (own / "a").write_text("in its folder")
+    (own / "a").read_text()
+    Path(__file__).read_text()
+    watch.end()
+    for act in (other.mkdir, lambda: (tmp_path / "b").write_text("x"), lambda: subprocess.run(["true"], check=True)):
+        watch.begin()
+        act()
+        with pytest.raises(AssertionError, match="the reader did"):
+            watch.end()

@@ -1,10 +1,7 @@
 """llmdistill from Python, on tiny random models in memory."""
 
-from __future__ import annotations
-
 import copy
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -57,28 +54,19 @@ def unchanged(model, before: dict[str, torch.Tensor]) -> bool:
     return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
 
 
-class TestCompress:
-    def test_a_student_is_saved_and_loaded_bit_for_bit(self, model, tmp_path):
-        before = copied(model)
-        student = llmdistill.compress(model, rank=8)
-        assert type(student) is LlamaForCausalLM
-        saved = student
-        for name in ("student", "again"):
-            saved.save_pretrained(tmp_path / name)
-            saved = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-            assert torch.equal(saved(IDS).logits, student(IDS).logits)
-        assert unchanged(model, before)
-        assert getattr(model.config, "quantization_config", None) is None
-        with pytest.raises(UserError, match="already"):
-            llmdistill.compress(student, rank=4)
-
-    def test_a_student_has_the_mode_and_dtype_of_its_teacher_and_none_of_its_memory(self, model):
-        student = llmdistill.compress(model.train().bfloat16(), ranks={"*.up_proj": 4})
-        assert student.training
-        assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
-        held = {tensor.data_ptr() for tensor in model.parameters()}
-        assert not held & {tensor.data_ptr() for tensor in student.parameters()}
-        assert student.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+def test_a_student_leaves_its_teacher_as_it_was_and_has_its_mode_and_dtype(model):
+    before = copied(model)
+    assert type(llmdistill.compress(model, rank=8)) is LlamaForCausalLM
+    assert unchanged(model, before)
+    assert getattr(model.config, "quantization_config", None) is None
+    student = llmdistill.compress(model.train().bfloat16(), ranks={"*.up_proj": 4})
+    assert student.training
+    assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
+    held = {tensor.data_ptr() for tensor in model.parameters()}
+    assert not held & {tensor.data_ptr() for tensor in student.parameters()}
+    assert student.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+    with pytest.raises(UserError, match="already"):
+        llmdistill.compress(student, rank=4)
 
 
 def test_sizes_are_those_of_the_student(model, folder):
@@ -118,14 +106,6 @@ class TestEvaluate:
         assert named["two"]["examples"] == 1
         answers = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
         assert [row["references"] for row in answers] == [[row["output"]] for row in ROWS[:4]]
-
-    def test_a_text_by_the_loss_that_transformers_gives(self, model, tokenizer):
-        text = "The town lies by a lake."
-        scores = llmdistill.evaluate(model, [text], tokenizer=tokenizer, max_length=64)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        loss = float(model(input_ids=ids, labels=ids).loss.detach())
-        assert scores["loss"] == pytest.approx(loss, rel=1e-5)
-        assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
     def test_a_task_of_glue_by_its_name(self, tmp_path, tokenizer, model):
         (tmp_path / "RTE").mkdir()
@@ -211,22 +191,19 @@ class TestDistill:
         assert not (result.folder / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda model, _: llmdistill.compress(model, rnak=8), r"rnak.*did you mean rank"),
-        (lambda model, _: llmdistill.compress(model, rank=8, shapes={"*": "2x2"}), r"shapes.*kronecker"),
-        (lambda model, _: llmdistill.evaluate(model, ROWS), "tokenizer is missing"),
-        (lambda _, folder: llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}]), 'row 2: the key "output"'),
-        (lambda _, folder: llmdistill.evaluate(folder, ROWS, decodin="greedy"), "did you mean decoding"),
-        (lambda _, folder: llmdistill.distill(folder, folder, ROWS, stesp=3), "stesp.*did you mean train.steps"),
-        (
-            lambda _, folder: llmdistill.distill(folder, folder, ROWS, settings={"train.micro_batch_sise": 1}),
-            "train.micro_batch_sise.*train.micro_batch_size",
-        ),
-        (lambda _, folder: llmdistill.distill(torch.nn.Linear(2, 2), folder, ROWS), "teacher is a Linear"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda model, _: llmdistill.compress(model, rnak=8), r"rnak.*did you mean rank"),
+    (lambda model, _: llmdistill.compress(model, rank=8, shapes={"*": "2x2"}), r"shapes.*kronecker"),
+    (lambda model, _: llmdistill.evaluate(model, ROWS), "tokenizer is missing"),
+    (lambda _, folder: llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}]), 'row 2: the key "output"'),
+    (lambda _, folder: llmdistill.evaluate(folder, ROWS, decodin="greedy"), "did you mean decoding"),
+    (lambda _, folder: llmdistill.distill(folder, folder, ROWS, stesp=3), "stesp.*did you mean train.steps"),
+    (
+        lambda _, folder: llmdistill.distill(folder, folder, ROWS, settings={"train.micro_batch_sise": 1}),
+        "train.micro_batch_sise.*train.micro_batch_size",
+    ),
+    (lambda _, folder: llmdistill.distill(torch.nn.Linear(2, 2), folder, ROWS), "teacher is a Linear"),
+])  # fmt: skip
 def test_what_does_not_fit(model, folder, tmp_path, monkeypatch, call, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):

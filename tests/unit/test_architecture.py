@@ -1,13 +1,14 @@
-"""The house: who may import whom, and names that are safe when train.py runs as a script."""
-
-from __future__ import annotations
+"""The house: who may import whom, names that are safe when train.py runs as a script, and plain messages."""
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
+from pages import ROOT
+
+PACKAGE = ROOT / "llmdistill"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "messages", "objective", "progress"}
@@ -79,3 +80,36 @@ def test_no_module_shadows_another_when_train_runs_as_a_script():
     third_party = {"datasets", "evaluate", "tokenizers", "accelerate", "peft", "deepspeed", "torch", "transformers"}
     own = {path.stem if path.suffix else path.name for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     assert not own & (third_party | {"yaml", *sys.stdlib_module_names})
+
+
+WRONG = {
+    "ends like a text": r"[.!\s]$",
+    "has two sentences": r"[a-z)}][.!?] +[A-Z]",
+    "has more than one line": r"[\n\r\t]",
+    "has two spaces": r"  ",
+    "speaks of the program": r"(?i)\b(traceback|exception|stack|assert\w*|bug|oops|nonetype|internal error)\b",
+    "is rude or vague": r"(?i)\b(please|sorry|invalid|illegal|bad|failed to|unable to|unexpected|something went)\b",
+    "begins like a text": r"^(The|A|An|You|Your|This|It|Error|Cannot|Could|No|Missing)\b",
+}
+"""What no message may have."""
+
+
+def text_of(node: ast.expr) -> str:
+    """The words of a message, with {} for each value."""
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+
+
+def test_a_message_is_one_plain_sentence() -> None:
+    """The message of each exception that is made for a user."""
+    found = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            kinds = ("UserError", "FieldError", "ValueError", "RuntimeError")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in kinds and node.args:
+                found[f"{path.relative_to(ROOT)}:{node.lineno}"] = text_of(node.args[0])
+    assert len(found) > 300
+    wrong = [(rule, place, text) for place, text in found.items() for rule in WRONG if re.search(WRONG[rule], text)]
+    assert wrong == []

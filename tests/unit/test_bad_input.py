@@ -1,7 +1,5 @@
 """What users get wrong, through the main job's own entry: one sentence, exit code 2, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -47,9 +45,12 @@ def test_missing_files_and_bad_rows_are_seen_before_the_ranks_join(fails, tmp_pa
     assert 'bad.jsonl:1: the key "output" is missing' in fails(setting, bad)
 
 
-def test_a_set_whose_answers_are_all_empty(fails, tmp_path):
+def test_rows_that_cannot_be_learned(fails, tmp_path):
     row = json.dumps({"instruction": "a", "output": " "})
     assert "the answers of all 2 examples are empty" in fails("--data.train", rows(tmp_path / "none.jsonl", row, row))
+    data = rows(tmp_path / "asks.jsonl", json.dumps({"instruction": "a", "output": "b", "teacher": "skills"}))
+    said = "the teacher 'skills', which is not"
+    assert said in fails("--data.train", data, *SEVERAL.split(), "--teacher.average", "rows")
 
 
 def test_a_length_beyond_the_positions_of_a_model(fails, text, tmp_path):
@@ -81,6 +82,7 @@ WEIGHTED = "--student.factorize.weighting gradients"
 BY_LOSS = f"{WEIGHTED} --student.factorize.rank null --student.factorize.allocation loss"
 SAMPLED = "--method kd --kd.divergence log_ratio"
 OWN = "--kd.ratio 1 --data.on_policy 1"
+SEVERAL = "--method kd --teacher.others.b.model embedded:teacher"
 PACKED = "--student.quantize.packed true"
 INT8, INT4 = (f"--student.quantize.weights {each}" for each in ("int8", "int4"))
 KRONECKER = "--student.method kronecker --student.factorize.target_params null --student.factorize.shapes {'*':8x8}"
@@ -98,11 +100,24 @@ MISFITS = {
             "--student.factorize.weighting none --student.factorize.calibration.data embedded:valid",
             "is embedded:valid, but nothing is measured on it",
         ),
+        (
+            "--train.keep_best score --data.train embedded:train --data.valid null",
+            "no validation set: name one as data",
+        ),
         ("--method sft --data.on_policy 0.5", "data.on_policy is 0.5, but method sft"),
         (SAMPLED, "kd.divergence is log_ratio, but data.on_policy is 0"),
         (f"{SAMPLED} {OWN} --kd.temperature 2", "kd.divergence is log_ratio, but kd.temperature is not 1"),
         (f"{SAMPLED} {OWN} --teacher.url http://a --teacher.top_k 5", "kd.divergence is log_ratio, but teacher.url"),
         (f"--method kd {OWN} --data.rollout.url http://a {INT8}", "http://a, but student.quantize.weights is int8"),
+        ("--teacher.others.b.model embedded:teacher", "method makd compares more than tokens; take --method kd"),
+        (f"{SEVERAL} --teacher.average rows", "no row has the key teacher with the value 'b'"),
+        (f"{SEVERAL} --teacher.others.b.weight 0", "others.b.weight is 0.0: give a number over 0"),
+        (f"{SEVERAL} --teacher.others.b.wieght 1", "teacher.others: wieght is no setting of its entries"),
+        ("--method kd --teacher.average rows", "teacher.average is rows, but there is one teacher"),
+        ('--teacher.zero {"stage3_prefetch_bucket_size":1}', "set sharding to node or zero3"),
+        ('--teacher.sharding zero3 --teacher.zero {"stage":2}', "sets the stage"),
+        (f"--method kd {OWN} --data.rollout.url http://localhost:9", "localhost:9: no server answers there"),
+        ("--method kd --teacher.url http://localhost:9 --teacher.top_k 5", "localhost:9: no server answers there"),
         (f"{INT4} --ds_config zero3", "ZeRO-3 keeps shares: take ZeRO-2"),
         (f"{INT4} --student.lora.rank 4", "student.lora.rank 4 trains adapters instead"),
         (PACKED, "no weights: give student.quantize.weights int8 or int4"),
@@ -110,6 +125,11 @@ MISFITS = {
         (f"{INT4} {KRONECKER}", "Kronecker factors are none: take student.method svd"),
     ],
     "text": [
+        (
+            "--student.factorize.rank 2 --train.keep_best score --data.valid b.txt",
+            "have only a validation loss: take loss",
+        ),
+        ("--method kd --student.shape 2x32x4 --data.text.pairs true", "text.pairs is true, but llama is a decoder"),
         ("--method seqkd", "method seqkd learns answers"),
         ("--data.train embedded:train", "holds instructions, but data.kind is text"),
         ("--data.tests.a b.jsonl", "data.tests.a b.jsonl is no text, but data.kind is text"),
@@ -165,20 +185,10 @@ def test_padded_vocabulary_is_trimmed_and_said(tmp_path, capsys, monkeypatch):
     assert "the 64 rows beyond those both have are padding" in note
 
 
-def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
-    best, without = ("--train.keep_best", "score"), ("--data.train", "embedded:train", "--data.valid", "null")
-    assert "no validation set: name one as data.valid" in fails(*best, *without)
-    text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--data.valid", "b.txt")
-    assert "have only a validation loss: take loss" in fails(*best, *text, "--data.tests", "{}")
-
-
-def test_heads_that_a_teacher_lacks(fails, text, tmp_path):
-    rank = ("--student.factorize.rank", "4")
-    roberta = encoder(tmp_path, RobertaConfig, "RobertaForMaskedLM")
-    said = fails(*text, *roberta, *rank, "--data.text.next_sentence", "true")
+def test_a_head_that_a_teacher_lacks(fails, text, tmp_path):
+    words = ("--student.factorize.rank", "4", "--data.text.next_sentence", "true")
+    said = fails(*text, *encoder(tmp_path, RobertaConfig, "RobertaForMaskedLM"), *words)
     assert "roberta has no next-sentence head" in said
-    decoder = ("--method", "kd", "--student.shape", "2x32x4", "--data.text.pairs", "true")
-    assert "data.text.pairs is true, but llama is a decoder" in fails(*text, *decoder)
 
 
 def test_weights_of_few_bits_are_not_trained_on(fails, tmp_path):

@@ -1,7 +1,5 @@
 """What a batch says of its sequences' targets, whatever their form."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

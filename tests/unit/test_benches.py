@@ -1,7 +1,5 @@
 """The benches: their statistics, what a row and the bench say to each other, and figures that no clock decides."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -34,13 +32,10 @@ NARROW = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, 
 SETTINGS = Settings(quick=True, device="cpu", threads=1, repeats=3)
 
 
-@pytest.mark.parametrize(
-    ("bench", "words"),
-    [
-        ("bench_starts", "--model embedded:teacher --calibration no.txt --test no.txt --output out"),
-        ("bench_serve", "--teacher /no.txt --student a=/no.txt --graphs out"),
-    ],
-)
+@pytest.mark.parametrize(("bench", "words"), [
+    ("bench_starts", "--model embedded:teacher --calibration no.txt --test no.txt --output out"),
+    ("bench_serve", "--teacher /no.txt --student a=/no.txt --graphs out"),
+])  # fmt: skip
 def test_a_missing_input_is_one_sentence(bench, words, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [bench, *words.split()])
@@ -95,15 +90,11 @@ BENCH = """
 """
 
 
-@pytest.fixture
-def build(tmp_path, monkeypatch):
-    """Makes rows that sleep, and fill memory."""
+def test_rows_are_processes_of_their_own_that_take_turns(tmp_path, monkeypatch):
+    """The rows sleep, and fill memory."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "sleepy_bench.py").write_text(textwrap.dedent(BENCH))
-    return import_module("sleepy_bench").build
-
-
-def test_rows_are_processes_of_their_own_that_take_turns(build):
+    build = import_module("sleepy_bench").build
     described = {
         "small": {"kind": "work", "seconds": 0.01, "megabytes": 20},
         "large": {"kind": "work", "seconds": 0.03, "megabytes": 80},
@@ -120,11 +111,6 @@ def test_rows_are_processes_of_their_own_that_take_turns(build):
         # What was alive at once, neither the two calls' together nor what the allocator keeps.
         assert found["small"].bytes / 1e6 == pytest.approx(20, abs=2)
         assert found["large"].bytes / 1e6 == pytest.approx(80, abs=2)
-
-
-def test_a_failed_row_says_why(build):
-    with pytest.raises(RuntimeError, match="KeyError: 'kind'"):
-        measure(build, {"broken": {}}, SETTINGS)
 
 
 def test_naive_makd_is_the_same_loss_as_ours():

@@ -1,32 +1,30 @@
 """The llmdistill command."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import runpy
+import subprocess
 import sys
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmdistill import cli
-from llmdistill.cli import main
+from llmdistill.cli import COMMANDS, main
 from llmdistill.config.recipes import RECIPES, recipe_names
-from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.train import main as train_main
 
+from support import ROOT
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
-        (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
-        (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, int8"),
-        (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
-        (["compress", "--model", "x", "--rank", "2"], "error: --output is missing: name the student's folder, or add"),
-    ],
-)
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
+    (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
+    (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, int8"),
+    (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
+    (["plan", "--gpu_memory", "80XB"], "error: --gpu_memory is '80XB': give a number with one of the units MB, GB"),
+    (["plan", "--gpus", "7"], "32 does not divide by 7 ranks: the nearest that does is 35"),
+    (["compress", "--model", "x", "--rank", "2"], "error: --output is missing: name the student's folder, or add"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -41,37 +39,18 @@ def test_the_package_is_the_command(monkeypatch, capsys):
     assert "did you mean compress?" in capsys.readouterr().err
 
 
-def test_launcher_flags_go_to_the_launcher():
-    words = ["--ds_config", "z.json", "--num_gpus", "2", "--no_ssh", "--train.steps=3", "--master_port=29501"]
-    launcher, rest = split_launcher_flags(words)
-    assert launcher == ["--num_gpus", "2", "--no_ssh", "--master_port=29501"]
-    assert rest == ["--ds_config", "z.json", "--train.steps=3"]
-
-
-@pytest.mark.parametrize("at_once", ["1", "2"])
-def test_launcher_flags_of_glue_start_all_ranks_or_each_trial(monkeypatch, at_once):
+def test_launcher_flags_of_glue_reach_each_trial(monkeypatch):
     started = []
-
-    def launch(flags, module, *arguments):
-        started.append(flags)
-        raise SystemExit
-
-    monkeypatch.setattr(cli, "launch", launch)
     monkeypatch.setattr("llmdistill.experiments.fine_tuning.run.run", lambda config, **more: started.append(more))
     words = ["evaluate", "--suite", "glue", "--model", "m", "--tasks", "RTE", "--num_gpus", "4"]
-    with contextlib.suppress(SystemExit):
-        main([*words, "--trials_at_once", at_once])
-    (found,) = started
-    assert (found if at_once == "1" else found["launcher_flags"]) == ["--num_gpus", "4"]
+    main([*words, "--trials_at_once", "2"])
+    assert [each["launcher_flags"] for each in started] == [["--num_gpus", "4"]]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("data.train", "nowhere.jsonl", "nowhere.jsonl: no such file; give a JSONL"),
-        ("output_dir", "file/run", "--output_dir file/run: /"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("data.train", "nowhere.jsonl", "nowhere.jsonl: no such file; give a JSONL"),
+    ("output_dir", "file/run", "--output_dir file/run: /"),
+])  # fmt: skip
 def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, monkeypatch, key, value, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -82,10 +61,15 @@ def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, mo
     assert printed.err.count("\n") == 1
 
 
-def test_dry_run_takes_the_launcher_s_flags_and_the_script_alone_starts_no_ranks(capsys):
-    for run in (train_main, lambda words: main(["train", *words])):
-        assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run"]) == 0
-        assert "x 2 rank(s)" in capsys.readouterr().out
+def test_a_dry_run_is_a_few_lines_and_takes_the_launcher_s_flags_but_the_script_alone_starts_no_ranks(capsys):
+    names = ["Recipe", "Run", "Teacher", "Student", "Method", "Data", "Prompt", "Batch", "Cost"]
+    for run, flags in ((train_main, ["--num_gpus", "2"]), (lambda words: main(["train", *words]), ["--num_gpus=2"])):
+        assert run([*flags, "--ds_config", "zero2", "--train.steps", "7", "--dry_run"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == names
+        assert max(map(len, lines)) <= 120
+        assert "x 2 rank(s)" in lines[7]
+        assert "7 steps" in lines[7]
     assert train_main(["--num_gpus", "2", "--ds_config", "zero2"]) == 2
     assert "--num_gpus is the launcher's: give it to deepspeed (--num_gpus 2 " in capsys.readouterr().err
 
@@ -122,16 +106,13 @@ def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
     assert "data.max_length is for calibration data: give them, or leave it out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "busy", "added"),
-    [
-        ([], True, True),
-        ([], False, False),
-        (["--master_port=1234"], True, False),
-        (["--master_port", "1234"], True, False),
-        (["--no_ssh", "--node_rank", "0"], True, False),
-    ],
-)
+@pytest.mark.parametrize(("flags", "busy", "added"), [
+    ([], True, True),
+    ([], False, False),
+    (["--master_port=1234"], True, False),
+    (["--master_port", "1234"], True, False),
+    (["--no_ssh", "--node_rank", "0"], True, False),
+])  # fmt: skip
 def test_the_launcher_gets_a_free_port_where_its_own_is_busy(monkeypatch, flags, busy, added):
     started = []
     monkeypatch.setattr("os.execvp", lambda _, words: started.extend(words))
@@ -157,17 +138,6 @@ def test_recipes_are_listed_with_a_line_each_and_shown(capsys):
     assert "did you mean makd/bert-256?" in capsys.readouterr().err
 
 
-def test_a_dry_run_is_a_few_lines_for_people(capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert train_main(["--dry_run", "--train.steps", "7"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert 7 <= len(lines) <= 9
-    names = ["Recipe", "Run", "Teacher", "Student", "Method", "Data", "Prompt", "Batch", "Cost"]
-    assert [line.split()[0] for line in lines] == names
-    assert "7 steps" in lines[7]
-    assert max(map(len, lines)) <= 120
-
-
 def test_a_dry_run_with_a_check_reads_the_data(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     small = ["--student.factorize.rank", "6", "--train.global_batch_size", "4", "--dry_run"]
@@ -186,3 +156,43 @@ def test_a_dry_run_with_a_check_reads_the_data(capsys, monkeypatch, tmp_path):
     assert f"{bad}:2: not JSON" in capsys.readouterr().out
     assert train_main(["--check"]) == 2
     assert "--check belongs to --dry_run" in capsys.readouterr().err
+
+
+# What a command loads before it has work to do.
+
+CODE = """
+import contextlib, io, json, runpy, sys
+heavy = {"torch", "transformers", "deepspeed", "datasets", "matplotlib", "sklearn", "scipy", "pandas", "numpy"}
+for line in sys.stdin.read().splitlines():
+    sys.argv, code = line.split(), None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    print("@" + json.dumps([line, code, sorted(heavy & sys.modules.keys())]))
+"""
+
+
+def loaded(*lines: str) -> list[list]:
+    """Run scripts in a fresh process; returns each with its exit code and the heavy libraries loaded when it ends."""
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, input="\n".join(lines), check=True, capture_output=True, text=True, cwd=ROOT)
+    return [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
+
+
+def test_import_and_the_lists_of_methods_and_architectures_load_no_library():
+    code = "import sys\nimport llmdistill\nfrom llmdistill.methods import METHODS\n"
+    code += "from llmdistill.models.families import FAMILIES\nassert METHODS and FAMILIES\n"
+    code += "print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
+
+
+def test_help_loads_no_library_and_a_dry_run_only_what_builds_models():
+    commands = [f"llmdistill/cli.py {name}" for name in (*COMMANDS, "evaluate --suite glue")]
+    lines = [f"{each} --help" for each in (*commands, "llmdistill/train.py", "eval/glue.py", "eval/instruct.py")]
+    *helped, dry = loaded(*lines, "llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json")
+    assert helped == [[line, 0, []] for line in lines]
+    assert not {"deepspeed", "datasets", "matplotlib", "sklearn", "pandas"} & set(dry[2])
+    assert "torch" in dry[2]  # or nothing was looked at

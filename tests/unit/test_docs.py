@@ -6,8 +6,6 @@ The bash blocks of a page run in a real shell, so that variables, loops and quot
 programs in it are stubs that only write down their arguments, which are then given to the real parsers in this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os
@@ -181,14 +179,10 @@ def test_every_command_of_a_page_is_one_that_the_parsers_take(page, named_files,
             raise AssertionError(f"{page.name}: {' '.join(command)}: {error}") from error
 
 
-def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
 def anchors(page: Path) -> set[str]:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

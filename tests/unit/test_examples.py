@@ -1,7 +1,5 @@
 """The scripts of scripts/examples/, whole, on tiny models: a user's own model, given as an argument."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """docs/extending.md: its code is run as it stands there, and does what the page says."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -5,8 +5,6 @@ It runs on torch's meta device, which has shapes but no values: whoever asks for
 GPU, the paths that a CPU may take by looking at values are closed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,14 +19,7 @@ from transformers import AutoModelForCausalLM, BertForPreTraining, PreTrainedMod
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import TrainConfig
-from llmdistill.methods import build_method
-from llmdistill.methods.distilbert import DistilbertConfig
-from llmdistill.methods.kd import KdConfig
-from llmdistill.methods.kroneckerbert import KroneckerbertConfig
-from llmdistill.methods.makd import MakdConfig
-from llmdistill.methods.minilm import MinilmConfig
-from llmdistill.methods.minilmv2 import Minilmv2Config
-from llmdistill.methods.tinybert import TinybertConfig
+from llmdistill.methods import METHODS, build_method
 from llmdistill.models import packed
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
@@ -38,16 +29,15 @@ from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("meta"))
 FAMILIES = ("llama", "mistral", "gpt2", "bert")
-SETTINGS: dict[str, Any] = {
-    "sft": None,
-    "kd": KdConfig(ratio=0.7, temperature=2.0, divergence="skew_reverse_kl"),
-    "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
-    "minilm": MinilmConfig(teacher_layers="uniform", value_mse=1.0),
-    "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
-    "distilbert": DistilbertConfig(),
-    "tinybert": TinybertConfig(soft=1.0),
-    "kroneckerbert": KroneckerbertConfig(),
+GIVEN: dict[str, dict[str, Any]] = {
+    "kd": {"ratio": 0.7, "temperature": 2.0, "divergence": "skew_reverse_kl"},
+    "makd": {"matrix_layers": "all", "layer_layers": "all", "label": 0.5},
+    "minilm": {"teacher_layers": "uniform", "value_mse": 1.0},
+    "minilmv2": {"relation_heads": 8, "relations": ("qq", "kk", "qk")},
+    "tinybert": {"soft": 1.0},
 }
+SETTINGS = {name: METHODS[name].settings(**given) for name, given in GIVEN.items()}
+ALL = [*SETTINGS, "sft", "distilbert", "kroneckerbert"]
 
 
 class SlowCopies(TorchFunctionMode):
@@ -82,7 +72,7 @@ def make_batch(family: str) -> Batch:
 def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     teacher, student = make_model(family).eval(), make_model(family)
     objective = Objective(tokens=True, sequences="classes" if family == "bert" else None)
-    names = list(SETTINGS) if method_name == "all" else [method_name]
+    names = ALL if method_name == "all" else [method_name]
     method = build_method(names, SETTINGS, teacher.config, student.config, objective)
     if settings.get("activation_checkpointing"):
         student.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,7 +1,5 @@
 """``llmdistill plan`` from configurations alone: what it prints and writes, and its errors."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -60,12 +58,6 @@ def test_every_setting_has_its_memory_and_time(capsys, run):
         assert choice["seconds"]["wire"] == pytest.approx(choice["wire_bytes"] / 225e9, rel=1e-6)
         assert choice["seconds"]["compute"] >= 0.999 * choice["flops"] / 187.2e12
     assert found["proposal"] in found["choices"]
-    by_batch = {
-        choice["overrides"]["train.micro_batch_size"]: choice["memory_bytes"]["activations"]
-        for choice in found["choices"]
-        if choice["ds_config"] == "zero1" and not choice["overrides"]["train.activation_checkpointing"]
-    }
-    assert by_batch[8] > 1.9 * by_batch[4] > 3.4 * by_batch[2]
 
 
 def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, monkeypatch):
@@ -212,14 +204,3 @@ def test_micro_batches_between_two_traces(run):
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
     assert found.student.flops == pytest.approx(traces[3].student.flops, rel=1e-6)
     assert found.teacher.flops == pytest.approx(traces[3].teacher.flops, rel=1e-6)
-
-
-def test_bad_input_is_one_sentence(capsys):
-    for arguments, said in (
-        (["--gpu_memory", "80XB"], "--gpu_memory is '80XB': give a number with one of the units MB, GB, TB"),
-        (["--gpus", "7"], "train.global_batch_size 32 does not divide by 7 ranks: the nearest that does is 35"),
-    ):
-        assert cli.main(["plan", *arguments]) == 2
-        written = capsys.readouterr()
-        assert written.err.startswith(f"error: {said}")
-        assert (written.err.count("\n"), written.out) == (1, "")

@@ -1,7 +1,5 @@
 """The files of the project: what CI installs is pinned by version and hash, and what the ecosystem expects is true."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import metadata
 

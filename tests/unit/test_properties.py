@@ -3,8 +3,6 @@
 LLMDISTILL_CASES=400 tries more than 10,000 inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache, partial

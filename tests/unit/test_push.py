@@ -1,7 +1,5 @@
 """What `llmdistill push` gives to the hub, for which a stand-in with the documented interface of HfApi speaks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import huggingface_hub

@@ -1,10 +1,9 @@
 """Every number of every shipped recipe and of every protocol against a table of what the papers say (papers.yaml).
 
-And the sizes of their students, by formulas, with teachers that are nothing but a config.json.
+And the sizes of their students, with teachers that are nothing but a config.json.
 """
 
-from __future__ import annotations
-
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,65 +121,18 @@ TEACHERS: dict[str, PreTrainedConfig] = {
     "FacebookAI/xlm-roberta-base": XLMRobertaConfig(**XLMR),
     "FacebookAI/xlm-roberta-large": XLMRobertaConfig(**XLMR, **LARGE),
 }
-
-KRONECKER = {
-    "kroneckerbert/bert-8": ((384, 384), (8, 2), 1, 8),
-    "kroneckerbert/bert-21": ((384, 48), (16, 2), 1, 16),
-    "kroneckerbert/bert-5": ((384, 384), (384, 384), 4, 12),
-}
-"""Recipe -> by Table 1 the shapes (m1, n1) of the first factor of an attention matrix and of the first feed-forward
-matrix, the number of sums, and the columns of the embedding's second factor."""
-
-
-def counted(
-    vocabulary: int, depth: int, width: int, ffn: int, rank: int = 0, embedding_rank: int = 0
-) -> tuple[int, int]:
-    """Parameters of the whole base model, and of word embedding and layers alone, matrix by matrix."""
-
-    def matrix(inputs: int, outputs: int) -> int:
-        return outputs + (rank * (inputs + outputs) if rank else inputs * outputs)
-
-    words = embedding_rank * (vocabulary + width) if embedding_rank else vocabulary * width
-    norm = 2 * width
-    layer = 4 * matrix(width, width) + matrix(width, ffn) + matrix(ffn, width) + 2 * norm
-    positions, types = (512, 2) if vocabulary == 30_522 else (514, 1)
-    pooler = width * width + width
-    return words + depth * layer + (positions + types) * width + norm + pooler, words + depth * layer
-
-
-def kronecker_counted(attention: tuple[int, int], up: tuple[int, int], sums: int, columns: int) -> tuple[int, int]:
-    """As `counted`, of BERT-base as Kronecker products."""
-    numbers = 0
-    for m, n, (m1, n1), times in ((768, 768, attention, 4), (3072, 768, up, 1), (768, 3072, up[::-1], 1)):
-        numbers += times * (sums * (m1 * n1 + (m // m1) * (n // n1)) + m)
-    words, norm, pooler = 30_522 * (768 // columns) + columns, 2 * 768, 768 * 768 + 768
-    layers = words + 12 * (numbers + 2 * norm)
-    return layers + (512 + 2) * 768 + norm + pooler, layers
-
-
-def expected_sizes(name: str) -> tuple[int, int]:
-    """Parameters of the whole model, and of word embedding and layers, by the shape that papers.yaml has too."""
-    if name in KRONECKER:
-        return kronecker_counted(*KRONECKER[name])
-    config = parse(name)
-    depth, width, _, *ffn = map(int, (config.student.shape or "12x768x12").split("x"))
-    ranks = config.student.factorize
-    vocabulary = TEACHERS[config.teacher.model].vocab_size
-    return counted(vocabulary, depth, width, ffn[0] if ffn else 4 * width, ranks.rank or 0, ranks.embedding_rank or 0)
+SIZES = re.compile(r"([0-9,]+) in word embedding and layers, ([0-9,]+) in all")
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "/" in name and "/finetune-" not in name])
 def test_sizes_are_the_tables(name: str, tmp_path: Path) -> None:
+    """Counting itself is held against formulas in factorize/test_sizes.py."""
     config = parse(name)
     TEACHERS[config.teacher.model].save_pretrained(tmp_path)
     plan = make_plans(replace(config, teacher=replace(config.teacher, model=str(tmp_path))))[-1]
-    whole, layers = expected_sizes(name)
+    [stated] = SIZES.findall(recipe_path(name).read_text(encoding="utf-8"))
+    layers, whole = (int(number.replace(",", "")) for number in stated)
     assert plan.models.sizes["student_params"] == whole
     dense = build_reference(plan.models.student)
-    around = (
-        count_parameters(dense) - count_parameters(dense.get_input_embeddings()) - count_parameters(layers_of(dense))
-    )
-    assert plan.models.sizes["student_params"] - around == layers
-    text = recipe_path(name).read_text(encoding="utf-8")
-    assert f"{layers:,} in word embedding and layers" in text
-    assert f"{whole:,} in all" in text
+    inner = count_parameters(dense.get_input_embeddings()) + count_parameters(layers_of(dense))
+    assert whole - (count_parameters(dense) - inner) == layers

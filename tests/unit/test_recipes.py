@@ -1,8 +1,7 @@
 """Shipped recipes, resolved on the meta device as `--dry_run` does, without weights or data."""
 
-from __future__ import annotations
-
 import json
+import re
 
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig
@@ -47,11 +46,17 @@ def dry_run(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipe_names() if "/" not in name])
-def test_every_shipped_recipe_resolves(dry_run, recipe):
+def test_every_shipped_recipe_resolves_and_costs_what_it_states(dry_run, recipe):
     plan = dry_run(recipe)
     assert 0 < plan["student_params"] <= plan["teacher_params"]
     counted_later = plan["config"]["train"]["epochs"] is not None
     assert counted_later or plan["estimate"]["tokens"] > 0
+    stated = re.search(r"at most ([0-9.]+) A100 hours", recipe_path(recipe).read_text(encoding="utf-8"))
+    assert (stated is not None) == (recipe in ("gpt2_dolly", "llama3_dolly"))
+    if stated is not None:
+        flops = plan["config"]["train"]["steps"] * 64 * 512 * (6 * plan["student_params"] + 2 * plan["teacher_params"])
+        assert plan["estimate"]["a100_hours"] == pytest.approx(flops / 312e12 / 0.3 / 3600)
+        assert plan["estimate"]["a100_hours"] == pytest.approx(float(stated[1]), rel=0.1)
 
 
 def test_a_recipe_by_which_students_learn_to_write_resolves(dry_run, tmp_path):
@@ -59,18 +64,3 @@ def test_a_recipe_by_which_students_learn_to_write_resolves(dry_run, tmp_path):
     BertConfig(**sizes, architectures=["BertModel"]).save_pretrained(tmp_path)
     plan = dry_run("minilm/finetune-xsum", "--student.model", str(tmp_path), ranks=8)
     assert plan["config"]["data"]["task"]["writing"]["beams"] == 5
-
-
-@pytest.mark.parametrize(
-    ("recipe", "teacher", "student", "hours"),
-    [("gpt2_dolly", 124_439_808, 77_253_888, 0.25), ("llama3_dolly", 1_235_814_400, 689_768_448, 1.15)],
-)
-def test_published_recipes_have_the_papers_sizes_and_the_stated_cost(dry_run, recipe, teacher, student, hours):
-    plan = dry_run(recipe, ranks=8)
-    assert (plan["teacher_params"], plan["student_params"]) == (teacher, student)
-    assert (plan["batch"]["micro_batch_size"], plan["batch"]["accumulation_steps"]) == (8, 1)
-    tokens = plan["config"]["train"]["steps"] * 64 * 512
-    flops = tokens * (6 * student + 2 * teacher)
-    assert plan["estimate"]["a100_hours"] == pytest.approx(flops / 312e12 / 0.3 / 3600)
-    assert plan["estimate"]["a100_hours"] == pytest.approx(hours, rel=0.1)
-    assert f"at most {hours:g} A100 hours" in recipe_path(recipe).read_text(encoding="utf-8")

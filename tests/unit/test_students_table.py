@@ -1,7 +1,5 @@
 """The table of docs/students.md: each row is run on a tiny random model, cell by cell, or refused in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pairs of tiny models, student smaller than teacher, and all that a naive loss reads of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,6 +11,7 @@ import torch
 from references import terms_of
 from tiny import shaken, tiny_config
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs
@@ -28,6 +27,11 @@ def config_of(name: str, depth: int, width: int, heads: int, groups: int) -> Pre
     return tiny_config(name, vocab_size=40, num_attention_heads=heads, **sizes, **grouped)
 
 
+DECODER = {side: f"self_attn.{side[0]}_proj" for side in ("query", "key", "value")}
+DECODER |= {"ffn_up": "mlp.up_proj", "ffn_gate": "mlp.gate_proj", "ffn_down": "mlp.down_proj", "hidden": ""}
+ENCODER = {side: f"attention.self.{side}" for side in ("query", "key", "value")}
+ENCODER |= {"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "hidden": ""}
+"""The modules of a layer that give what is seen."""
 FAMILIES = {name: partial(config_of, name) for name in ("llama", "mistral", "bert")}
 
 
@@ -68,11 +72,7 @@ class Seen:
         handles = [hook for layer in range(shape.num_layers) for hook in self._hooks(model, layer)]
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.visible_until is not None:
-            size, tokens = batch.input_ids.shape
-            inputs["attention_mask"] = torch.zeros(size, 1, tokens, tokens)
-            for b, i in batch.attention_mask.nonzero().tolist():
-                hidden = [j for j in range(tokens) if j not in self.keys_of(batch, b, i)]
-                inputs["attention_mask"][b, 0, i, hidden] = -1e9
+            inputs["attention_mask"] = torch.where(self.visible(batch), 0.0, -1e9)[:, None]
         with torch.no_grad():
             outputs = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
         for handle in handles:
@@ -85,24 +85,12 @@ class Seen:
         self.flat["embedding", 0] = outputs.hidden_states[0].double()
 
     def _hooks(self, model: PreTrainedModel, layer: int) -> list[torch.utils.hooks.RemovableHandle]:
-        def keep(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-            def hook(_m: nn.Module, _a: object, output: Any) -> None:
-                self.flat[name, layer] = (output[0] if isinstance(output, tuple) else output).double()
+        def keep(name: str, _module: nn.Module, _inputs: object, output: Any) -> None:
+            self.flat[name, layer] = (output[0] if isinstance(output, tuple) else output).double()
 
-            return module.register_forward_hook(hook)
-
-        base = model.base_model
-        if family_of(model.config).causal:
-            block, inner = base.layers[layer], base.layers[layer].self_attn
-            names = ("q_proj", "k_proj", "v_proj")
-            ffn = {"ffn_up": block.mlp.up_proj, "ffn_gate": block.mlp.gate_proj, "ffn_down": block.mlp.down_proj}
-        else:
-            block = base.encoder.layer[layer]
-            inner, names = block.attention.self, ("query", "key", "value")
-            ffn = {"ffn_up": block.intermediate.dense, "ffn_down": block.output.dense}
-        parts = zip(("query", "key", "value"), names, strict=True)
-        projections = [keep(name, getattr(inner, module)) for name, module in parts]
-        return [*projections, *(keep(name, module) for name, module in ffn.items()), keep("hidden", block)]
+        block = model.base_model.layers[layer] if self.causal else model.base_model.encoder.layer[layer]
+        places = DECODER if self.causal else ENCODER
+        return [block.get_submodule(path).register_forward_hook(partial(keep, name)) for name, path in places.items()]
 
     def _rotate(self, model: PreTrainedModel, batch: Batch) -> None:
         """Queries and keys are taken after the rotary embedding."""
@@ -115,21 +103,28 @@ class Seen:
                 turned = torch.cat([-heads[..., half:], heads[..., :half]], dim=-1)
                 self.flat[name, layer] = (heads * cos[:, :, None] + turned * sin[:, :, None]).flatten(2)
 
-    def keys_of(self, batch: Batch, b: int, i: int) -> list[int]:
-        """The positions that a token may look at."""
-        real = [j for j in range(batch.input_ids.shape[1]) if batch.attention_mask[b, j]]
+    def visible(self, batch: Batch) -> Tensor:
+        """Whether a token (second axis) may look at a key (last axis): (B, T, T)."""
+        size, tokens = batch.input_ids.shape
+        i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+        seen = (batch.attention_mask == 1)[:, None].expand(size, tokens, tokens)
         if batch.visible_until is not None:
-            real = [j for j in real if j < batch.visible_until[b, i]]
-        return [j for j in real if not self.causal or (j <= i and (self.window is None or j > i - self.window))]
+            seen = seen & (j < batch.visible_until[:, :, None])
+        if self.causal:
+            seen = seen & (j <= i)
+            if self.window is not None:
+                seen = seen & (j > i - self.window)
+        return seen
 
     def per_head(self, name: str, layer: int, heads: int) -> Tensor:
-        """(B, T, heads, D): head h is that of group h // (heads/groups)."""
-        parts = self.flat[name, layer].unflatten(-1, (-1, self.width))
-        return torch.stack([parts[:, :, h * parts.shape[2] // heads] for h in range(heads)], dim=2)
+        """(B, heads, T, D): head h is that of group h // (heads/groups)."""
+        parts = self.flat[name, layer].unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return parts.repeat_interleave(heads // parts.shape[1], dim=1)
 
 
-def kl(p: Tensor, q: Tensor) -> float:
-    return float((p * (p / q).log()).sum())
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """Over the last axis, where p is not 0."""
+    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(-1)
 
 
 class Pair:
@@ -168,86 +163,77 @@ class Pair:
         assert list(terms) == list(method.weights) == list(method.positions)
         return {name: (term.sum / term.count).item() for name, term in terms.items()}
 
-    def mean_over_tokens(self, loss: Any) -> float:
-        """Of a function of (sequence, token)."""
-        tokens = self.batch.attention_mask.nonzero().tolist()
-        return sum(float(loss(b, i)) for b, i in tokens) / len(tokens)
+    def mean_over_tokens(self, loss: Tensor) -> float:
+        """Of one number a token: (B, T)."""
+        return float(loss[self.batch.attention_mask == 1].mean())
 
     def attention_kl(self, layers: list[tuple[int, int]], direction: str) -> float:
         """KL divergence of the attention distributions (MiniLM §3.1, MaKD eq. 12), over (student, teacher) layers."""
         student, teacher = self.seen
-
-        def loss(b: int, i: int) -> float:
-            keys, result = student.keys_of(self.batch, b, i), 0.0
-            for mine, theirs in layers:
-                rows = student.attentions[mine][b, :, i, keys], teacher.attentions[theirs][b, :, i, keys]
-                result += kl(*(rows if direction == "student_teacher" else rows[::-1])) / student.heads
-            return result
-
-        return self.mean_over_tokens(loss)
+        result = 0.0
+        for mine, theirs in layers:
+            rows = student.attentions[mine], teacher.attentions[theirs]
+            divergences = kl(*(rows if direction == "student_teacher" else rows[::-1]))
+            result += self.mean_over_tokens(divergences.mean(1))
+        return result
 
     def relation_kl(self, sides, layers, count, *, repeated=False) -> float:
         """KL divergence of relations (MiniLMv2 eq. 6-8) of heads cut anew, or (MiniLM §3.2) repeated, to a number."""
 
-        def relation(seen: Seen, layer: int, b: int, i: int) -> Tensor:
-            """(R, keys)."""
+        def relation(seen: Seen, layer: int) -> Tensor:
+            """(B, R, T, T)."""
             heads = count if repeated else seen.heads if "query" in sides else seen.groups
 
             def cut(side: str) -> Tensor:
-                flat = seen.flat[side, layer] if side == "hidden" else seen.per_head(side, layer, heads).flatten(2)
-                return flat[b].unflatten(1, (count, -1))
+                flat = seen.flat[side, layer]
+                if side != "hidden":
+                    flat = seen.per_head(side, layer, heads).transpose(1, 2).flatten(2)
+                return flat.unflatten(-1, (count, -1)).transpose(1, 2)
 
             left, right = map(cut, sides)
-            scores = [(left[i] * right[j]).sum(-1) for j in seen.keys_of(self.batch, b, i)]
-            return (torch.stack(scores, dim=-1) / math.sqrt(left.shape[-1])).softmax(-1)
+            scores = left @ right.transpose(-1, -2) / math.sqrt(left.shape[-1])
+            return scores.masked_fill(~seen.visible(self.batch)[:, None], -torch.inf).softmax(-1)
 
-        def loss(b: int, i: int) -> float:
-            student, teacher = self.seen
-            pairs = [(relation(teacher, theirs, b, i), relation(student, mine, b, i)) for mine, theirs in layers]
-            return sum(kl(p, q) / count for p, q in pairs)
-
-        return self.mean_over_tokens(loss)
+        student, teacher = self.seen
+        pairs = [(relation(teacher, theirs), relation(student, mine)) for mine, theirs in layers]
+        return sum(self.mean_over_tokens(kl(p, q).mean(1)) for p, q in pairs)
 
     def score_error(self, layers: list[tuple[int, int]]) -> float:
         """Squared error of the attention scores of 4 heads (TinyBERT eq. 7, KroneckerBERT eq. 9)."""
         student, teacher = self.seen
+        visible = student.visible(self.batch)
 
-        def scores(seen: Seen, layer: int, b: int, i: int) -> Tensor:
-            """(keys, heads)."""
-            query, key = (seen.per_head(name, layer, 4)[b] for name in ("query", "key"))
-            return (query[i] * key[seen.keys_of(self.batch, b, i)]).sum(-1) / seen.width**0.5
+        def scores(seen: Seen, layer: int) -> Tensor:
+            query, key = (seen.per_head(name, layer, 4) for name in ("query", "key"))
+            return query @ key.transpose(-1, -2) / seen.width**0.5
 
-        def loss(b: int, i: int) -> float:
-            errors = [scores(student, mine, b, i) - scores(teacher, theirs, b, i) for mine, theirs in layers]
-            return sum(float(each.square().mean()) for each in errors)
-
-        return self.mean_over_tokens(loss)
+        errors = sum((scores(student, mine) - scores(teacher, theirs)).square().mean(1) for mine, theirs in layers)
+        return self.mean_over_tokens((errors * visible).sum(-1) / visible.sum(-1))
 
     def feature_error(self, name, layers, scale, projectors=None) -> float:
         """Squared error of features, divided by the token's mean square if the scale is `token`."""
         student, teacher = self.seen
+        result = 0.0
+        for mine, theirs in layers:
+            here, there = student.flat[name, mine], teacher.flat[name, theirs]
+            here = here @ projectors[name].T if name in (projectors or {}) else here
+            errors = (here - there).square().mean(-1)
+            result += self.mean_over_tokens(errors / there.square().mean(-1) if scale == "token" else errors)
+        return result
 
-        def loss(b: int, i: int) -> float:
-            result = 0.0
-            for mine, theirs in layers:
-                here, there = student.flat[name, mine][b, i], teacher.flat[name, theirs][b, i]
-                here = projectors[name] @ here if name in (projectors or {}) else here
-                result += float((here - there).square().mean() / (there.square().mean() if scale == "token" else 1))
-            return result
-
-        return self.mean_over_tokens(loss)
+    def of_labels(self, seen: Seen) -> Tensor:
+        """The logits that predict each label."""
+        rows, columns = (self.batch.labels >= 0).nonzero().T
+        return seen.logits[rows, columns - 1 if self.causal else columns]
 
     def output_terms(self, temperature: float) -> dict[str, float]:
         """Soft cross-entropy with the teacher (MaKD eq. 18), and cross-entropy, as means over the labels."""
-        student, teacher = self.seen
-        soft = hard = 0.0
-        places = (self.batch.labels >= 0).nonzero().tolist()
-        for b, i in places:
-            at = i - 1 if self.causal else i
-            p = (teacher.logits[b, at] / temperature).softmax(-1)
-            soft -= float((p * (student.logits[b, at] / temperature).log_softmax(-1)).sum())
-            hard -= float(student.logits[b, at].log_softmax(-1)[self.batch.labels[b, i]])
-        return {"logits": soft / len(places), "label": hard / len(places)}
+        mine, theirs = map(self.of_labels, self.seen)
+        targets = self.batch.labels[self.batch.labels >= 0]
+        return {
+            "logits": float(cross_entropy(mine / temperature, (theirs / temperature).softmax(-1))),
+            "label": float(cross_entropy(mine, targets)),
+        }
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import pytest
+from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from llmdistill.methods.distilbert import DistilbertConfig, build_distilbert
@@ -17,16 +16,15 @@ def test_terms_equal_the_naive_loop(models, family: str, positions: str) -> None
     assert method.positions == {"soft": "tokens" if everywhere else "labels", "label": "labels", "cosine": "tokens"}
     student, teacher = pair.seen
 
-    def divergence(b: int, at: int) -> float:
-        return 4 * models.kl(*((seen.logits[b, at] / 2).softmax(-1) for seen in (teacher, student)))
+    def soft(*logits: Tensor) -> Tensor:
+        q, p = ((each / 2).softmax(-1) for each in logits)
+        return 4 * models.kl(p, q)
 
-    def cosine(b: int, i: int) -> float:
-        return 1 - float(cosine_similarity(student.flat["hidden", 1][b, i], teacher.flat["hidden", 3][b, i], dim=0))
-
-    places = (pair.batch.labels >= 0).nonzero().tolist()
-    soft = sum(divergence(b, i - 1 if pair.causal else i) for b, i in places) / len(places)
+    cosine = 1 - cosine_similarity(student.flat["hidden", 1], teacher.flat["hidden", 3], dim=-1)
+    of_tokens = pair.mean_over_tokens(soft(student.logits, teacher.logits))
+    of_labels = float(soft(*map(pair.of_labels, pair.seen)).mean())
     expected = {
-        "soft": pair.mean_over_tokens(divergence) if everywhere else soft,
+        "soft": of_tokens if everywhere else of_labels,
         "label": pair.output_terms(1.0)["label"],
         "cosine": pair.mean_over_tokens(cosine),
     }

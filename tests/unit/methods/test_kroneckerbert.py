@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest
@@ -13,24 +11,20 @@ OTHER = KroneckerbertConfig(
 )
 
 
-def naive(pair, settings: KroneckerbertConfig, layers: list[tuple[int, int]]) -> dict[str, float]:
-    """KroneckerBERT eq. 14, token by token, in fp64."""
-    output = "ffn_down" if settings.ffn_output == "projection" else "hidden"
-    return {
+@pytest.mark.parametrize("settings", [KroneckerbertConfig(scale="plain"), OTHER], ids=["the paper's", "others"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
+def test_terms_equal_the_naive_loop(models, family: str, settings: KroneckerbertConfig) -> None:
+    """KroneckerBERT eq. 14."""
+    config = models.families[family](LAYERS, 16, 4, 2)
+    pair = models.Pair(config, config)
+    method = build_kroneckerbert(settings, config, config)
+    output, layers = "ffn_down" if settings.ffn_output == "projection" else "hidden", [(n, n) for n in range(LAYERS)]
+    expected = {
         "embedding": pair.feature_error("embedding", [(0, 0)], settings.scale),
         "attention": pair.score_error(layers),
         "ffn": pair.feature_error(output, layers, settings.scale),
         **pair.output_terms(settings.temperature),
     }
-
-
-@pytest.mark.parametrize("settings", [KroneckerbertConfig(scale="plain"), OTHER], ids=["the paper's", "others"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
-def test_terms_equal_the_naive_loop(models, family: str, settings: KroneckerbertConfig) -> None:
-    config = models.families[family](LAYERS, 16, 4, 2)
-    pair = models.Pair(config, config)
-    method = build_kroneckerbert(settings, config, config)
-    expected = naive(pair, settings, [(layer, layer) for layer in range(LAYERS)])
     weights = asdict(settings)
     assert method.weights == {name: weights[name] for name in expected}
     assert method.positions == {name: "tokens" if name in INNER else "labels" for name in expected}

@@ -1,9 +1,9 @@
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest
 
+from llmdistill.errors import UserError
+from llmdistill.methods.layers import parse_layers
 from llmdistill.methods.makd import MATRIX_TERMS, TERMS, MakdConfig, build_makd
 
 ALL = {1, 2, 3, 4, 5}
@@ -60,3 +60,17 @@ def test_layers_are_the_students_and_the_map_says_which_teach_them(models) -> No
         assert means[name] == pytest.approx(pair.feature_error(name, [(0, 4), (2, 1)], "token"), rel=1e-4)
     assert means["hidden"] == pytest.approx(pair.feature_error("hidden", [(2, 1)], "token"), rel=1e-4)
     assert means["attention"] == pytest.approx(pair.attention_kl([(2, 1)], "student_teacher"), rel=1e-4)
+
+
+@pytest.mark.parametrize(("spec", "num_layers", "expected"), [
+    ("lower", 5, (0, 1)), ("upper", 5, (2, 3, 4)), ("lower", 1, ()), ("upper", 1, (0,)),
+    ("all", 3, (0, 1, 2)), ("none", 3, ()), ("6, 1 - 2", 6, (0, 1, 5)), ("2,2,1-2", 2, (0, 1)),
+])  # fmt: skip
+def test_layers(spec: str, num_layers: int, expected: tuple[int, ...]) -> None:
+    assert parse_layers(spec, num_layers, key="k") == expected
+
+
+@pytest.mark.parametrize("spec", ["0", "5", "3-2", "1,,2", "middle"])
+def test_what_is_no_list_of_layers(spec: str) -> None:
+    with pytest.raises(UserError, match=r"makd\.matrix_layers is .* 4 layers"):
+        parse_layers(spec, 4, key="makd.matrix_layers")

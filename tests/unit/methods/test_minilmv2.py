@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from llmdistill.methods.minilmv2 import SIDES, Minilmv2Config, build_minilmv2

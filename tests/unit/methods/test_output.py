@@ -1,7 +1,5 @@
 """What the methods on the output do with words, with sequences' classes or scores, and with both."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -60,12 +58,6 @@ def outputs(seed: int, objective: Objective) -> Outputs:
     return Outputs(words, Taps(), sequence_logits=torch.randn(*shape, generator=generator))
 
 
-def make_batch(objective: Objective) -> Batch:
-    labels = LABELS if objective.tokens else torch.full_like(LABELS, IGNORE_INDEX)
-    targets = None if objective.sequences is None else TARGETS[objective.sequences]
-    return Batch(LABELS.clamp_min(0), torch.ones_like(LABELS), labels, targets=targets)
-
-
 def naive(method: str, name: str, student: Outputs, teacher: Outputs, objective: Objective) -> float:
     """Every term as the mean over what it counts; start and end of a span count as one half each."""
     scores = objective.sequences == "scores"
@@ -112,7 +104,9 @@ def test_terms(method: str, objective: Objective, models) -> None:
     assert built.weights == weights
     assert built.positions == {name: "sequences" if name.startswith("sequence_") else "labels" for name in weights}
     assert built.needs_teacher is (method != "sft")
-    student, batch = outputs(0, objective), make_batch(objective)
+    labels = LABELS if objective.tokens else torch.full_like(LABELS, IGNORE_INDEX)
+    targets = None if objective.sequences is None else TARGETS[objective.sequences]
+    student, batch = outputs(0, objective), Batch(LABELS.clamp_min(0), torch.ones_like(LABELS), labels, targets=targets)
     teacher = outputs(1, objective) if built.needs_teacher else None
     terms = terms_of(built, student, teacher, batch)
     assert list(terms) == list(weights)

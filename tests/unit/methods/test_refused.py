@@ -1,7 +1,5 @@
 """Settings and pairs of models that a method cannot use: each is one sentence that names what to change."""
 
-from __future__ import annotations
-
 import pytest
 from tiny import tiny_config
 

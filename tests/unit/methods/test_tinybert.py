@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from llmdistill.methods.tinybert import TinybertConfig, build_tinybert

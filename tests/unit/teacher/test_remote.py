@@ -1,6 +1,4 @@
-"""A teacher behind a server, which a stand-in plays in vLLM's documented format."""
-
-from __future__ import annotations
+"""A teacher behind a server, which a stand-in plays in vLLM's documented format, and a sharded one."""
 
 from types import SimpleNamespace
 
@@ -12,6 +10,8 @@ from tiny import save_decoder
 from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.errors import ServerLost, UserError
 from llmdistill.models.load import load_model
+from llmdistill.runtime.distributed import World
+from llmdistill.teacher.live import load_teacher
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
 from llmdistill.teacher.rows import Request
 
@@ -86,20 +86,24 @@ def test_a_request_that_fails_is_repeated(server, examples):
 UNKNOWN = {"logprobs": {"top_logprobs": [{f"token_id:{n}": -1.0 for n in range(1020, 1025)}]}}
 
 
-@pytest.mark.parametrize(
-    ("asked", "longest", "changes", "said"),
-    [
-        ({"name": "another"}, 10, {}, "it serves a teacher, and teacher.model is another: .*-model-name another`"),
-        ({"k": 65}, 10, {}, "Requested prompt logprobs of 65, .*--max-logprobs 65"),
-        ({"vocabulary": 1025}, 10, {}, "Token id 1024 is out of vocabulary; serve the model of teacher.model"),
-        ({}, 512, {}, "it reads 512 tokens, .* --max-model-len 513"),
-        ({}, 10, {"logprobs": {"top_logprobs": [{"token_id:3": -1.0}]}}, "it does not give the 5 most likely tokens"),
-        ({}, 10, UNKNOWN, "it names the token 1024, and a teacher has 1024"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "longest", "changes", "said"), [
+    ({"name": "another"}, 10, {}, "it serves a teacher, and teacher.model is another: .*-model-name another`"),
+    ({"k": 65}, 10, {}, "Requested prompt logprobs of 65, .*--max-logprobs 65"),
+    ({"vocabulary": 1025}, 10, {}, "Token id 1024 is out of vocabulary; serve the model of teacher.model"),
+    ({}, 512, {}, "it reads 512 tokens, .* --max-model-len 513"),
+    ({}, 10, {"logprobs": {"top_logprobs": [{"token_id:3": -1.0}]}}, "it does not give the 5 most likely tokens"),
+    ({}, 10, UNKNOWN, "it names the token 1024, and a teacher has 1024"),
+])  # fmt: skip
 def test_what_is_wrong_with_a_server_is_said(server, asked, longest, changes, said):
     client(f"{server.url}/v1/").check(511)  # nothing is wrong before
     server.changes = changes
     with pytest.raises(UserError, match=f"teacher.url {server.url}: .*{said}") as raised:
         client(server.url, **asked).check(longest)
     assert not isinstance(raised.value, ServerLost)
+
+
+def test_settings_of_a_sharded_teacher_that_deepspeed_does_not_know_are_named_before_it_is_loaded():
+    zero = {"offload_param": {"device": "disk"}}
+    said = r"teacher.zero: offload_param\.device is 'disk': DeepSpeed refuses it \(input should be"
+    with pytest.raises(UserError, match=said):
+        load_teacher("nowhere", dtype=torch.float32, sharding="zero3", zero=zero, world=World.alone())

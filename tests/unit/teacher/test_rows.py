@@ -1,7 +1,5 @@
 """A teacher's outputs as rows of single examples and back; the losses of a cache are in tests/unit/run/cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -34,16 +32,13 @@ def test_most_likely_tokens_come_from_the_shared_vocabulary():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("needs", "lacking"),
-    [
-        ({}, None),
-        ({"positions": ("tokens",)}, "the distributions at tokens"),
-        ({"temperatures": (3.0,)}, "the tail's mass at temperature 3"),
-        ({"taps": {"embedding": frozenset({0})}}, "the embedding"),
-        ({"sequences": True}, "the output of the classifier"),
-    ],
-)
+@pytest.mark.parametrize(("needs", "lacking"), [
+    ({}, None),
+    ({"positions": ("tokens",)}, "the distributions at tokens"),
+    ({"temperatures": (3.0,)}, "the tail's mass at temperature 3"),
+    ({"taps": {"embedding": frozenset({0})}}, "the embedding"),
+    ({"sequences": True}, "the output of the classifier"),
+])  # fmt: skip
 def test_what_a_cache_lacks_is_named(needs, lacking):
     held = replace(NOTHING, positions=("labels",), temperatures=(1.0,), taps={"query": frozenset({1, 2})})
     request = replace(replace(held, taps={"query": frozenset({2})}), **needs)

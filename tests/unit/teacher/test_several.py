@@ -1,7 +1,5 @@
 """Several teachers as one, against each of them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 
