@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmdistill.models.load import load_model
 from llmdistill.run.checkpoints import checkpoints
 
 from support import interrupted_copy, largest_difference, logged, weights
@@ -144,30 +143,19 @@ def test_the_score_of_the_kept_student_is_the_best_in_the_log_of_sharded_ranks(t
 CALIBRATION = "--student.factorize.calibration"
 
 
-FACTORS = "--student.factorize"
-WEIGHTED = {
-    "svd": f"{FACTORS}.target_params 50% {FACTORS}.form pivoted {FACTORS}.embedding_rank 12 {FACTORS}.allocation loss",
-    "kronecker": f"--student.method kronecker {FACTORS}.shapes {{'*.down_proj':4x8,'*':dense}} {FACTORS}.sums 2",
-}
-
-
-@pytest.mark.parametrize("what", WEIGHTED)
-def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained, what):
-    """Rank 1 has a batch less, and the statistics of all matrices are too large for one pass."""
-    weighted = f"""{FACTORS}.rank null {FACTORS}.weighting gradients {WEIGHTED[what]} --train.steps 1
-    {CALIBRATION}.examples 12 {CALIBRATION}.micro_batch_size 4""".split()
-    passes = (f"{CALIBRATION}.memory", "5e-5")
-    one, two = trained(*weighted), trained(*weighted, *passes, "--teacher.sharding", "zero3", ranks=2)
+@pytest.mark.slow
+def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained):
+    """The factors of two ranks are compared in test_weighing.py."""
+    weighted = f"""--student.factorize.rank null --student.factorize.target_params 85% --student.factorize.form pivoted
+    --student.factorize.weighting gradients --student.factorize.allocation loss --train.steps 1
+    {CALIBRATION}.examples 16 {CALIBRATION}.micro_batch_size 4""".split()
+    one, two = trained(*weighted), trained(*weighted, "--teacher.sharding", "zero3", ranks=2)
     told = [json.loads((each / "weighting.json").read_text()) for each in (one, two)]
     assert told[0]["ranks"] == told[1]["ranks"]
-    assert what == "kronecker" or len(set(told[0]["ranks"].values())) > 3
-    assert told[0]["tokens"] == told[1]["tokens"] > 12
-    rel = 1e-3 if what == "svd" else 1e-2  # the products are found in rounds
+    assert len(set(told[0]["ranks"].values())) > 3
+    assert told[0]["tokens"] == told[1]["tokens"] > 16
     for name in ("predicted_loss", "held_out"):
-        assert told[0][name] == pytest.approx(told[1][name], rel=rel)
-    ids = torch.arange(5, 40)[None]
-    logits = [load_model(each / "untrained", dtype=torch.float32)(ids).logits.detach() for each in (one, two)]
-    torch.testing.assert_close(*logits, rtol=rel, atol=rel * float(logits[0].abs().max()))
+        assert told[0][name] == pytest.approx(told[1][name], rel=1e-3)
 
 
 def test_two_ranks_prune_a_student_as_one_does(trained):

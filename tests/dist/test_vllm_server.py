@@ -1,7 +1,9 @@
-"""A real vLLM server as teacher, and as what writes the student's answers.
+"""A real vLLM server as teacher, and as what writes the student's answers; one that is killed costs no step.
 
 LLMDISTILL_VLLM_PYTHON names the interpreter of an environment with vLLM and llmdistill (docs/teachers.md).
 """
+
+from __future__ import annotations
 
 import os
 import shutil
@@ -18,6 +20,7 @@ from scipy import stats
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.embedded import locate
+from llmdistill.errors import ServerLost
 from llmdistill.factorize.convert import compress
 from llmdistill.generation.rollout import Prompt
 from llmdistill.generation.rollout_server import RolloutServer
@@ -31,6 +34,7 @@ from support import PATIENCE, environment, free_port, largest_difference, logged
 PYTHON = os.environ.get("LLMDISTILL_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="LLMDISTILL_VLLM_PYTHON names no interpreter with vLLM")
 K = "20"
+WAIT = 30.0
 TEACHER = "embedded:teacher"
 ASKED = ("--method", "kd", "--scoring.models", "[]", "--teacher.model", TEACHER, "--data.max_length", "300")
 ASKED += ("--data.train", "embedded:valid", "--student.factorize.rank", "16", "--train.steps", "8")
@@ -85,9 +89,17 @@ def server(tmp_path_factory):
     running.kill()
 
 
-def test_runs_from_it_and_from_caches_are_alike(server, trained, launch, settings, tmp_path):
-    words = (*ASKED, "--teacher.url", server.url, "--teacher.top_k", K)
-    whole = trained(*words)
+@pytest.fixture(scope="module")
+def words(server):
+    return (*ASKED, "--teacher.url", server.url, "--teacher.top_k", K, "--teacher.wait", str(WAIT))
+
+
+@pytest.fixture(scope="module")
+def whole(trained, words):
+    return trained(*words)
+
+
+def test_runs_from_it_and_from_caches_are_alike(whole, trained, launch, settings, words, tmp_path):
     kept = {"vllm": words, "hf": (*ASKED, "--cache.content", "top_k", "--cache.top_k", K)}
     for name, own in kept.items():
         folder = tmp_path / name
@@ -95,6 +107,33 @@ def test_runs_from_it_and_from_caches_are_alike(server, trained, launch, setting
         run = trained(*ASKED, "--teacher.cache", str(folder))
         assert logged(whole, "loss") == pytest.approx(logged(run, "loss"), rel=1e-5), name
         assert largest_difference(whole, run) < ROUNDING, name
+
+
+def test_a_server_that_is_killed_costs_no_step(server, whole, rank_server, launch, settings, words, tmp_path):
+    folder = tmp_path / "run"
+    given = (*settings, *words, "--output_dir", str(folder))
+    job = rank_server.start(given, ranks=2)
+    patience = time.monotonic() + PATIENCE
+    while not (folder / "metrics.jsonl").is_file() or not logged(folder, "step"):
+        assert time.monotonic() < patience
+        assert not job.is_over()
+        time.sleep(0.01)
+    server.kill()
+    killed = time.monotonic()
+    try:
+        done = job.wait(WAIT + 60)
+    finally:
+        server.start()
+    assert time.monotonic() - killed > WAIT
+    assert done.returncode == ServerLost.code, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    step = logged(folder, "step")[-1]
+    assert 1 <= step < 8
+    assert said.endswith(f"start it again; step {step} is saved, and the same command goes on from there")
+    launch(*given, ranks=2)
+    assert logged(folder, "step") == [*range(1, 9)]
+    assert logged(folder, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-4)
+    assert largest_difference(folder, whole) < ROUNDING
 
 
 WEIGHTS = ("--worker-extension-cls", "llmdistill.generation.vllm_worker.StudentWeights")
