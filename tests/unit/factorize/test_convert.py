@@ -1,30 +1,18 @@
 """Students made from loaded weights and from folders, of the same shape as their teacher or another."""
 
-from __future__ import annotations
-
 import copy
-import re
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny import random_student, shaken, tiny_config, tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, LlamaForCausalLM
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress, compress_model, factorize, make_student
-from llmdistill.factorize.counting import count_parameters
+from llmdistill.factorize.convert import compress_model, factorize, make_student
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
@@ -36,20 +24,15 @@ from llmdistill.models.importance import measure_importance
 KRONECKER = {"shapes": {"*": "4x4"}, "sums": 2}
 
 
-def tiny(kind: str) -> PreTrainedModel:
+def tiny(kind):
     more = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
     more |= {"attention_bias": True, "tie_word_embeddings": True} if kind == "llama" else {}
     return shaken(tiny_model(kind, **({"n_embd": 32, "vocab_size": 96} if kind == "gpt2" else more)))
 
 
-@torch.no_grad()
-def outputs(model: PreTrainedModel) -> torch.Tensor:
-    return model(input_ids=torch.arange(3, 19).view(2, 8))[0]
-
-
 @pytest.mark.parametrize("method", ["left", "balanced", "kronecker"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str, method: Any) -> None:
+def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind, method):
     teacher = tiny(kind)
     student = copy.deepcopy(teacher)
     if method == "kronecker":
@@ -77,7 +60,7 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str, met
         torch.testing.assert_close(factorized(x), expected, rtol=0, atol=1e-5)
 
 
-def test_dtype_is_kept_and_computed_finer() -> None:
+def test_dtype_is_kept_and_computed_finer():
     teacher = tiny("llama").to(torch.bfloat16)
     student = copy.deepcopy(teacher)
     factorize(student, plan(student, FactorizeConfig(rank=8, embedding_rank=16)))
@@ -90,7 +73,7 @@ def test_dtype_is_kept_and_computed_finer() -> None:
     torch.testing.assert_close(low_rank.A.weight.T.abs().float(), (u * s)[:, :8].abs(), rtol=2**-8, atol=1e-5)
 
 
-def test_a_config_shared_with_the_teacher_is_left_alone() -> None:
+def test_a_config_shared_with_the_teacher_is_left_alone():
     teacher = tiny("llama")
     student = LlamaForCausalLM(teacher.config)
     assert student.config is teacher.config
@@ -100,7 +83,7 @@ def test_a_config_shared_with_the_teacher_is_left_alone() -> None:
     assert configs == {id(student.config)}
 
 
-def test_weights_that_are_not_finite_are_refused_and_nothing_changes() -> None:
+def test_weights_that_are_not_finite_are_refused_and_nothing_changes():
     model = tiny("llama")
     ranks = plan(model, FactorizeConfig(rank=4))
     with torch.no_grad():
@@ -110,25 +93,9 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes() -> None:
     assert not any(isinstance(module, LowRankLinear) for module in model.modules())
 
 
-@pytest.mark.parametrize(("kind", "auto"), [("llama", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)])
-def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) -> None:
-    teacher = tiny(kind)
-    teacher.save_pretrained(tmp_path / "teacher")
-    (tmp_path / "teacher/tokenizer.json").write_text("{}")
-    settings = FactorizeConfig(rank=6, embedding_rank=16)
-    summary = compress(tmp_path / "teacher", tmp_path / "new/student", settings)
-    student = auto.from_pretrained(tmp_path / "new/student")
-    factorize(teacher, plan(teacher, settings))
-    assert torch.equal(outputs(student), outputs(teacher))
-    assert (tmp_path / "new/student/tokenizer.json").read_text() == "{}"
-    if kind == "llama":  # counted on the causal LM; an encoder's base model differs from the one with its head
-        assert summary["student_params"] == count_parameters(student)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["student"]
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("settings", [{"ranks": {"*": 3}}, {"ranks": {"*": 3}, "form": "pivoted"}, KRONECKER], ids=str)
-def test_the_loss_is_that_of_the_matrices_which_the_student_has(kind: str, settings: dict[str, Any]) -> None:
+def test_the_loss_is_that_of_the_matrices_which_the_student_has(kind, settings):
     # In a dtype that rounds the factors, which the loss must not overlook.
     model, lost = tiny_model(kind).bfloat16(), {}
     method = "kronecker" if settings is KRONECKER else "svd"
@@ -145,34 +112,33 @@ def test_the_loss_is_that_of_the_matrices_which_the_student_has(kind: str, setti
     expected = {kind: {"matrices": len(each), "lost": pytest.approx(shares[kind])} for kind, each in kinds.items()}
     assert by_kind(lost) == expected
     _, *lines = as_lines(by_kind(lost)).splitlines()
-    worst = sorted(kinds, key=lambda kind: -shares[kind])
-    for kind, line in zip(worst, lines, strict=True):
-        assert re.fullmatch(rf"\s*{kind}\s.*{shares[kind]:.1%} of their norm", line)
+    assert [line.split()[0] for line in lines] == sorted(kinds, key=lambda kind: -shares[kind])
+    assert all(f" {shares[line.split()[0]]:.1%} of" in line for line in lines)
 
 
 # Students of another shape than their teacher's.
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
+SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
 
 
 @pytest.fixture
-def bert(tmp_path: Path) -> Path:
+def bert(tmp_path):
     """A teacher's folder with both pretraining heads, in bf16."""
     AutoModelForPreTraining.from_config(tiny_config("bert", **SIZES)).bfloat16().save_pretrained(tmp_path / "teacher")
     (tmp_path / "teacher/tokenizer.json").write_text("{}")
     return tmp_path / "teacher"
 
 
-def make(teacher, output, shape="2x16x2", seed=0, head="lm_head", importance=None, **settings) -> Any:
+def make(teacher, output, shape="2x16x2", seed=0, head="lm_head", importance=None, **settings):
     make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head, importance=importance)
     return AutoModelForPreTraining.from_pretrained(output) if head == "pretraining" else output
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return AutoModelForMaskedLM.from_pretrained(folder).state_dict()
 
 
-def test_random_students_follow_the_seed_and_nothing_else(bert: Path, tmp_path: Path) -> None:
+def test_random_students_follow_the_seed_and_nothing_else(bert, tmp_path):
     (bert / "model.safetensors").unlink()  # not needed for random weights
     state = torch.get_rng_state()
     make(bert, tmp_path / "a", seed=3)
@@ -189,8 +155,8 @@ def test_random_students_follow_the_seed_and_nothing_else(bert: Path, tmp_path: 
     assert (tmp_path / "a/tokenizer.json").read_text() == "{}"
 
 
-def test_weights_of_the_teacher_and_its_heads_and_a_factorized_embedding(bert: Path, tmp_path: Path) -> None:
-    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+def test_weights_of_the_teacher_and_its_heads_and_a_factorized_embedding(bert, tmp_path):
+    teacher = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
     first = make(bert, tmp_path / "first", "2x32x4", init="layers", layers="first", head="pretraining")
     columns = {"method": "kronecker", "factorize": FactorizeConfig(embedding_columns=4)}
     spread = make(bert, tmp_path / "spread", "2x16x2", init="slice", head="pretraining", **columns)
@@ -205,42 +171,29 @@ def test_weights_of_the_teacher_and_its_heads_and_a_factorized_embedding(bert: P
     assert spread.cls.predictions.decoder.B.weight is embedding.A.weight
 
 
-def test_calibration_data_choose_layers_and_parts(bert: Path, tmp_path: Path) -> None:
-    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+def test_calibration_data_choose_layers_and_parts(bert, tmp_path):
+    teacher = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
     with torch.no_grad():
         for name in ("attention.output.dense", "output.dense"):
             teacher.bert.encoder.layer[1].get_submodule(name).weight.zero_()  # a layer that changes little
     teacher.save_pretrained(bert)
     ids = torch.arange(1, 25).view(2, 12)
     importance = measure_importance(teacher, [Batch(input_ids=ids, attention_mask=ids.clamp(max=1), labels=ids)])
-    source = teacher.bert.encoder.layer
-    deep = make(bert, tmp_path / "deep", "3x32x4", init="layers", layers="important", head="pretraining",
-                importance=importance)  # fmt: skip
-    for own, theirs in zip(deep.bert.encoder.layer, (source[0], source[2], source[3]), strict=True):
-        assert torch.equal(own.output.dense.weight, theirs.output.dense.weight)
-    make(bert, tmp_path / "thin", "2x32x4x40", init="important", layers="2,4", importance=importance)
-    thin = weights(tmp_path / "thin")
-    for own, layer in enumerate((1, 3)):
+    make(bert, tmp_path / "student", "3x32x4x40", init="important", layers="important", importance=importance)
+    student = weights(tmp_path / "student")
+    for own, layer in enumerate((0, 2, 3)):
         best = importance.neurons_LF[layer].topk(40).indices.sort().values
-        kept = thin[f"bert.encoder.layer.{own}.output.dense.weight"]
-        assert torch.equal(kept, source[layer].output.dense.weight[:, best])
+        kept = student[f"bert.encoder.layer.{own}.output.dense.weight"]
+        assert torch.equal(kept, teacher.bert.encoder.layer[layer].output.dense.weight[:, best])
 
 
-def test_a_factorized_teacher_is_multiplied_out(tmp_path: Path) -> None:
+def test_a_factorized_teacher_is_multiplied_out(tmp_path):
     teacher = random_student(AutoModelForCausalLM, tiny_config("llama", **SIZES), {"rank": 8})
     teacher.save_pretrained(tmp_path / "teacher")
     make(tmp_path / "teacher", tmp_path / "student", "2x32x4", init="layers")
-    student: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-    low_rank: Any = teacher.model.layers[2].mlp.up_proj
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    low_rank = teacher.model.layers[2].mlp.up_proj
     torch.testing.assert_close(student.model.layers[1].mlp.up_proj.weight, low_rank.weight)
     assert not hasattr(student.config, "quantization_config")
-
-
-def test_mistakes_leave_no_folder(bert: Path, tmp_path: Path) -> None:
-    for settings, expected in (
-        ({"init": "layers"}, "student.init layers .* width is 16 and the teacher's 32"),
-        ({"factorize": FactorizeConfig(embedding_rank=17)}, "embedding_rank 17 does not fit .*, a 40×16 matrix"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            make(bert, tmp_path / "student", **settings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher"]
+    with pytest.raises(UserError, match=r"student\.init layers .* width is 16 and the teacher's 32"):
+        make(tmp_path / "teacher", tmp_path / "refused", init="layers")

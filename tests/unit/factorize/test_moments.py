@@ -1,7 +1,5 @@
 """Second moments and costs of cuts, against loops over tokens with transformers' own forward pass."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -9,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import shaken, tiny_config, tiny_model
 from transformers import BertForQuestionAnswering, BertForSequenceClassification, BertModel
 
 from llmdistill.batch import Batch
@@ -35,12 +33,7 @@ bert = partial(tiny_model, "bert", **SIZES)
 gpt2 = partial(tiny_model, "gpt2", n_embd=8, n_inner=32, vocab_size=20, initializer_range=0.5)
 
 
-def bert_of(kind, **more):
-    torch.manual_seed(0)
-    return kind(tiny_config("bert", **SIZES, **more)).eval()
-
-
-def make_batch(lengths=(5, 3, 6), *, first_id=0, seed=0) -> Batch:
+def make_batch(lengths=(5, 3, 6), *, first_id=0, seed=0):
     """Padded on the right."""
     ids = torch.randint(1, 20, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
     mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
@@ -48,8 +41,8 @@ def make_batch(lengths=(5, 3, 6), *, first_id=0, seed=0) -> Batch:
     return Batch(input_ids=ids * mask, attention_mask=mask, labels=torch.full_like(ids, -100), sample_ids=names)
 
 
-def naive(model, name: str, batch: Batch, loss) -> tuple[torch.Tensor, torch.Tensor]:
-    """C and G of one module, row by row and token by token, for a loss of the batch, the row and its outputs."""
+def naive(model, name, batch, loss):
+    """C and G of one module, from rows without padding, for a loss of the batch, the row and its outputs."""
     linear, seen = model.get_submodule(name), []
 
     def hook(_, inputs, output):
@@ -64,29 +57,21 @@ def naive(model, name: str, batch: Batch, loss) -> tuple[torch.Tensor, torch.Ten
         outputs = model(input_ids=batch.input_ids[row : row + 1, :length], output_hidden_states=True)
         loss(batch, row, outputs).backward()
         ((inputs, output),) = seen
-        for token in range(length):
-            x, gradient = inputs[0, token].detach().double().reshape(-1), output.grad[0, token].double()
-            c, g = c + torch.outer(x, x), g + torch.outer(gradient, gradient)
+        x, gradient = inputs[0].detach().double().reshape(length, -1), output.grad[0].double()
+        c, g = c + x.T @ x, g + gradient.T @ gradient
     handle.remove()
     return c, g
 
 
-def sample(probabilities: torch.Tensor, chance: float) -> int:
-    total = 0.0
-    for index, value in enumerate(probabilities.tolist()):
-        total += value
-        if total >= chance:
-            return index
-    return len(probabilities) - 1
-
-
-def chances(batch: Batch, row: int, width: int, seed: int) -> torch.Tensor:
-    return module._uniform(batch, width, seed)[row]
+def surprise(logits, chance):
+    """Of the first class up to which the probabilities make up the chance."""
+    log = logits.log_softmax(-1)
+    drawn = int((log.detach().double().exp().cumsum(0) < chance).sum())
+    return -log[min(drawn, len(log) - 1)]
 
 
 def of_tokens(batch, row, outputs):
-    logs, drawn = outputs.logits[0].log_softmax(-1), chances(batch, row, 1, 3)
-    return -sum(log[sample(log.exp().detach(), float(drawn[t, 0]))] for t, log in enumerate(logs))
+    return sum(map(surprise, outputs.logits[0], module._uniform(batch, 1, 3)[row]))
 
 
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
@@ -154,7 +139,7 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
         weight = matrix(model.get_submodule(name)).detach()
         factors[base_name(model, name)] = weighted_svd(weight, whole[name], min(weight.shape))
     costs = cut_costs(model, factors, [make_batch()])
-    calls: list[int] = []
+    calls = []
     for layer in model.base_model.get_submodule(layers_name(model)):
         layer.register_forward_pre_hook(lambda layer, _: calls.append(id(layer)))
         next(iter(layer.children())).register_forward_pre_hook(lambda child, _: calls.append(id(child)))
@@ -171,22 +156,16 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
 
 
 def of_class(batch, row, outputs):
-    log = outputs.logits[0].log_softmax(-1)
-    return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
+    return surprise(outputs.logits[0], module._uniform(batch, 1, 0)[row][0])
 
 
 def of_span(batch, row, outputs):
-    total = 0.0
-    for place, logits in enumerate((outputs.start_logits[0], outputs.end_logits[0])):
-        real = len(logits) if batch.attention_mask[row].all() else int(batch.attention_mask[row].sum())
-        log = logits[:real].log_softmax(-1)
-        total = total - log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[place, 0]))]
-    return total
+    return sum(map(surprise, (outputs.start_logits[0], outputs.end_logits[0]), module._uniform(batch, 1, 0)[row]))
 
 
 def of_hidden_states(batch, row, outputs):
     hidden = outputs.last_hidden_state[0]
-    return (hidden * chances(batch, row, 8, 0)[: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
+    return (hidden * module._uniform(batch, 8, 0)[row][: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
 
 
 @pytest.mark.parametrize(("kind", "name", "loss"), [
@@ -196,7 +175,7 @@ def of_hidden_states(batch, row, outputs):
 ])  # fmt: skip
 def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
     """A class once a sequence, start and end of a span, signs on the last hidden states of a model without a head."""
-    model, batch = bert_of(kind, num_labels=2 if kind is BertForQuestionAnswering else 3), make_batch()
+    model, batch = kind(tiny_config("bert", **SIZES, num_labels=2 if loss is of_span else 3)).eval(), make_batch()
     found = measure_moments(model, [name], [batch])[name]
     _, g = naive(model, name, batch, loss)
     torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
@@ -225,7 +204,7 @@ def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
 
 
 @pytest.mark.parametrize("model", [llama(tie_word_embeddings=True), llama(), bert()], ids=["tied", "", "bert"])
-def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
+def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model):
     batch = make_batch()
     found, without = measure_table(model, [batch], seed=3), measure_table(model, [batch], gradients=False)
     counts = batch.input_ids[batch.attention_mask.bool()].bincount(minlength=20).float()
@@ -247,15 +226,11 @@ def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model) -> None:
     torch.testing.assert_close(found.head_outputs, (p * (1 - p)).sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_the_table_of_a_model_without_a_head() -> None:
-    found = measure_table(bert_of(BertModel), [make_batch()])
-    assert found.head_inputs is None
-    assert float(found.gradients.trace()) > 0
-
-
 # Cuts tried on the loaded model, against the students themselves and transformers' own forward pass.
 
 LENGTHS = (7, 4, 6, 7)
+CALIBRATION = [make_batch(LENGTHS, seed=1), make_batch(LENGTHS, seed=2)]
+TRIED = [make_batch(LENGTHS), make_batch((5, 2), seed=3)]
 SETTINGS = {"vocab_size": 20, "initializer_range": 0.3}
 MODELS = {
     **{name: partial(tiny_model, name, **SETTINGS) for name in ("llama", "gpt2")},
@@ -264,26 +239,21 @@ MODELS = {
 }
 
 
-def prepared(kind: str):
+def prepared(kind):
     """A model with biases that are not zero, its weighted factorization, and the student made with it."""
-    model = MODELS[kind]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    settings = FactorizeConfig(rank=3, weighting="gradients")
-    weighted = weigh(in_memory(model, [make_batch(LENGTHS, seed=1), make_batch(LENGTHS, seed=2)]), settings)
+    model, settings = shaken(MODELS[kind]()).eval(), FactorizeConfig(rank=3, weighting="gradients")
+    weighted = weigh(in_memory(model, CALIBRATION), settings)
     return model, weighted, compress_model(model, settings, weighted=weighted).eval()
 
 
-def rows_of(batches) -> list[torch.Tensor]:
+def rows_of(batches):
     """The ids of each row (1, T), without its padding."""
     pairs = [pair for batch in batches for pair in zip(batch.input_ids, batch.attention_mask, strict=True)]
     return [ids[None, : int(mask.sum())] for ids, mask in pairs]
 
 
 @torch.no_grad()
-def naive_divergence(student, model, batches) -> float:
+def naive_divergence(student, model, batches):
     """Divergence row by row."""
     total, count = 0.0, 0
     for ids in rows_of(batches):
@@ -302,8 +272,8 @@ def naive_divergence(student, model, batches) -> float:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_cut_model_is_the_student(kind):
     model, weighted, student = prepared(kind)
-    before, batches = copy.deepcopy(model.state_dict()), [make_batch(LENGTHS), make_batch((5, 2), seed=3)]
-    given = {"input_ids": batches[0].input_ids, "attention_mask": batches[0].attention_mask}
+    before = copy.deepcopy(model.state_dict())
+    given = {"input_ids": TRIED[0].input_ids, "attention_mask": TRIED[0].attention_mask}
     with torch.no_grad():
         whole = model(**given)[0]
         with cut(model, weighted):
@@ -312,13 +282,13 @@ def test_a_cut_model_is_the_student(kind):
         assert not torch.allclose(inside, whole, rtol=1e-2, atol=1e-2)
         assert torch.equal(model(**given)[0], whole)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    found = divergences(model, {"this": weighted, "none": weighted.with_ranks({})}, batches)
-    assert found["this"] == pytest.approx(naive_divergence(student, model, batches), rel=1e-3)
+    found = divergences(model, {"this": weighted, "none": weighted.with_ranks({})}, TRIED)
+    assert found["this"] == pytest.approx(naive_divergence(student, model, TRIED), rel=1e-3)
     assert found["none"] == pytest.approx(0, abs=1e-6)
     assert not any(each._forward_hooks for each in model.modules())
 
 
-def naive_costs(student, model, batches) -> dict[str, float]:
+def naive_costs(student, model, batches):
     """Each cut alone in fp64: half the squared change of a score, or the Fisher norm of the change of logits."""
     exact, dense = (copy.deepcopy(each).double() for each in (student, model))
     merge(exact)
@@ -348,24 +318,22 @@ def naive_costs(student, model, batches) -> dict[str, float]:
 def whole_factors(model):
     """All factors of each matrix, whose leading three are those of `prepared`."""
     shapes = {f"*{base_name(model, name)}": min(shape) for name, shape in layer_linears(model).items()}
-    settings = FactorizeConfig(ranks=shapes, weighting="gradients")
-    return weigh(in_memory(model, [make_batch(LENGTHS, seed=1), make_batch(LENGTHS, seed=2)]), settings).factors
+    return weigh(in_memory(model, CALIBRATION), FactorizeConfig(ranks=shapes, weighting="gradients")).factors
 
 
-def at_rank(costs, rank: int) -> dict[str, float]:
+def at_rank(costs, rank):
     return {name: float(each[rank]) for name, each in costs.items()}
 
 
 def test_the_costs_of_cuts_are_those_of_each_cut_alone():
     model, _, student = prepared("1 classes")
-    batches = [make_batch(LENGTHS), make_batch((5, 2), seed=3)]
     factors = whole_factors(model)
-    found = cut_costs(model, factors, batches)
-    expected = naive_costs(student, model, batches)
+    found = cut_costs(model, factors, TRIED)
+    expected = naive_costs(student, model, TRIED)
     assert at_rank(found, 3) == {name: pytest.approx(cost, rel=1e-3, abs=1e-9) for name, cost in expected.items()}
     assert set(at_rank(found, -1).values()) == {0.0}, "the full rank loses nothing"
     # Two ranks sum their shares; here the other rank has the same data twice as often.
-    again = cut_costs(model, factors, batches, reduce=lambda sums: sums.mul_(3))
+    again = cut_costs(model, factors, TRIED, reduce=lambda sums: sums.mul_(3))
     assert at_rank(again, 3) == pytest.approx(at_rank(found, 3))
     assert not any(each._forward_hooks for each in model.modules())
 

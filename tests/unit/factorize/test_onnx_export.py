@@ -1,20 +1,17 @@
 """Models as ONNX, with their factors, run by ONNX Runtime and compared with transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny import random_student, tiny_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llmdistill.artifacts import manifest_damage
 from llmdistill.errors import UserError
@@ -28,14 +25,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def session(file: Path) -> Any:
+def session(file):
     import onnxruntime
 
     return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel, dict[str, Any]]:
+def encoder(tmp_path_factory):
     """A folder with a student and its export, the student, and what the export returned."""
     folder = tmp_path_factory.mktemp("encoder")
     config = tiny_config("roberta", **WIDE, max_position_embeddings=66, pad_token_id=1, type_vocab_size=2)
@@ -44,7 +41,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedM
     return folder, student, export_onnx(folder / "student", folder / "out", int8=True)
 
 
-def test_an_encoder_keeps_its_factors(encoder: tuple[Path, PreTrainedModel, dict[str, Any]]) -> None:
+def test_an_encoder_keeps_its_factors(encoder):
     folder, student, result = encoder
     assert result["largest_difference"] <= 1e-5 < result["int8_largest_difference"]
     assert result["int8_bytes"] < result["bytes"] < result["dense_bytes"]
@@ -63,7 +60,7 @@ def test_an_encoder_keeps_its_factors(encoder: tuple[Path, PreTrainedModel, dict
     torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
 
 
-def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monkeypatch) -> None:
+def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_export, "is_factorized", lambda _: False)  # one graph: the dense one takes as long
     config = tiny_config("llama", **WIDE, tie_word_embeddings=True)
     student = random_student(AutoModelForCausalLM, config, {"shapes": {"*": "8x4"}, "sums": 2})
@@ -96,7 +93,7 @@ def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monk
     assert written == expected
 
 
-def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, monkeypatch) -> None:
+def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, monkeypatch):
     folder, model, _ = encoder
     _, inputs, outputs, _ = onnx_export._traced(model)
     once = onnx_export._Graph(folder / "out" / onnx_export.FILE, inputs, outputs)
@@ -110,7 +107,7 @@ def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, 
             assert export_onnx(folder / "student", tmp_path / f"out-{number}")["largest_difference"] == told
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(onnx_export.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else name)
     with pytest.raises(UserError, match=r"--to onnx needs onnxruntime: pip install llmdistill\[onnx\]"):

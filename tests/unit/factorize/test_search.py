@@ -1,17 +1,12 @@
 """The search for shapes against trying every combination with the errors of the nearest products themselves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
-from transformers import BertForMaskedLM, PreTrainedModel
+from tiny import shaken, tiny_model
 
 from llmdistill.cli import main
 from llmdistill.config import FactorizeConfig
@@ -26,17 +21,12 @@ from llmdistill.factorize.sizes import summarize
 WIDTH, FFN, TOKENS = 8, 12, 20
 
 
-def bert(layers: int = 2) -> PreTrainedModel:
-    torch.manual_seed(0)
+def bert(layers=2):
     sizes = {"hidden_size": WIDTH, "intermediate_size": FFN, "vocab_size": TOKENS, "num_hidden_layers": layers}
-    model = BertForMaskedLM(tiny_config("bert", **sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.5 * torch.randn_like(parameter))
-    return model
+    return shaken(tiny_model("bert", **sizes), 0.5)
 
 
-def missed(weight: torch.Tensor, shape: KroneckerShape | None) -> float:
+def missed(weight, shape):
     """Squared error of the nearest product."""
     if shape is None:
         return 0.0
@@ -46,7 +36,7 @@ def missed(weight: torch.Tensor, shape: KroneckerShape | None) -> float:
 
 
 @cache
-def every_combination(sums: int) -> list[tuple[int, int, float]]:
+def every_combination(sums):
     """Parameters, FLOPs and error by mean squares of all shapes of `bert`'s attention, feed-forward and embedding."""
     model = bert()
     reference = build_reference(model.config)
@@ -55,11 +45,11 @@ def every_combination(sums: int) -> list[tuple[int, int, float]]:
     table = model.get_input_embeddings().weight.detach()
     fixed = count_parameters(reference) - sum(m * n for m, n in sizes.values()) - table.numel()
 
-    def choices(m: int, n: int) -> list[KroneckerShape | None]:
+    def choices(m, n):
         shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
         return [None, *(s for s in shapes if sums <= min(s.m1 * s.n1, m * n // (s.m1 * s.n1)))]
 
-    def cost(names: list[str], shape: KroneckerShape | None) -> tuple[int, int, float]:
+    def cost(names, shape):
         params, flops, error = 0, 0, 0.0
         mean_square = float(torch.cat([weights[name].flatten() for name in names]).double().square().mean())
         for name in names:
@@ -73,7 +63,7 @@ def every_combination(sums: int) -> list[tuple[int, int, float]]:
             error += missed(weights[name], here) / mean_square
         return params, flops, error
 
-    def embedding(columns: int) -> tuple[int, int, float]:
+    def embedding(columns):
         if columns == 1:
             return table.numel(), 0, 0.0
         error = missed(table, KroneckerShape(TOKENS, WIDTH // columns)) / float(table.double().square().mean())
@@ -92,7 +82,7 @@ def every_combination(sums: int) -> list[tuple[int, int, float]]:
 
 @pytest.mark.parametrize("sums", [1, 2])
 @pytest.mark.parametrize("max_flops", [None, "42%"])
-def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) -> None:
+def test_it_is_the_best_of_all_combinations(sums, max_flops):
     model = bert()
     dense = 2 * (4 * 15 * WIDTH + 15 * FFN + 23 * WIDTH)
     bound = 10**9 if max_flops is None else int(0.42 * dense)
@@ -115,10 +105,10 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
             assert each.flops_share == each.flops_per_token / dense
 
 
-def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_few_layers_stand_for_all(monkeypatch):
     """Layers that are all alike: three of them tell the error of seven exactly."""
     model = bert(layers=7)
-    layers: Any = model.bert.encoder.layer
+    layers = model.bert.encoder.layer
     for layer in layers[1:]:
         layer.load_state_dict(layers[0].state_dict())
     settings = FactorizeConfig(target_params="70%")
@@ -137,13 +127,13 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     ({"target_params": "50%", "max_flops": "half"}, "max_flops 'half'.*30%"),
     ({"target_params": "50%", "embedding_columns": 3}, "3 columns.*1, 2, 4, 8"),
 ])  # fmt: skip
-def test_refuses_in_one_sentence(settings: dict[str, Any], said: str) -> None:
+def test_refuses_in_one_sentence(settings, said):
     with pytest.raises(UserError, match=f"^.*{said}.*$"):
         search(bert(), FactorizeConfig(**settings))
 
 
 @pytest.mark.parametrize("max_flops", [None, "40%"])
-def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops: str | None) -> None:
+def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops):
     model = bert()
     with pytest.raises(UserError) as caught:
         search(model, FactorizeConfig(target_params="300", max_flops=max_flops))
@@ -153,20 +143,15 @@ def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops: str | None) 
         search(model, FactorizeConfig(target_params=str(int(nearest) - 1), max_flops=max_flops))
 
 
-def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_candidates_and_writes_nothing(tmp_path, capsys):
     bert().save_pretrained(tmp_path / "teacher")
     words = ["compress", "--model", str(tmp_path / "teacher"), "--dry_run", "--candidates"]
     search_for = ["--method", "kronecker", "--target_params", "70%"]
     assert main([*words, *search_for, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])  # DeepSpeed may say a word when it is loaded
-    first, second = printed["candidates"][:2]
+    first = printed["candidates"][0]
     assert first["params"] == printed["student_params"] <= 0.7 * printed["teacher_params"]
-    assert first["relative_error"] <= second["relative_error"]
     assert first["settings"] == printed["settings"]
-    assert set(first["shapes"]) == {"attention 8x8", "ffn 12x8"}
-    # What was found is what a recipe can be given.
-    settings = FactorizeConfig(**printed["settings"])
-    assert summarize(tmp_path / "teacher", settings, "kronecker")["student_params"] == first["params"]
     assert main([*words, *search_for]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "attention 8x8" in lines[0]

@@ -1,15 +1,11 @@
 """Parameter counts of the papers' models from configs alone, and what plan() accepts."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import random_student, tiny_config
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -18,30 +14,25 @@ from transformers import (
     BertConfig,
     GPT2Config,
     LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.config.command_line import changed
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import parse_target, plan, summarize
 
-LLAMA_1B = {
-    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
-}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+LLAMA_1B |= {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
 
 
-def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+def meta(config, auto=AutoModelForCausalLM):
     with torch.device("meta"):
         return auto.from_config(config)
 
 
-def tiny_llama(**changes: Any) -> PreTrainedModel:
+def tiny_llama(**changes):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
     return meta(tiny_config("llama", **{**sizes, "tie_word_embeddings": True, **changes}))
 
@@ -54,7 +45,7 @@ def tiny_llama(**changes: Any) -> PreTrainedModel:
     # k_proj and v_proj (2048×512) stay dense: they shrink at ranks under 410 only.
     (LlamaConfig(**LLAMA_1B), {"target_params": "0.69B"}, 1_235_814_400, 689_768_448),
 ])  # fmt: skip
-def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], teacher: int, student: int) -> None:
+def test_published_counts(config, settings, teacher, student):
     summary = summarize(config, FactorizeConfig(**settings))
     assert summary["teacher_params"] == teacher
     assert summary["student_params"] == student
@@ -66,7 +57,7 @@ def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], te
         assert {name.rsplit(".", 1)[1] for name in summary["dense"]} == {"k_proj", "v_proj"}
 
 
-def by_hand(m: int, n: int, m1: int, n1: int, sums: int) -> tuple[int, int]:
+def by_hand(m, n, m1, n1, sums):
     """Parameters of a matrix' factors, and eq. 7."""
     m2, n2 = m // m1, n // n1
     b_first = (2 * n2 - 1) * m2 * n1 + (2 * n1 - 1) * m2 * m1
@@ -82,7 +73,7 @@ def by_hand(m: int, n: int, m1: int, n1: int, sums: int) -> tuple[int, int]:
     ((384, 48), (16, 2), 16, 1, 5_228_272, 4_637_680),
     ((384, 384), (384, 384), 12, 4, 45_529_740, 44_939_148),
 ], ids=["8", "21", "5"])  # fmt: skip
-def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without_pooler) -> None:
+def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without_pooler):
     (m1, n1), (f1, g1) = attention, ffn
     shapes = {"*.attention.*": f"{m1}x{n1}", "*.intermediate.dense": f"{f1}x{g1}", "*.output.dense": f"{g1}x{f1}"}
     settings = FactorizeConfig(shapes=shapes, embedding_columns=columns, sums=sums)
@@ -107,8 +98,8 @@ def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without
 @pytest.mark.parametrize("form", ["plain", "pivoted"])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("embedding_rank", [None, 20])
-def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None, form: Any) -> None:
-    def count(settings: dict[str, Any]) -> int:
+def test_target_is_the_largest_rank_below(tie, embedding_rank, form):
+    def count(settings):
         model = tiny_llama(tie_word_embeddings=tie)
         install(model, plan(model, FactorizeConfig(**settings, embedding_rank=embedding_rank, form=form)))
         return count_parameters(model)
@@ -119,7 +110,7 @@ def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None,
         assert count({"target_params": str(by_rank[rank + 1] - 1)}) == by_rank[rank]
 
 
-def test_parse_target() -> None:
+def test_parse_target():
     texts = ("690_000_000", "0.69B", "77.25M", "500k", " 12.5 % ")
     found = [parse_target(text, 1_000_000_000) for text in texts]
     assert found == [690_000_000, 690_000_000, 77_250_000, 500_000, 125_000_000]
@@ -128,7 +119,7 @@ def test_parse_target() -> None:
             parse_target(text, 1_000_000_000)
 
 
-def test_patterns_first_match_counts_and_is_literal() -> None:
+def test_patterns_first_match_counts_and_is_literal():
     given = {"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7}
     ranks = plan(tiny_llama(), FactorizeConfig(ranks=given)).sizes
     assert ranks["model.layers.0.self_attn.q_proj"] == 32
@@ -160,7 +151,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("method", "settings", "said"), REFUSED)
-def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], said: str) -> None:
+def test_refuses_in_one_sentence(method, settings, said):
     with pytest.raises(UserError, match=f"^.*{said}.*$"):
         plan(tiny_llama(), FactorizeConfig(**settings), method)
 
@@ -171,38 +162,37 @@ def test_refuses_in_one_sentence(method: str, settings: dict[str, Any], said: st
     ({"target_params": "50%", "allocation": "loss", "weighting": "activations"}, "weighting gradients"),
     ({"rank": 8, "rank_multiple": 0}, "rank_multiple is 0"),
 ])  # fmt: skip
-def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_contradict_each_other(settings, said):
     with pytest.raises(ValueError, match=said):
         changed(FactorizeConfig(), settings, key="")
 
 
-def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:
+def test_adapters_on_kronecker_products_are_refused_before_a_run():
     with pytest.raises(ValueError, match=r"student\.lora\.rank: adapters go on linears"):
         StudentConfig(method="kronecker", lora=LoraConfig(rank=4))
     StudentConfig(method="kronecker", lora=LoraConfig(rank=4), model="a student made before")  # looked at when loaded
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
-def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto: Any) -> None:
+def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto):
     """The model that is counted has no head, the one that learns has."""
     settings = FactorizeConfig(shapes={"*.layer.*": "2x2", "cls.predictions.decoder": "dense"}, embedding_columns=4)
     with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
         plan(meta(tiny_config("bert"), auto), settings, "kronecker")
 
 
-def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
+def test_out_of_reach_target_names_a_range_that_is_reachable():
     with pytest.raises(UserError) as caught:
         plan(tiny_llama(), FactorizeConfig(target_params="1000"))
-    least, most = re.search(r"give ([\d,]+) to ([\d,]+)", str(caught.value)).groups()  # type: ignore[union-attr]
+    least, most = re.search(r"give ([\d,]+) to ([\d,]+)", str(caught.value)).groups()
     for bound, rank in ((least, 1), (most, 19)):
         ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", ""))).sizes
         assert set(ranks.values()) == {rank}
 
 
-def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    student = AutoModelForCausalLM.from_config(tiny_config("llama", tie_word_embeddings=True))
-    factorize(student, plan(student, FactorizeConfig(rank=5, embedding_rank=8)))
+def test_reference_of_a_student_is_factorized(tmp_path):
+    config = tiny_config("llama", tie_word_embeddings=True)
+    student = random_student(AutoModelForCausalLM, config, {"rank": 5, "embedding_rank": 8})
     student.save_pretrained(tmp_path)
     for config in (student.config, AutoConfig.from_pretrained(tmp_path)):
         assert count_parameters(build_reference(config)) == count_parameters(student)

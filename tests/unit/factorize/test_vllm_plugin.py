@@ -3,8 +3,6 @@
 With vLLM 0.32 itself the same students were tried by hand, see docs/serve.md.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import shaken, tiny_model
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
@@ -46,11 +44,7 @@ def plugin(monkeypatch):
 
 
 def make_student(kind, settings):
-    model = tiny_model(kind)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
-    return compress_model(model, settings, "kronecker" if settings.shapes else "svd").eval()
+    return compress_model(shaken(tiny_model(kind)), settings, "kronecker" if settings.shapes else "svd").eval()
 
 
 def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole=None, only=None, transposed=False):

@@ -1,9 +1,6 @@
 """A teacher small enough to answer in milliseconds, and prompts for it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from tiny import tiny_model
@@ -14,7 +11,7 @@ PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Bel
 
 
 @pytest.fixture
-def teacher(tmp_path: Path) -> Path:
+def teacher(tmp_path):
     """Folder of a random Llama with a tokenizer of a dozen words."""
     vocabulary = ("</s>", "[PAD]", "[UNK]", *TOKENS)
     # With this seed it finishes some answers, leaves one empty, and its greedy choices are no ties.
@@ -27,7 +24,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """Prompts with answers that are not looked at."""
     path = tmp_path / "prompts.jsonl"
     rows = [{"instruction": text, "input": "a red" * (n % 2), "output": "?"} for n, text in enumerate(PROMPTS)]

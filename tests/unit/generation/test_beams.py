@@ -1,15 +1,11 @@
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
 from llmdistill.generation.beams import BeamSearch, MaskedSteps, search, write_targets
@@ -21,19 +17,16 @@ PAD, START, END, MASK = range(4)
 WORDS = 9
 FORBIDDEN = (PAD, START, MASK)
 SOURCES = [[START, 5, 6, END], [START, 7, END], [START, 8, 5, 4, 4, END]]
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 MARKS = [Marks(START, END, MASK, PAD, has_segments) for has_segments in (False, True)]
 NEVER = torch.tensor([word in FORBIDDEN for word in range(WORDS)])
 
 
-def encoder(kind: str = "bert", seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def encoder(kind="bert", seed=0):
     settings = {"vocab_size": WORDS, "max_position_embeddings": 20, "initializer_range": 1.5, "pad_token_id": PAD}
-    config = AutoConfig.for_model(kind, **SIZES, **settings)
-    return AutoModelForMaskedLM.from_config(config).double().eval()
+    return tiny_model(kind, seed=seed, num_attention_heads=2, **settings).double()
 
 
-def log_probs(model: PreTrainedModel, source: Sequence[int], written: Sequence[int], *, segments: bool) -> Tensor:
+def log_probs(model, source, written, *, segments):
     """Of the next token, by the forward pass of training: source, text and mask in one row, without anything kept."""
     batch = collate_targets([EncodedTarget(list(source), [*written, MASK])], MARKS[segments])
     tapped = TappedModel(model, Recorder(model, {}))
@@ -42,7 +35,7 @@ def log_probs(model: PreTrainedModel, source: Sequence[int], written: Sequence[i
     return logits[0, -1].log_softmax(-1)
 
 
-def written(model: PreTrainedModel, settings: BeamSearch, **options: Any) -> list[list[int]]:
+def written(model, settings, **options):
     given = {"marks": MARKS[True], "forbidden": FORBIDDEN, "batch_size": 2, "sharded": False} | options
     return write_targets(model, SOURCES, settings, world=World.alone(), **given)
 
@@ -62,7 +55,7 @@ class Table:
         return self.log_probs[self.sources, self.length - 1, last]
 
 
-def naive(table: Table, source: int, settings: BeamSearch) -> list[int]:
+def naive(table, source, settings):
     """The search with lists: as many beams go on beside those that end; with enough of them it tries every text."""
     words = sorted({*range(WORDS)} - set(FORBIDDEN))
     live, best = [(0.0, [0])], (-math.inf, [0])
@@ -81,7 +74,7 @@ def naive(table: Table, source: int, settings: BeamSearch) -> list[int]:
 
 
 @pytest.mark.parametrize(("beams", "penalty", "least"), [(2, 3.0, 0), (3, 3.0, 0), (125, 0.6, 0), (125, 0.0, 2)])
-def test_it_is_the_search_with_lists(beams: int, penalty: float, least: int) -> None:
+def test_it_is_the_search_with_lists(beams, penalty, least):
     settings = BeamSearch(beams=beams, length_penalty=penalty, max_length=4, min_length=least)
     lengths = set()
     for seed in range(6):
@@ -92,11 +85,11 @@ def test_it_is_the_search_with_lists(beams: int, penalty: float, least: int) -> 
     assert len(lengths) > 1, "texts of several lengths, which end"
 
 
-def test_no_ngram_occurs_twice() -> None:
+def test_no_ngram_occurs_twice():
     model = encoder(seed=2)
-    settings: dict[str, Any] = {"beams": 3, "length_penalty": 0.0, "max_length": 9, "min_length": 8}
+    settings = {"beams": 3, "length_penalty": 0.0, "max_length": 9, "min_length": 8}
 
-    def repeats(text: list[int]) -> bool:
+    def repeats(text):
         pairs = list(itertools.pairwise(text))
         return len(set(pairs)) < len(pairs)
 
@@ -106,13 +99,13 @@ def test_no_ngram_occurs_twice() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_kept_keys_and_values_give_what_training_computes(kind: str) -> None:
+def test_kept_keys_and_values_give_what_training_computes(kind):
     """Rows of several lengths, parents that swap rows: each prediction is that of the whole row, computed anew."""
     model, segments = encoder(kind), kind == "bert"
     beams = 2
     with torch.no_grad():
         step = MaskedSteps(model, SOURCES, MARKS[segments], beams)
-        texts: list[list[int]] = [[] for _ in range(len(SOURCES) * beams)]
+        texts = [[] for _ in range(len(SOURCES) * beams)]
         parents = newest = None
         for turn in range(4):
             found = step(parents, newest)
@@ -126,7 +119,7 @@ def test_kept_keys_and_values_give_what_training_computes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_batches_and_a_search_that_must_go_on_change_nothing(stops: bool) -> None:
+def test_batches_and_a_search_that_must_go_on_change_nothing(stops):
     """As with a sharded model, whose ranks go on until the last one is done."""
     model = encoder()
     settings = BeamSearch(beams=3, length_penalty=1.0, max_length=6)
@@ -139,7 +132,7 @@ def test_batches_and_a_search_that_must_go_on_change_nothing(stops: bool) -> Non
         assert written(model, settings, batch_size=batch_size, sharded=sharded) == texts
 
 
-def test_the_penalty_is_that_of_gnmt() -> None:
+def test_the_penalty_is_that_of_gnmt():
     settings = BeamSearch(beams=1, length_penalty=0.7, max_length=1)
     assert settings.penalty(7) == pytest.approx(2**0.7)
     assert settings.penalty(1) == 1

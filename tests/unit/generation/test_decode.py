@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed
+from references import greedy_answer
 from tiny import tiny_model
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.data.examples import Example
@@ -14,59 +12,45 @@ from llmdistill.generation.decode import Decoding, HuggingFaceEngine, shared_job
 from llmdistill.runtime.distributed import World
 
 VOCABULARY = 98
-END = 0
 PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
 GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
 SAMPLED = Decoding(sample=True, batch_size=2)
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     symbols = ["</s>", "[PAD]", "[UNK]", *map(chr, range(32, 127))]
     return word_tokenizer(symbols, marked=False, letters=True, eos_token="</s>")
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model():
     """A random model whose greedy choices are no ties; its config's end token is not the tokenizer's."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "max_position_embeddings": 128}
     return tiny_model("llama", seed=1, **sizes, initializer_range=0.3, eos_token_id=5)
 
 
-def answers_to(model, tokenizer, prompts: list[str], settings: Decoding, seeds=(0,)) -> list[decode.GenerationResult]:
+def answers_to(model, tokenizer, prompts, settings, seeds=(0,)):
     options = {"max_prompt_length": 30, "max_length": 60, "world": World.alone(), "seeds": seeds}
     return decode.generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **options)
 
 
-def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
-    """One prompt, no padding, no cache, an n-gram of prompt and answer never twice."""
-    ids = list(prompt_ids)
-    for _ in range(limit):
-        with torch.no_grad():
-            scores = model(torch.tensor([ids])).logits[0, -1]
-        for start in range(len(ids) - ngram + 1) if ngram else ():
-            if ids[start : start + ngram - 1] == ids[len(ids) - ngram + 1 :]:
-                scores[ids[start + ngram - 1]] = -torch.inf
-        ids.append(int(scores.argmax()))
-        if ids[-1] == END:
-            break
-    return ids[len(prompt_ids) :]
-
-
 @pytest.mark.parametrize("ngram", [0, 3])
-def test_batching_and_left_padding_do_not_change_greedy_answers(model, tokenizer, ngram: int) -> None:
+def test_batching_and_left_padding_do_not_change_greedy_answers(model, tokenizer, ngram):
     settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
     [result] = answers_to(model, tokenizer, PROMPTS, settings)
     prompt_ids = tokenizer(PROMPTS)["input_ids"]
     batches = [[len(prompt_ids[index]) for index in batch] for batch in decode.plan_batches(prompt_ids, 3)]
     assert batches == [[1, 5, 11], [19, 30]], "prompts of similar lengths are together"
-    expected = [naive_greedy(model, ids, 30, ngram) for ids in prompt_ids]
+    expected = [greedy_answer(model, ids, 30, tokenizer.eos_token_id, ngram) for ids in prompt_ids]
     assert result.texts == [text.strip() for text in tokenizer.batch_decode(expected, skip_special_tokens=True)]
     assert result.tokens == sum(map(len, expected))
     assert result.seconds > 0
 
 
-def test_shipped_generation_settings_do_not_count(model, tokenizer) -> None:
+def test_shipped_generation_settings_do_not_count_and_the_model_is_left_as_it_was(model, tokenizer):
+    model.train().model.layers[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
     [expected] = answers_to(model, tokenizer, PROMPTS[:2], SAMPLED)
     shipped = model.generation_config
     shipped.update(do_sample=False, temperature=0.01, top_k=1, top_p=0.1, min_p=0.5, repetition_penalty=9.0)
@@ -74,10 +58,11 @@ def test_shipped_generation_settings_do_not_count(model, tokenizer) -> None:
     [found] = answers_to(model, tokenizer, PROMPTS[:2], SAMPLED)
     assert found.texts == expected.texts
     assert model.generation_config is shipped
+    assert {name: module.training for name, module in model.named_modules()} == modes
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, settings: dict[str, float]) -> None:
+def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, settings):
     # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05.
     count = 4000
     ids = tokenizer("Hello")["input_ids"]
@@ -99,7 +84,7 @@ def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, sett
     assert settings or (drawn > 0).sum() > 50, "the library's default is a top-k of 50"
 
 
-def test_samples_depend_on_the_seed_and_the_place_alone(model, tokenizer) -> None:
+def test_samples_depend_on_the_seed_and_the_place_alone(model, tokenizer):
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
     first, other = answers_to(model, tokenizer, ["Hello"] * 4, SAMPLED, seeds=(0, 1))
@@ -110,15 +95,8 @@ def test_samples_depend_on_the_seed_and_the_place_alone(model, tokenizer) -> Non
     assert again.texts == first.texts != other.texts
 
 
-def test_the_modes_of_the_modules_are_left_as_they_were(model, tokenizer) -> None:
-    model.train().model.layers[1].eval()
-    modes = {name: module.training for name, module in model.named_modules()}
-    answers_to(model, tokenizer, PROMPTS[:1], GREEDY)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-
-
 @pytest.mark.parametrize(("count", "ranks"), [(5, 2), (6, 3), (2, 4)])
-def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int) -> None:
+def test_every_job_is_one_rank_s_and_shares_differ_by_one(count, ranks):
     worlds = [World(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
     shares = [list(shared_jobs(count, world, synced=False)) for world in worlds]
     assert sorted(number for share in shares for number, _ in share) == list(range(count))
@@ -128,7 +106,7 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int
     assert [[job for job in share if not job[1]] for share in filled] == shares
 
 
-def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer) -> None:
+def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer):
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
     [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])

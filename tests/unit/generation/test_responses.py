@@ -1,25 +1,19 @@
 """Answers of a teacher as training data: what is written, after an interruption too, by transformers or by vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from damage import flip
 from hostile import refuses
+from references import greedy_answer
 from transformers import LlamaConfig
 
-from llmdistill.cli import main
 from llmdistill.config import ResponseConfig
-from llmdistill.config.command_line import changed
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.fingerprints import file_sha256, fingerprint
@@ -38,34 +32,28 @@ SETTINGS = ResponseConfig(batch_size=2, seed=4, engine="hf", **LIMITS)
 GREEDY = ResponseConfig(decoding="greedy", batch_size=3, engine="hf", **LIMITS)
 
 
-def answers_of(teacher: Path, texts: list[str]) -> tuple[list[list[int]], list[str]]:
-    """The greedy answers of up to ten tokens, as tokens and as texts: one prompt, no padding, no cache."""
+def answers_of(teacher, texts):
+    """The greedy answers of up to ten tokens, as tokens and as texts."""
     model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
-    answers = []
-    for text in texts:
-        ids = list(prompt := tokenizer(text)["input_ids"])
-        while len(ids) < len(prompt) + 10 and ids[len(prompt) :][-1:] != [END]:
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        answers.append(ids[len(prompt) :])
+    answers = [greedy_answer(model, tokenizer(text)["input_ids"], 10, END) for text in texts]
     return answers, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
-def generate(teacher: Path, data: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def generate(teacher, data, tmp_path):
     """Generates a file of the temporary folder."""
 
-    def run(name: str = "a.jsonl", settings: ResponseConfig = SETTINGS, **changes: Any) -> dict[str, Any]:
+    def run(name="a.jsonl", settings=SETTINGS, **changes):
         return generate_responses(str(teacher), str(data), tmp_path / name, replace(settings, **changes))
 
     return run
 
 
-def batches_begun(generate: Callable, monkeypatch: pytest.MonkeyPatch, *, batches: int = 99) -> list[int]:
+def batches_begun(generate, monkeypatch, *, batches=99):
     """Generate, and die when so many batches are done; returns the numbers of those begun."""
     real, begun = responses.answer_batch, []
 
@@ -81,7 +69,7 @@ def batches_begun(generate: Callable, monkeypatch: pytest.MonkeyPatch, *, batche
     return begun
 
 
-def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher, data, tmp_path) -> None:
+def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher, data, tmp_path):
     tokenizer = load_tokenizer(teacher)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
     tokenizer.save_pretrained(teacher)
@@ -116,7 +104,7 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
-def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monkeypatch):
     generate("whole.jsonl")
     generate("other.jsonl", seed=5)
     whole, other = ([row["output"] for row in rows(tmp_path / f"{name}.jsonl")] for name in ("whole", "other"))
@@ -134,10 +122,10 @@ def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monk
     assert not parts.exists()
 
 
-def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, monkeypatch) -> None:
+def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, monkeypatch):
     output = tmp_path / "a.jsonl"
 
-    def die(*_: object) -> None:
+    def die(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
@@ -151,7 +139,7 @@ def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, m
     assert record["output_sha256"] == file_sha256(output)
 
 
-def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypatch) -> None:
+def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypatch):
     output = tmp_path / "a.jsonl"
     batches_begun(generate, monkeypatch, batches=1)
     output.with_name("a.jsonl.parts").rename(tmp_path / "cut.jsonl.parts")
@@ -172,7 +160,7 @@ def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypa
     refuses("did not write it; choose another --output", generate)
 
 
-def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher, data, tmp_path) -> None:
+def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher, data, tmp_path):
     lengths = [len(load_tokenizer(teacher)(render_prompt(example))["input_ids"]) for example in read_examples(data)]
     limit = sorted(lengths[:5])[2]
     record = generate(limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4)
@@ -181,31 +169,15 @@ def test_long_prompts_are_dropped_and_the_limit_counts_prompts(generate, teacher
     assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
 
 
-def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, monkeypatch) -> None:
+def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
     refuses("beyond the model's context of 80", generate, max_length=81)
     refuses("prompts are longer than", generate, max_prompt_length=20)
     assert not parts_folder(tmp_path / "a.jsonl").exists()
-    refuses("temperature is 0.0: give a number over 0", changed, ResponseConfig(), {"temperature": 0.0}, key="")
 
 
-def test_the_command_writes_answers_and_says_what_to_know(teacher, data, tmp_path, capsys) -> None:
-    output = tmp_path / "a.jsonl"
-    words = ["generate", "--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy"]
-    words += ["--max_prompt_length", "60", "--max_length", "70", "--engine", "hf", "--limit", "3"]
-    assert main(words) == 0
-    printed, record = capsys.readouterr().out, json.loads(side_file(output).read_text())
-    assert len(rows(output)) == 3
-    assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
-    assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed
-    assert main([*words, "--json"]) == 0
-    again = capsys.readouterr()
-    assert json.loads(again.out) == record
-    assert f"{output} holds these answers already; nothing to do." in again.err
-
-
-def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(teacher: Path, data: Path) -> None:
-    def write_record(**record: object) -> None:
+def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(teacher, data):
+    def write_record(**record):
         side_file(data).write_text(json.dumps({"output_sha256": file_sha256(data), "teacher": "t", **record}))
 
     hash_now = fingerprint(teacher)
@@ -223,7 +195,7 @@ def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(
     refuses("provenance.json: not valid JSON", answers_file.read_provenance, data)
 
 
-def test_a_line_that_is_no_finished_batch_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_finished_batch_is_named(tmp_path):
     output = tmp_path / "answers.jsonl"
     parts_folder(output).mkdir()
     answers_file.append_batch(output, 0, 3, {7: [1, 22, 3]})
@@ -237,12 +209,12 @@ def test_a_line_that_is_no_finished_batch_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def vllm(monkeypatch):
     """Install the stand-in on a machine with two GPUs; returns what it is called with."""
     return install(monkeypatch)
 
 
-def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_path, monkeypatch) -> None:
+def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         settings = ResponseConfig(decoding="greedy", dtype="fp32", **LIMITS)
@@ -258,10 +230,10 @@ def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_
     assert request["max_tokens"] == 10
 
 
-def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatch) -> None:
-    asked: list[dict[str, Any]] = []
+def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatch):
+    asked = []
 
-    def generate(_: Any, prompts: list[Any], sampling_params: list[dict[str, Any]], use_tqdm: bool) -> list[Any]:
+    def generate(_, prompts, sampling_params, use_tqdm):
         asked.extend(sampling_params)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(4, 0))]) for _ in prompts]
 
@@ -274,9 +246,9 @@ def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatc
     assert asked[0].items() >= {"temperature": 0.7, "top_p": 0.9, "top_k": -1}.items()
 
 
-def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher, tmp_path, monkeypatch) -> None:
-    def check(pattern: str | None, folder: Path = teacher, ngram: int = 0, ranks: int = 1) -> None:
-        arguments: dict[str, Any] = {"no_repeat_ngram_size": ngram, "world_size": ranks}
+def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher, tmp_path, monkeypatch):
+    def check(pattern, folder=teacher, ngram=0, ranks=1):
+        arguments = {"no_repeat_ngram_size": ngram, "world_size": ranks}
         assert choose_engine("auto", folder, **arguments) == ("vllm" if pattern is None else "hf")
         assert choose_engine("hf", folder, **arguments) == "hf"
         if pattern is not None:
@@ -300,9 +272,7 @@ def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher,
     check("not installed")
 
 
-@pytest.mark.parametrize(
-    ("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (12, 12, 8, 6), (9, 3, 2, 1), (16, 2, 8, 8)]
-)
-def test_the_heads_decide_over_how_many_gpus_a_model_is_split(heads, groups, gpus, expected) -> None:
+@pytest.mark.parametrize(("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (9, 3, 2, 1), (16, 2, 8, 8)])
+def test_the_heads_decide_over_how_many_gpus_a_model_is_split(heads, groups, gpus, expected):
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
     assert shares(config, gpus) == expected

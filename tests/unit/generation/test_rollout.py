@@ -1,7 +1,5 @@
 """Answers of the student in training, by itself and by a server."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +8,6 @@ import pytest
 import torch
 from stand_in_server import serving
 from tiny import save_decoder, tiny_model
-from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
@@ -28,11 +25,11 @@ ITEMS = [Encoded([2 + n, 5, 6 + n % 3][: 1 + n % 3], [9, END], f"teacher {n % 2}
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model():
     return tiny_model("llama", vocab_size=24, initializer_range=0.3, max_position_embeddings=64)
 
 
-def make(model, *, share=1.0, micro_batch_size=8, seed=3, **ranks) -> OnPolicyLoader:
+def make(model, *, share=1.0, micro_batch_size=8, seed=3, **ranks):
     ranks = {"rank": 0, "world_size": 1} | ranks
     sizes = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
     loader = train_loader(ITEMS, collate=collate, pad_token_id=PAD, seed=seed, **sizes, **ranks)
@@ -40,7 +37,7 @@ def make(model, *, share=1.0, micro_batch_size=8, seed=3, **ranks) -> OnPolicyLo
     return OnPolicyLoader(loader, writer, share=share, seed=seed, pad_token_id=PAD, **ranks)
 
 
-def rows(batches) -> list[tuple[list[int], list[int]]]:
+def rows(batches):
     """(prompt, answer) of each row, read off the masks and labels."""
     found = []
     for batch in batches:
@@ -51,7 +48,7 @@ def rows(batches) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def test_the_student_answers_the_prompts_of_the_step(model) -> None:
+def test_the_student_answers_the_prompts_of_the_step(model):
     loader = make(model)
     batches = loader.micro_batches(0)
     assert all(batch.own_answers for batch in batches)
@@ -66,7 +63,7 @@ def test_the_student_answers_the_prompts_of_the_step(model) -> None:
     assert len({tuple(answer) for _, answer in answered}) > 4
 
 
-def test_ranks_and_micro_batches_do_not_change_an_answer(model) -> None:
+def test_ranks_and_micro_batches_do_not_change_an_answer(model):
     whole = rows(make(model).micro_batches(5))
     assert rows(make(model, micro_batch_size=2).micro_batches(5)) == whole
     ranks = [make(model, micro_batch_size=2, rank=rank, world_size=2).micro_batches(5) for rank in range(2)]
@@ -74,7 +71,7 @@ def test_ranks_and_micro_batches_do_not_change_an_answer(model) -> None:
     assert rows([batch for pair in zip(*ranks, strict=True) for batch in pair]) == whole
 
 
-def test_the_same_prompts_are_answered_anew_in_another_step(model) -> None:
+def test_the_same_prompts_are_answered_anew_in_another_step(model):
     loader = make(model)
     items = loader.loader.micro_batch_items(0)
     loader = replace(loader, loader=SimpleNamespace(micro_batch_items=lambda step: items))
@@ -82,7 +79,7 @@ def test_the_same_prompts_are_answered_anew_in_another_step(model) -> None:
     assert rows(loader.micro_batches(0)) != rows(replace(loader, seed=4).micro_batches(0))
 
 
-def test_share_of_the_steps(model) -> None:
+def test_share_of_the_steps(model):
     loader = make(model, share=0.25)
     chosen = [loader.is_on_policy(step) for step in range(4000)]
     assert sum(chosen) / 4000 == pytest.approx(0.25, abs=0.03)
@@ -93,7 +90,7 @@ def test_share_of_the_steps(model) -> None:
     assert all(answer == [9, END] for _, answer in rows([batch]))
 
 
-def test_noise_draws_from_the_softmax() -> None:
+def test_noise_draws_from_the_softmax():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     noise = RowNoise([7, 8], torch.device("cpu"))
     draws = torch.stack([noise(torch.empty(2, 0), logits.expand(2, 5)).argmax(-1) for _ in range(5000)]).flatten()

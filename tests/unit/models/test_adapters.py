@@ -1,44 +1,39 @@
 """LoRA: folders of adapters against peft's own forward pass, and students that train adapters alone."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
-from transformers import PreTrainedModel
+from tiny import random_student, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
-from llmdistill.batch import Taps
-from llmdistill.config import LoraConfig
+from llmdistill.config import FactorizeConfig, LoraConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.convert import compress, factorize
+from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import load_model
+from llmdistill.models.load import load_model, merge_adapter
 from llmdistill.models.taps import Recorder
 
 TOKENS = torch.arange(24).view(2, 12)
 LORA = LoraConfig(rank=3, alpha=6.0)
 
 
-def factorized() -> PreTrainedModel:
+def factorized():
     model = tiny_model("llama")
     names = [name for name, _ in model.base_model.named_modules() if name.endswith(("q_proj", "up_proj"))]
     factorize(model, Factorization(sizes=dict.fromkeys(names, 5)))
     return model
 
 
-def randomize(model: torch.nn.Module) -> None:
+def randomize(model):
     """Adapters as training leaves them: B is zero at first."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -46,31 +41,35 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
 
 
-def save_adapter(folder: Path) -> Path:
-    """A random adapter and, beside it, its base; the adapter's folder."""
-    tiny_model("llama").save_pretrained(folder.parent / "base")
-    model = get_peft_model(tiny_model("llama"), PeftConfig(target_modules=["q_proj", "down_proj"], r=3, lora_alpha=6))
+def save_adapter(folder, dtype=torch.float32):
+    """A random adapter and, beside it, its base with files that are no weights; the adapter's folder."""
+    base = folder.parent / "base"
+    tiny_model("llama").to(dtype).save_pretrained(base)
+    settings = PeftConfig(target_modules=["q_proj", "down_proj"], r=3, lora_alpha=6)
+    model = get_peft_model(load_model(base, dtype=torch.float32), settings)
     randomize(model)
     model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json"):
+        (base / name).write_text(f'{{"of": "base {name}"}}')
     return named_base(folder, "../base")
 
 
-def named_base(folder: Path, base: str | None) -> Path:
+def named_base(folder, base):
     file = folder / "adapter_config.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "base_model_name_or_path": base}))
     return folder
 
 
-def test_an_adapter_loads_merged(tmp_path: Path) -> None:
+def test_an_adapter_loads_merged_into_its_base_beside_it_or_as_given(tmp_path, monkeypatch):
     folder = save_adapter(tmp_path / "adapter")
     assert is_adapter(folder) > is_adapter(tmp_path / "base")
     assert load_config(folder).to_dict() == load_config(tmp_path / "base").to_dict()
     model = load_model(folder, dtype=torch.float32)
-    assert type(model) is type(tiny_model("llama"))
-    assert model.config._attn_implementation == "sdpa"
-    assert model.state_dict().keys() == tiny_model("llama").state_dict().keys()
     base = load_model(tmp_path / "base", dtype=torch.float32)
+    assert type(model) is type(base)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.state_dict().keys() == base.state_dict().keys()
     before, expected = base(TOKENS).logits, PeftModel.from_pretrained(base, folder)(TOKENS).logits
     assert torch.allclose(model(TOKENS).logits, expected, atol=1e-5, rtol=0)
     assert (expected - before).abs().max() > 0.01
@@ -80,22 +79,17 @@ def test_an_adapter_loads_merged(tmp_path: Path) -> None:
         assert torch.equal(one.bfloat16(), other), name
     # Loading in bf16 leaves the angles of RoPE alone, and so does the cast here.
     assert {name: each.dtype for name, each in half.named_buffers()} == {n: b.dtype for n, b in plain.named_buffers()}
-
-
-def test_base_is_found_beside_the_adapter_or_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_adapter(tmp_path / "adapter")
-    expected = load_model(folder, dtype=torch.float32)(TOKENS).logits
     monkeypatch.chdir(tmp_path)
-    for base in (str(tmp_path / "base"), "base"):
-        named_base(folder, base)
-        assert torch.equal(load_model("adapter", dtype=torch.float32)(TOKENS).logits, expected)
+    for given in (str(tmp_path / "base"), "base"):
+        named_base(folder, given)
+        assert torch.equal(load_model("adapter", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_the_hub(tmp_path, monkeypatch):
     folder = save_adapter(tmp_path / "adapter")
-    asked: list[str] = []
+    asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name, allow_patterns):
         asked.append(name)
         assert not any(fnmatch("adapter_model.bin", pattern) for pattern in allow_patterns)
         return str(folder)
@@ -108,7 +102,7 @@ def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked == ["org/of-this-test"]
 
 
-def without_weights(folder: Path) -> None:
+def without_weights(folder):
     torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
     (folder / "adapter_model.safetensors").unlink()
 
@@ -116,10 +110,10 @@ def without_weights(folder: Path) -> None:
 LORA_B = "base_model.model.model.layers.{}.mlp.down_proj.lora_B.weight"
 
 
-def changed(layer: int, values: torch.Tensor | None) -> Callable[[Path], None]:
+def changed(layer, values):
     """Damage one matrix of the adapter; None leaves it out."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         weights = load_file(folder / "adapter_model.safetensors")
         others = {name: value for name, value in weights.items() if name != LORA_B.format(layer)}
         more = {} if values is None else {LORA_B.format(layer): values}
@@ -138,7 +132,7 @@ def changed(layer: int, values: torch.Tensor | None) -> Callable[[Path], None]:
     (changed(7, torch.zeros(16, 3)), r"no place for its .*layers\.7\.mlp"),
     (changed(0, torch.full((16, 3), float("nan"))), "cannot be merged into its base"),
 ])  # fmt: skip
-def test_bad_adapters(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_bad_adapters(tmp_path, damage, said):
     folder = save_adapter(tmp_path / "adapter")
     damage(folder)
     with pytest.raises(UserError, match=said) as caught:
@@ -146,18 +140,61 @@ def test_bad_adapters(tmp_path: Path, damage: Callable[[Path], object], said: st
     assert "\n" not in str(caught.value)
 
 
-def test_no_merging_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_adapter(tmp_path / "adapter")
+def test_no_merging_into_shards(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(UserError, match="ZeRO-3 shards while loading: write the merged model first"):
-        apply_adapter(tiny_model("llama"), folder)
+        apply_adapter(tiny_model("llama"), save_adapter(tmp_path / "adapter"))
 
 
-ASPECTS: dict[Any, frozenset[int]]
+def test_a_merged_folder_is_a_stock_model_and_compress_merges_too(tmp_path):
+    adapter, merged = save_adapter(tmp_path / "adapter", torch.bfloat16), tmp_path / "merged"
+    merge_adapter(adapter, merged)
+    assert not list(merged.glob("adapter*"))
+    assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
+    saved, exact = load_file(merged / "model.safetensors"), load_model(adapter, dtype=torch.float32).state_dict()
+    assert saved.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+    for name, value in saved.items():
+        assert torch.equal(value, exact[name].bfloat16()), name
+    assert (merged / "tokenizer.model").is_file()
+    assert (merged / "tokenizer.json").read_text() == '{"of": "base tokenizer.json"}'
+    (adapter / "tokenizer.json").write_text("{}")
+    other = tmp_path / "other"
+    merge_adapter(adapter, other, torch.float32)
+    assert load_file(other / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    assert (other / "tokenizer.json").read_text() == "{}"
+    assert not (other / "tokenizer.model").exists(), "it would contradict the adapter's tokenizer"
+    with pytest.raises(UserError, match=r"base: no adapter there \(no adapter_config\.json\)"):
+        merge_adapter(tmp_path / "base", tmp_path / "out")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        merge_adapter(adapter, tmp_path / "base")
+
+    names = ("adapter", "merged")
+    first, second = (compress(tmp_path / name, tmp_path / f"{name}-made", FactorizeConfig(rank=5)) for name in names)
+    assert first == second
+    students = [load_file(tmp_path / f"{name}-made" / "model.safetensors") for name in names]
+    torch.testing.assert_close(*students, rtol=0, atol=0)
+    assert (tmp_path / "adapter-made" / "tokenizer.json").is_file()
+
+
+def test_an_adapter_of_factors_is_merged_into_them_and_the_export_multiplies_all_out(tmp_path):
+    factorized().save_pretrained(tmp_path / "base")
+    settings = PeftConfig(r=2, target_modules=["q_proj.A", "q_proj.B"], init_lora_weights=False)
+    model = get_peft_model(load_model(tmp_path / "base", dtype=torch.float32), settings).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    adapter = named_base(tmp_path / "adapter", "../base")
+    export_dense(adapter, tmp_path / "dense")
+    for folder in (adapter, tmp_path / "dense"):
+        loaded = load_model(folder, dtype=torch.float32)
+        torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=0)
+
+
+# Students that train adapters alone.
+
+
 ASPECTS = dict.fromkeys(["query", "key", "value", "ffn_up", "ffn_down", "hidden"], frozenset({0, 1}))
 
 
-def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, Taps]:
+def outputs(model):
     recorder = Recorder(model, ASPECTS)
     with recorder.recording():
         logits = model(TOKENS, use_cache=False).logits
@@ -166,12 +203,8 @@ def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, Taps]:
     return logits, taps
 
 
-STUDENTS = {"llama-factorized": (factorized, 18), "gpt2": (partial(tiny_model, "gpt2"), 8)}
-
-
-@pytest.mark.parametrize("student", STUDENTS)
-def test_adapters_start_as_identity_are_tapped_and_merge_back(student: str) -> None:
-    make, linears = STUDENTS[student]
+@pytest.mark.parametrize(("make", "linears"), [(factorized, 18), (partial(tiny_model, "gpt2"), 8)])
+def test_adapters_start_as_identity_are_tapped_and_merge_back(make, linears):
     model = make()
     before, (expected, _), modules = model.state_dict().keys(), outputs(model), dict(make().named_modules())
     state = torch.get_rng_state()
@@ -197,7 +230,7 @@ def test_adapters_start_as_identity_are_tapped_and_merge_back(student: str) -> N
         torch.testing.assert_close(*(getattr(each, aspect) for each in (taps, merged_taps)), atol=1e-5, rtol=1e-4)
 
 
-def test_targets() -> None:
+def test_targets():
     model = factorized()
     add_lora(model, LoraConfig(rank=2, targets=["q_proj", "mlp.down_proj"]), seed=0)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -209,7 +242,17 @@ def test_targets() -> None:
     assert "lm_head" not in str(caught.value)
 
 
-def test_adapters_load_whole_or_not_at_all() -> None:
+def test_kronecker_factors_take_no_adapters():
+    settings = {"shapes": {"*.mlp.*": "dense", "*": "4x4"}}
+    model = random_student(AutoModelForCausalLM, tiny_config("llama"), settings)
+    for targets in (None, ["up_proj", "q_proj"]):
+        with pytest.raises(UserError, match=r"0\.self_attn\.q_proj of the student's layers is a Kronecker product"):
+            add_lora(model, LoraConfig(rank=2, targets=targets), seed=0)
+    add_lora(model, LoraConfig(rank=2, targets=["up_proj"]), seed=0)  # a dense one beside them
+    assert sum(hasattr(module, "lora_A") for module in model.modules()) == 2
+
+
+def test_adapters_load_whole_or_not_at_all():
     model = tiny_model("llama")
     add_lora(model, LORA, seed=0)
     state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

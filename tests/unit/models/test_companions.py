@@ -1,9 +1,6 @@
 """What lies beside the weights of a student: tokenizer, generation settings and modules of sentence-transformers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +14,17 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.factorize.convert import compress, make_student
 
-WORDS = ["<s>", "[PAD]", "<|end|>", "[UNK]", "b"]
-
-
-def decoder(folder: Path, ends: int | list[int] | None) -> Path:
-    """A teacher whose tokenizer ends texts with token 2, and whose generation settings name other end tokens."""
-    tiny_model("llama", vocab_size=len(WORDS)).save_pretrained(folder)
-    save_tokenizer(folder, WORDS, marked=False, eos_token="<|end|>")
-    settings = GenerationConfig(do_sample=True, temperature=0.25, bos_token_id=0, eos_token_id=ends)
-    settings.save_pretrained(folder)
-    return folder
-
 
 @pytest.mark.parametrize(("kind", "ends", "expected"), [
     ("factors", 1, [1, 2]),
     ("shape", [1, 3], [1, 3, 2]), ("shape", [1, 2], [1, 2]), ("shape", 2, 2), ("shape", None, 2),
 ])  # fmt: skip
-def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_path, kind, ends, expected) -> None:
-    teacher = decoder(tmp_path / "teacher", ends)
+def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_path, kind, ends, expected):
+    teacher = tmp_path / "teacher"
+    tiny_model("llama", vocab_size=5).save_pretrained(teacher)
+    save_tokenizer(teacher, ["<s>", "[PAD]", "<|end|>", "[UNK]", "b"], marked=False, eos_token="<|end|>")
+    settings = GenerationConfig(do_sample=True, temperature=0.25, bos_token_id=0, eos_token_id=ends)
+    settings.save_pretrained(teacher)
     if kind == "factors":
         compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
     else:
@@ -45,7 +35,7 @@ def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_
     assert manifest_damage(tmp_path / "student") is None
 
 
-def sentence_encoder(folder: Path, *, linear: bool = False) -> Path:
+def sentence_encoder(folder, *, linear=False):
     """A teacher as sentence-transformers saves it, which also names a folder outside of its own."""
     AutoModel.from_config(tiny_config("bert")).save_pretrained(folder)
     modules = ["", "1_Pooling", *(["2_Dense"] if linear else []), "../secret", "3_Normalize"]
@@ -64,7 +54,7 @@ def sentence_encoder(folder: Path, *, linear: bool = False) -> Path:
     return folder
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -73,7 +63,7 @@ SETTINGS = {"sentence_bert_config.json", "config_sentence_transformers.json"}
 OF_SENTENCES = {"modules.json", "1_Pooling/config.json", *SETTINGS}
 
 
-def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path: Path) -> None:
+def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path):
     teacher = sentence_encoder(tmp_path / "teacher", linear=True)
     compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
     of_linear = {"2_Dense/config.json", "2_Dense/model.safetensors"}  # and no pickle
@@ -85,7 +75,7 @@ def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path
 
 
 @pytest.mark.parametrize(("linear", "files"), [(False, OF_SENTENCES), (True, set())])
-def test_a_narrower_student_pools_its_own_width_or_has_no_modules(tmp_path, linear, files) -> None:
+def test_a_narrower_student_pools_its_own_width_or_has_no_modules(tmp_path, linear, files):
     teacher = sentence_encoder(tmp_path / "teacher", linear=linear)
     make_student(teacher, tmp_path / "student", StudentConfig(shape="1x8x2", init="random"), seed=0, head="none")
     assert names(tmp_path / "student") == OF_MODELS | files  # a matrix would be of the teacher's width

@@ -1,7 +1,5 @@
 """GGUF files: the weights are those of gguf's own dequantization, made once, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -27,13 +25,13 @@ TEXT = "The 1,204 lamps of Orrin – are they bluer\n\tthan 77?"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf"
 
 
 @pytest.fixture(scope="module")
-def q4(tmp_path_factory) -> Path:
+def q4(tmp_path_factory):
     return write_gguf(TEACHER, tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf", "Q4_1")
 
 
@@ -87,7 +85,7 @@ def test_padding_is_said(tmp_path, capsys):
     assert load_model(folder, dtype="auto").get_input_embeddings().weight.shape[0] == 1024
 
 
-def rewritten(file: Path, *, without: str = "", architecture: str = "llama", parts: int = 0) -> None:
+def rewritten(file, *, without="", architecture="llama", parts=0):
     """Write a file again: without a weight, of another architecture, or as one of several parts."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(file.with_suffix(".new"), architecture)
@@ -125,7 +123,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence_and_leaves_nothing(damage, q
     assert [each.name for each in cache.glob("*") if not each.name.endswith(".lock")] == []
 
 
-def test_what_names_no_single_file_is_one_sentence_unless_it_is_a_model(q4, tmp_path):
+def test_what_names_no_single_file_is_one_sentence_unless_it_is_a_model(q4, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"absent\.gguf: no such file: give the path of a GGUF file$"):
         locate(str(tmp_path / "absent.gguf"))
     shutil.copy(q4, tmp_path / "a.gguf")
@@ -134,9 +132,6 @@ def test_what_names_no_single_file_is_one_sentence_unless_it_is_a_model(q4, tmp_
         locate(str(tmp_path))
     shutil.copy(TEACHER / "config.json", tmp_path)
     assert locate(str(tmp_path)) == tmp_path
-
-
-def test_a_missing_package_is_named(q4, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r'needs the package gguf: pip install "llmdistill\[gguf\]"$'):
         locate(str(q4))

@@ -1,22 +1,17 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny import tiny_config, tiny_model
 from torch import Tensor
-from transformers import (
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForSequenceClassification,
-    BertModel,
-    PreTrainedModel,
-)
+from transformers import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel, LlamaTokenizer
 from word_models import save_tokenizer
 
+from llmdistill.data.sources import read_examples
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
@@ -31,7 +26,7 @@ BERT = tiny_config("bert")
     (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
     (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
 ])  # fmt: skip
-def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded) -> None:
+def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded):
     saved(BERT).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, head=head)
     assert type(model).__name__ == loaded
@@ -45,7 +40,7 @@ def test_a_head_that_is_there_is_loaded(tmp_path, saved, head, loaded) -> None:
     (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
     (BertForMaskedLM, "sequence", "with a classifier"),
 ])  # fmt: skip
-def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy) -> None:
+def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy):
     saved(BERT).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):
         load_model(tmp_path, dtype=torch.float32, head=head)
@@ -59,7 +54,7 @@ def test_a_head_that_is_missing_is_an_error_or_new(tmp_path, saved, head, remedy
     assert torch.equal(models[0].base_model.get_input_embeddings().weight, words)
 
 
-def kept_for_backward(model: PreTrainedModel) -> tuple[Tensor, int]:
+def kept_for_backward(model) -> tuple[Tensor, int]:
     """The logits of a text, and the bytes that autograd keeps for its backward pass."""
     sizes: list[int] = []
     keep = lambda tensor: sizes.append(tensor.nbytes) or tensor  # noqa: E731
@@ -82,7 +77,7 @@ def test_gelu_is_one_kernel_whose_values_are_those_of_transformers(tmp_path) -> 
     assert load_config(tmp_path).activation_function == "gelu_new"
 
 
-def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path: Path) -> None:
+def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path):
     BertForMaskedLM(BERT).save_pretrained(tmp_path)
     weights, gone = load_file(tmp_path / "model.safetensors"), "bert.encoder.layer.1.output.dense.weight"
     save_file({name: value for name, value in weights.items() if name != gone}, tmp_path / "model.safetensors")
@@ -91,7 +86,7 @@ def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path: Path) ->
             load_model(tmp_path, dtype=torch.float32, head="lm_head", new_head=new_head)
 
 
-def test_bad_folders(tmp_path: Path) -> None:
+def test_bad_folders(tmp_path):
     with pytest.raises(UserError, match="nowhere: no such folder"):
         load_config(tmp_path / "nowhere")
     file = tmp_path / "config.json"
@@ -105,8 +100,8 @@ def test_bad_folders(tmp_path: Path) -> None:
         load_config(file)
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> None:
+def test_a_hub_that_does_not_answer(monkeypatch):
+    def unreachable(*_, **__: object):
         raise OSError("We couldn't connect\nto the hub")
 
     monkeypatch.setattr("llmdistill.models.configs.AutoConfig.from_pretrained", unreachable)
@@ -116,12 +111,12 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_pickled_weights_are_refused(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
 
-    def refused(said: str) -> None:
+    def refused(said):
         with pytest.raises(UserError, match=said):
             load_model(tmp_path, dtype=torch.float32)
 
@@ -134,12 +129,12 @@ def test_damaged_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     refused("safetensors")
 
 
-def tokenizer_of(folder: Path, words: list[str], **settings: Any) -> Path:
+def tokenizer_of(folder, words, **settings):
     save_tokenizer(folder, words, marked=False, **settings)
     return folder
 
 
-def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:
+def test_padding_token_is_the_end_token_where_there_is_none(tmp_path):
     words = ["[UNK]", "a", "</s>", "[PAD]"]
     own = load_tokenizer(tokenizer_of(tmp_path / "own", words, eos_token="</s>", padding_side="left"))
     assert (own.pad_token_id, own.eos_token_id, own.padding_side) == (3, 2, "left")
@@ -147,8 +142,8 @@ def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> N
     assert (plain.pad_token_id, plain.eos_token_id) == (2, 2)
 
 
-def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
-    def bare(name: str, words: list[str]) -> Path:
+def test_a_bare_tokenizer_finds_its_end_token(tmp_path):
+    def bare(name, words):
         folder = tokenizer_of(tmp_path / name, words)
         (folder / "tokenizer_config.json").unlink()
         return folder
@@ -162,22 +157,66 @@ def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
         load_tokenizer(bare("none", ["[UNK]", "a"]))
 
 
-def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
-    def vocabulary(size: int) -> Path:
+def test_padded_vocabularies_share_what_both_have(tmp_path):
+    def vocabulary(size):
         """A model of so many vocabulary rows."""
         folder = tokenizer_of(tmp_path / str(size), ["[UNK]", "a", "</s>", "b"], eos_token="</s>")
         tiny_config("llama", vocab_size=size).save_pretrained(folder)
         return folder
 
     small, large = vocabulary(28), vocabulary(1030)
-    size, note = compare_vocabularies(large, small)
-    assert size == 28
-    assert note == (
-        "teacher has 1,030 vocabulary rows and student 28: the 1,002 rows beyond those both have are padding and are "
-        "left out of the output losses"
-    )
-    assert compare_vocabularies(small, large)[0] == 28
+    assert compare_vocabularies(large, small)[0] == compare_vocabularies(small, large)[0] == 28
     # Four tokens need four rows; with three the last one has no embedding, and that is no padding.
     assert compare_vocabularies(large, vocabulary(4))[0] == 4
     with pytest.raises(UserError, match=r"token 'b' has the id 3, and the model has 3 embeddings: take"):
         compare_vocabularies(large, vocabulary(3))
+
+
+# Tokenizers that are a sentencepiece model and nothing else, against sentencepiece itself.
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    examples = read_examples(locate("embedded:train"))[:200]
+    return [text for example in examples for text in (example.instruction, example.outputs[0])]
+
+
+def llama_style(folder, texts, model_type="bpe"):
+    folder.mkdir(exist_ok=True)
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    options |= {"vocab_size": 400, "minloglevel": 2, "num_threads": 1, "model_type": model_type}
+    SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), **options)
+    (folder / "tokenizer.vocab").unlink()
+    return SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_llama_style(tmp_path, texts):
+    model = llama_style(tmp_path, texts)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(LLAMA))
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, LlamaTokenizer)
+    assert len(tokenizer) == 400
+    # Accents and symbols outside the vocabulary become bytes.
+    for text in [*texts, "Ünïcode — 3 €", "two  spaces", "a\nline"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == model.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id == model.bos_id()
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == model.eos_id()
+    assert tokenizer.get_vocab() == {model.id_to_piece(i): i for i in range(400)}
+
+
+def test_a_model_that_would_be_misread_is_refused_and_a_missing_package_named(tmp_path, texts, monkeypatch):
+    bare, unigram = tmp_path / "bare", tmp_path / "unigram"
+    llama_style(bare, texts)
+    with pytest.raises(UserError, match=r"tokenizer\.model: .* cuts text otherwise .* tokenizer_class"):
+        load_tokenizer(bare)
+    llama_style(unigram, texts, "unigram")
+    (unigram / "tokenizer_config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(UserError, match=r"as a LlamaTokenizer it cuts text otherwise .* type BPE"):
+        load_tokenizer(unigram)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    with pytest.raises(UserError, match="needs the package protobuf: pip install protobuf"):
+        load_tokenizer(unigram)

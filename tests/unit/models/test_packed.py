@@ -1,18 +1,12 @@
 """Rows that hold several sequences, against each sequence alone, in both ways that their attention is computed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from tiny import tiny_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from llmdistill.batch import IGNORE_INDEX, Aspect, Batch, Sequences
+from llmdistill.batch import IGNORE_INDEX, Batch, Sequences
 from llmdistill.methods.sft import make_sft
 from llmdistill.models import packed
 from llmdistill.models.families import FAMILIES, layers_of
@@ -22,9 +16,8 @@ from llmdistill.models.taps import Recorder
 
 from support import shapes_of_results
 
-WINDOWS = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
-CHANGES: dict[str, dict[str, Any]] = {
-    "qwen2": WINDOWS,
+CHANGES = {
+    "qwen2": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
     "smollm3": {"no_rope_layer_interval": 2},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
@@ -32,10 +25,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Some layers with windows or positions, and no dropout."""
 NAMES = [name for name, family in FAMILIES.items() if family.causal and not family.makes_mask]
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 4, [1] * 2 + [2] * 8 + [0] * 3])
-LENGTHS = (5, 4, 4, 2, 8, 3)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: tuple[int, int]) -> Tensor:
+def attend(query, key, value, scale, seen):
     """One sequence, (n, heads, D): each token sees so many tokens before and after it; -1 is all of them."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -46,7 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: tuple[
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
-def kernel(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa) -> Tensor:
+def kernel(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
     """What torch documents of varlen_attn, whose kernel no CPU has."""
     assert starts_q.dtype == torch.int32
     assert torch.equal(starts_q, starts_k)
@@ -61,30 +53,30 @@ WAYS = ("by sequence", "in one call")
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way(request, monkeypatch):
     if request.param == "in one call":
         monkeypatch.setattr(packed, "has_kernel", lambda _: True)
         monkeypatch.setattr(packed, "varlen_attn", kernel)
 
 
-def make(name: str) -> PreTrainedModel:
+def make(name):
     return tiny_model(name, scale=5.0, **CHANGES.get(name, {})).double().train()
 
 
-def make_batch() -> Batch:
+def make_batch():
     ids = torch.randint(3, 40, SEGMENTS.shape, generator=torch.Generator().manual_seed(1))
     labels = ids.masked_fill((SEGMENTS == 0) | (SEGMENTS.roll(1, 1) != SEGMENTS), IGNORE_INDEX)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(ids.shape)
+    positions = torch.cat([torch.arange(length) for length in (5, 4, 4, 2, 8, 3)]).view(ids.shape)
     return Batch(ids, SEGMENTS, labels, position_ids=positions)
 
 
-def sequences_of(batch: Batch) -> list[tuple[int, slice, Tensor]]:
+def sequences_of(batch):
     """Row, place and tokens (1, n) of each sequence."""
     bounds = [(0, 0, 5), (0, 5, 9), (0, 9, 13), (1, 0, 2), (1, 2, 10)]
     return [(row, slice(first, end), batch.input_ids[row : row + 1, first:end]) for row, first, end in bounds]
 
 
-def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
+def every_aspect(model):
     layers = frozenset(range(len(layers_of(model))))
     return dict.fromkeys(("query", "key", "value", "hidden", "ffn_down"), layers)
 
@@ -94,7 +86,7 @@ def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
     *((way, name, True) for way in WAYS for name in ("llama", "mistral")),
 ], indirect=["way"])  # fmt: skip
 @pytest.mark.usefixtures("way")
-def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name: str, checkpointing: bool) -> None:
+def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name, checkpointing):
     model, batch = make(name), make_batch()
     for row, place, ids in sequences_of(batch):
         logits = model(input_ids=ids, use_cache=False).logits[0]
@@ -112,7 +104,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
+def test_logits_and_taps_are_those_of_each_sequence(name):
     model, batch = make(name).eval(), make_batch()
     recorder = Recorder(model, every_aspect(model))
     with torch.no_grad():
@@ -130,7 +122,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
-def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
+def test_padding_on_the_left_changes_no_sequence(name):
     """As the student's own answers have it."""
     model = make(name).eval()
     ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -141,11 +133,11 @@ def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
     torch.testing.assert_close(logits[mask == 1], stock[mask == 1], rtol=1e-12, atol=1e-12)
 
 
-def test_no_tensor_of_tokens_by_tokens_is_made() -> None:
+def test_no_tensor_of_tokens_by_tokens_is_made():
     model, batch = make("mistral"), make_batch().with_label_rows(shift=True)
     tapped = TappedModel(model, Recorder(model, {"query": frozenset({0})}))
 
-    def has_squares(forward: Callable[[], Tensor]) -> bool:
+    def has_squares(forward):
         return any(shape[-2:] == (13, 13) for _, shape in shapes_of_results(lambda: forward().sum().backward()))
 
     assert not has_squares(lambda: tapped.learn(batch, make_sft().running(None, batch)).total)
@@ -154,7 +146,7 @@ def test_no_tensor_of_tokens_by_tokens_is_made() -> None:
     assert has_squares(lambda: model(**stock).logits), "transformers' own mask is not found"
 
 
-def test_attention_dropout_does_not_go_to_the_kernel_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_dropout_does_not_go_to_the_kernel_that_has_none(monkeypatch):
     monkeypatch.setattr(packed, "has_kernel", lambda _: True)
     monkeypatch.setattr(packed, "varlen_attn", None)
     given = [torch.randn(2, 4, 13, 8)] * 3
@@ -164,7 +156,7 @@ def test_attention_dropout_does_not_go_to_the_kernel_that_has_none(monkeypatch: 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_gives_what_the_calls_by_sequence_give(window: int | None) -> None:
+def test_the_kernel_gives_what_the_calls_by_sequence_give(window):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 13, 64) for heads in (4, 2, 2)]
     exact = [torch.randn(shape, generator=generator).bfloat16().cuda().requires_grad_() for shape in shapes]

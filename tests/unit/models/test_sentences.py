@@ -1,16 +1,12 @@
 """The settings of sentence-transformers' files, and the embeddings that they ask for, sentence by sentence."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sentence_encoders import encoder
-from torch import Tensor, nn
+from torch import nn
 
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
@@ -20,7 +16,7 @@ from llmdistill.objective import Pooling
 KINDS = ["Transformer", "Pooling", "Normalize"]
 
 
-def folder_of(folder: Path, kinds: list[str] = KINDS, **files: Any) -> Path:
+def folder_of(folder, kinds=KINDS, **files):
     """A folder with the files of sentence-transformers; `files` are by name without .json, 1_Pooling the pooling's."""
     (folder / "1_Pooling").mkdir(parents=True)
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
@@ -31,7 +27,7 @@ def folder_of(folder: Path, kinds: list[str] = KINDS, **files: Any) -> Path:
     return folder
 
 
-def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
+def test_settings_of_both_forms_of_the_files(tmp_path):
     old = folder_of(
         tmp_path / "old",
         pooling={"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
@@ -56,12 +52,12 @@ def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
     (KINDS, {"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
     (KINDS, {"config_sentence_transformers": {"prompts": {"query": 3}}}, "prompts is no object of texts"),
 ])  # fmt: skip
-def test_other_models_are_refused(tmp_path: Path, kinds: list[str], files: dict[str, Any], said: str) -> None:
+def test_other_models_are_refused(tmp_path, kinds, files, said):
     with pytest.raises(UserError, match=said):
         read_sentence_settings(folder_of(tmp_path / "model", kinds, **{"pooling": {}, **files}))
 
 
-def naive(rows: Tensor, mode: str) -> Tensor:
+def naive(rows, mode):
     """The embedding of the real tokens of one sentence, (T, W)."""
     places = torch.arange(1, len(rows) + 1)[:, None]
     return {
@@ -76,7 +72,7 @@ def naive(rows: Tensor, mode: str) -> Tensor:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
-def test_pooling(mode: Any, side: str) -> None:
+def test_pooling(mode, side):
     lengths = [4, 1, 6]
     hidden = torch.full((3, 6, 5), math.nan, dtype=torch.float64)  # of which padding must stay without effect
     mask = torch.zeros(3, 6, dtype=torch.int64)
@@ -94,7 +90,7 @@ def test_pooling(mode: Any, side: str) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_dense_is_read_as_it_was_saved(tmp_path: Path, normalize: bool) -> None:
+def test_a_dense_is_read_as_it_was_saved(tmp_path, normalize):
     model = encoder(tmp_path)
     dense = dense_of(nn.Linear(32, 5), nn.Tanh())
     save_dense(tmp_path, dense, dense.state_dict(), Pooling(("cls", "mean"), normalize=normalize))
@@ -122,7 +118,7 @@ def test_a_dense_is_read_as_it_was_saved(tmp_path: Path, normalize: bool) -> Non
     ({"module_input_name": "token_embeddings"}, "a linear of the pooled embedding"),
     (None, "not the weights of a Dense"),
 ])  # fmt: skip
-def test_another_dense_is_refused(tmp_path: Path, changes: dict[str, Any] | None, said: str) -> None:
+def test_another_dense_is_refused(tmp_path, changes, said):
     model = encoder(tmp_path)
     dense = dense_of(nn.Linear(16, 5), nn.Identity())
     save_dense(tmp_path, dense, dense.state_dict() if changes is not None else {"weight": torch.zeros(2)}, Pooling())

@@ -1,24 +1,17 @@
-"""Shapes of students: their notation, their configs, and the weights they start from."""
-
-from __future__ import annotations
+"""Shapes of models and students: what configs say, their notation, and the weights and layers students start from."""
 
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
-from tiny import SETTINGS, tiny_config
-from transformers import (
-    AutoModel,
-    AutoModelForPreTraining,
-    PreTrainedModel,
-    RobertaForSequenceClassification,
-)
+from tiny import SETTINGS, shaken, tiny_config
+from transformers import AutoConfig, AutoModel, AutoModelForPreTraining, BertConfig, RobertaForSequenceClassification
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, shape_of
-from llmdistill.models.load import auto_class
+from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
+from llmdistill.models.layer_maps import mapped_layers, uniform_map
+from llmdistill.models.load import auto_class, build_meta
 from llmdistill.models.shapes import (
     StudentShape,
     check_sizes,
@@ -31,7 +24,7 @@ from llmdistill.models.shapes import (
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 30}
 GROUPED = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 3}
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "gpt2": {"n_inner": 96},
     "distilbert": {"hidden_dim": 96},
     "llama": {"attention_bias": True},
@@ -43,40 +36,56 @@ for name in KINDS:
     sizes = {key: size for key, size in GROUPED.items() if key in SIZES or key in SETTINGS[name]}
     CONFIGS[name] = tiny_config(name, **sizes, **CHANGES.get(name, {}))
 """Heads are 8 features wide (Qwen3's 16), two share keys and values where they do."""
-EVERY = pytest.mark.parametrize("kind", KINDS)
 
 
-def teacher_of(kind: str) -> PreTrainedModel:
+def teacher_of(kind):
     """A teacher whose every parameter, norms and biases included, holds numbers of its own."""
     config = copy.deepcopy(CONFIGS[kind])
-    torch.manual_seed(0)
     auto = AutoModelForPreTraining if kind == "bert" else auto_class(config, "lm_head")
-    model: PreTrainedModel = auto.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
+    return shaken(auto.from_config(config).eval())
 
 
-def student_of(teacher: PreTrainedModel, shape: str) -> PreTrainedModel:
-    torch.manual_seed(1)
-    model: PreTrainedModel = type(teacher)(shaped_config(teacher.config, parse_shape(shape))).eval()
-    return model
+def student_of(teacher, shape):
+    return type(teacher)(shaped_config(teacher.config, parse_shape(shape))).eval()
 
 
-def start(student: PreTrainedModel, teacher: PreTrainedModel, init: str, layers: list[int]) -> None:
+def start(student, teacher, init, layers):
     check_sizes(init, shape_of(student.config), shape_of(teacher.config))
     initialize(student, teacher, first_parts(student.config, teacher.config, layers))
 
 
-def sliced(kind: str) -> tuple[Any, Any]:
+def sliced(kind):
     teacher = teacher_of(kind)
     student = student_of(teacher, "2x24x4")
     start(student, teacher, "slice", [1, 3])
     return student, teacher
 
 
-def test_notation() -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shapes(name):
+    settings = SETTINGS["roberta" if name == "xlm-roberta" else name]
+    names = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "n_inner", "hidden_dim")
+    widths = {key: 40 for key in names if key in settings}
+    config = AutoConfig.for_model(name, **{**settings, "num_hidden_layers": 2, **widths})
+    shape = shape_of(config)
+    assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.intermediate_size) == (2, 16, 4, 40)
+    assert len(layers_of(build_meta(config))) == 2
+
+
+def test_sliding_windows():
+    assert shape_of(tiny_config("mistral", sliding_window=7)).windows == (7, 7)
+    assert shape_of(tiny_config("mistral", sliding_window=None)).windows == (None, None)
+    assert shape_of(tiny_config("qwen2", sliding_window=7)).windows == (None, None)
+    mixed = tiny_config("qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    assert shape_of(mixed).windows == (None, 7)
+
+
+def test_an_encoder_as_decoder_is_refused():
+    with pytest.raises(UserError, match="is_decoder"):
+        family_of(BertConfig(is_decoder=True))
+
+
+def test_notation():
     assert parse_shape("6x384x12") == StudentShape(depth=6, width=384, heads=12, intermediate=None)
     assert parse_shape(" 4×312×12×1200 ") == StudentShape(depth=4, width=312, heads=12, intermediate=1200)
     assert parse_shape("32x3072x32x9216x128") == StudentShape(32, 3072, 32, intermediate=9216, head_dim=128)
@@ -90,13 +99,13 @@ def test_notation() -> None:
     ("2x20x4", "student.shape: 4 heads of the width 20 have no even number of features each"),
     ("2x24x4x50x7", "student.shape: 4 heads of the width 24 have no even number of features each"),
 ])  # fmt: skip
-def test_what_is_no_shape_for_a_llama(text: str, said: str) -> None:
+def test_what_is_no_shape_for_a_llama(text, said):
     with pytest.raises(UserError, match=said):
         shaped_config(CONFIGS["llama"], parse_shape(text, key="assistants[0]"))
 
 
-@EVERY
-def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind):
     teacher = CONFIGS[kind]
     before = copy.deepcopy(teacher.to_dict())
     sizes = shape_of(shaped_config(teacher, parse_shape("3x24x4")))
@@ -112,7 +121,7 @@ def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> No
     assert (deeper.num_layers, deeper.hidden_size) == (7, 96)
 
 
-def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
+def test_the_shape_of_minitron_keeps_the_width_of_the_heads():
     sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
     llama = tiny_config("llama", **sizes, num_key_value_heads=8)
     sizes = shape_of(shaped_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
@@ -124,25 +133,49 @@ def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
         shaped_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x8"))
 
 
-def test_windows_are_spread_over_the_layers() -> None:
+def test_windows_are_spread_over_the_layers():
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
     teacher = tiny_config("qwen3", **{**GROUPED, "num_hidden_layers": 6}, **windows)
     assert shape_of(shaped_config(teacher, parse_shape("4x48x6"))).windows == (None, None, 4, 4)
     assert shape_of(shaped_config(teacher, parse_shape("8x48x6"))).windows == (None,) * 4 + (4,) * 4
-    shaped: Any = shaped_config(teacher, parse_shape("4x48x6"))
+    shaped = shaped_config(teacher, parse_shape("4x48x6"))
     assert shaped.layer_types.index("sliding_attention") == shaped.max_window_layers
-    mistral = tiny_config("mistral", **GROUPED, sliding_window=5)
-    assert shape_of(shaped_config(mistral, parse_shape("2x48x6"))).windows == (5, 5)
 
 
-def test_the_teachers_layers_are_counted_from_zero_and_no_fewer_than_the_students() -> None:
+def test_uniform_map():
+    assert uniform_map(3, 12) == [4, 8, 12]
+    assert uniform_map(2, 5) == [3, 5]  # 2.5 -> 3
+    assert uniform_map(5, 12) == [2, 5, 7, 10, 12]  # 2.4 4.8 7.2 9.6 12
+    assert uniform_map(5, 2) == [1, 1, 1, 2, 2]  # 0.4 is no layer: the first
+
+
+def test_maps_of_three_of_six_layers():
+    given = ("uniform", "spread", "first", "last", "6, 1,6 ")
+    found = [mapped_layers(spec, 3, 6, key="k") for spec in given]
+    assert found == [[2, 4, 6], [1, 3, 5], [1, 2, 3], [4, 5, 6], [6, 1, 6]]
+    assert mapped_layers("0,0,6", 3, 6, key="k", may_skip=True) == [0, 0, 6]
+
+
+@pytest.mark.parametrize(("spec", "depth", "may_skip", "message"), [
+    ("0,0,6", 3, False, "x.y 0,0,6 does not fit: give 3 numbers, one for each layer of the student, from 1 to the te"),
+    ("0,0,0", 3, True, "x.y 0,0,0: no layer of the student has a layer of the teacher"),
+    ("2,4", 3, True, "x.y 2,4 does not fit: give 3 numbers, one for each layer of the student, from 0 (0: none) to"),
+    ("middle", 3, True, "x.y 'middle' names no layers: give uniform, spread, first, last, or numbers from 1"),
+    ("first", 7, True, "x.y first: the student has 7 layers and the teacher 6; give a number for each layer"),
+])  # fmt: skip
+def test_what_is_no_map(spec, depth, may_skip, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        mapped_layers(spec, depth, 6, key="x.y", may_skip=may_skip)
+
+
+def test_the_teachers_layers_are_counted_from_zero_and_no_fewer_than_the_students():
     assert teacher_layers("spread", 5, 12, key="student.layers") == [0, 2, 4, 7, 9]
     with pytest.raises(UserError, match=r"a student of 13 layers cannot be made of a teacher's 12; .*random"):
         teacher_layers("spread", 13, 12, key="student.layers")
 
 
-@EVERY
-def test_a_sliced_student_runs_and_holds_only_the_teachers_numbers(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sliced_student_runs_and_holds_only_the_teachers_numbers(kind):
     student, teacher = sliced(kind)
     known = torch.cat([parameter.detach().flatten() for parameter in teacher.parameters()])
     assert torch.isin(torch.cat([parameter.detach().flatten() for parameter in student.parameters()]), known).all()
@@ -156,7 +189,7 @@ PLAIN = [head * 8 + feature for head in range(4) for feature in range(6)]
 """The first 6 of 8 features of the first 4 heads."""
 ROTARY = [head * 8 + feature for head in range(4) for feature in (0, 1, 2, 4, 5, 6)]
 """The same where feature i turns with i + 4."""
-AXES: dict[str, Any] = {
+AXES = {
     "W": range(24),
     "F": range(48),
     "P": PLAIN,
@@ -173,10 +206,6 @@ PLACES = {
         **{"intermediate.dense": "FW", "output.dense": "WF", "embeddings": "*W", "dense": "WW"},
         **{"seq_relationship": "*W", "predictions": "*"},
     },
-    "distilbert": {
-        **{"q_lin": "PW", "k_lin": "PW", "v_lin": "PW", "out_lin": "WP", "lin1": "FW", "lin2": "WF"},
-        **{"embeddings": "*W", "vocab_transform": "WW", "vocab_projector": "*"},
-    },
     "gpt2": {"c_attn": "WQ", "attn.c_proj": "PW", "c_fc": "WF", "c_proj": "FW", "wte": "*W", "wpe": "*W"},
     "llama": {
         **{"q_proj": "RW", "k_proj": "rW", "v_proj": "pW", "o_proj": "WP", "gate_proj": "FW", "up_proj": "FW"},
@@ -187,7 +216,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_slices(kind: str) -> None:
+def test_slices(kind):
     """Of every parameter: norms and biases are as wide as what they are added to."""
     student, teacher = sliced(kind)
     whole = dict(teacher.named_parameters())
@@ -199,16 +228,15 @@ def test_slices(kind: str) -> None:
         assert torch.equal(parameter, expected), name
 
 
-def test_slices_of_head_norms() -> None:
+def test_slices_of_head_norms():
     student, teacher = sliced("qwen3")  # 12 of 16 features
     own, theirs = student.model.layers[1].self_attn.q_norm, teacher.model.layers[3].self_attn.q_norm
     assert torch.equal(own.weight, theirs.weight[[*range(6), *range(8, 14)]])
 
 
-def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
+def test_heads_that_one_of_them_lacks_are_left_alone():
     teacher = teacher_of("roberta")
-    torch.manual_seed(1)
-    student: Any = RobertaForSequenceClassification(teacher.config)
+    student = RobertaForSequenceClassification(teacher.config)
     fresh = copy.deepcopy(student.classifier.state_dict())
     start(student, teacher, "layers", [0, 1, 2, 3])
     assert all(torch.equal(value, fresh[name]) for name, value in student.classifier.state_dict().items())
@@ -217,7 +245,7 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     assert torch.equal(classifier.classifier.dense.weight, student.classifier.dense.weight[:24, :24])
     assert torch.equal(classifier.classifier.out_proj.weight, student.classifier.out_proj.weight[:, :24])
     # A base model alone, whose pooler a model for masked words does not have.
-    bare: Any = AutoModel.from_config(teacher.config)
+    bare = AutoModel.from_config(teacher.config)
     start(bare, teacher, "layers", [0, 1, 2, 3])
     assert torch.equal(bare.embeddings.word_embeddings.weight, teacher.base_model.embeddings.word_embeddings.weight)
 
@@ -229,7 +257,7 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     ("slice", "2x48x12", "number of heads of 12 is more"),
     ("slice", "2x48x4", "head width of 12 is more than the teacher's 8"),
 ])  # fmt: skip
-def test_sizes_that_a_way_cannot_fill(init: Any, shape: str, expected: str) -> None:
+def test_sizes_that_a_way_cannot_fill(init, shape, expected):
     teacher = teacher_of("bert")
     with pytest.raises(UserError, match=expected):
         start(student_of(teacher, shape), teacher, init, [0, 1])

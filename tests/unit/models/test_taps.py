@@ -1,14 +1,7 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiny import SETTINGS, tiny_config, tiny_model
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of
 from llmdistill.models.taps import Recorder
@@ -27,18 +20,18 @@ INSIDE = {
 DISTANCES = {"max_relative_positions": 4, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
 
 
-def make(name: str) -> PreTrainedModel:
+def make(name):
     return tiny_model(name, seed=3, num_hidden_layers=LAYERS)
 
 
-def make_inputs() -> dict[str, Tensor]:
+def make_inputs():
     ids = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, 5:] = mask[1, 3:] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor]) -> tuple[Tensor, Taps]:
+def record(model, request, inputs):
     recorder = Recorder(model, request)
     with recorder.recording():
         logits = model(**inputs).logits
@@ -48,11 +41,11 @@ def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_taps_are_what_the_modules_compute(name: str) -> None:
+def test_taps_are_what_the_modules_compute(name):
     model = make(name)
     inputs = make_inputs()
     family = family_of(model.config)
-    aspects: list[Aspect] = ["query", "key", "value", "ffn_down", "hidden"]
+    aspects = ["query", "key", "value", "ffn_down", "hidden"]
     aspects += ["ffn_up"] if family.ffn_up is not None else []
     aspects += ["ffn_gate"] if family.ffn_gate is not None else []
     logits, taps = record(model, {**dict.fromkeys(aspects, EVERY), "embedding": frozenset({0})}, inputs)
@@ -94,7 +87,7 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"distilbert", "mistral", "gemma3_text", *INSIDE}))
-def test_queries_and_keys_give_the_models_attention(name: str) -> None:
+def test_queries_and_keys_give_the_models_attention(name):
     model, inputs = make(name), {"input_ids": make_inputs()["input_ids"]}
     _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
     model.set_attn_implementation("eager")
@@ -113,11 +106,11 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
 @pytest.mark.parametrize(("name", "changes"), [
     ("gemma2", {}), ("mpnet", {}), *(("deberta-v2", {**DISTANCES, "share_att_key": share}) for share in (False, True)),
 ])  # fmt: skip
-def test_where_attention_does_more_the_projections_are_tapped(name: str, changes: dict[str, Any]) -> None:
+def test_where_attention_does_more_the_projections_are_tapped(name, changes):
     """DeBERTa's distances may go through the same projections; as many of them as tokens here, in a batch of one."""
     model = tiny_model(name, seed=3, **changes)
     ids = torch.randint(5, 60, (1, 8))
-    request: TapRequest = dict.fromkeys(("query", "key", "value"), frozenset({0, 1}))
+    request = dict.fromkeys(("query", "key", "value"), frozenset({0, 1}))
     expected = model(ids, output_hidden_states=True)
     logits, taps = record(model, request, {"input_ids": ids})
     assert torch.equal(logits, expected.logits)
@@ -131,14 +124,8 @@ def test_where_attention_does_more_the_projections_are_tapped(name: str, changes
             assert torch.equal(getattr(taps, aspect)[layer], heads)
 
 
-def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
-    model = tiny_model("gpt2", scale_attn_by_inverse_layer_idx=True)
-    _, taps = record(model, {"query": frozenset({0, 1})}, make_inputs())
-    assert taps.scaling == {0: 0.5, 1: 0.25}
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_what_cannot_be_tapped_is_refused() -> None:
+def test_what_cannot_be_tapped_is_refused():
     model = make("llama").train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     recorder = Recorder(model, {"hidden": frozenset({0})})
@@ -156,7 +143,7 @@ def test_what_cannot_be_tapped_is_refused() -> None:
         Recorder(encoder, {"ffn_up": frozenset({0})})
 
 
-def test_outside_of_a_given_mask_a_model_masks_as_before() -> None:
+def test_outside_of_a_given_mask_a_model_masks_as_before():
     model = make("llama").train()
     ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
