@@ -39,8 +39,12 @@ def exit_code(job: Callable[[], None]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
         logging.getLogger(name).setLevel(logging.ERROR)
-    with signals.handling(), Activity("Working"):
-        return _code_of(job)
+    try:
+        with signals.handling(), Activity("Working"):
+            return _code_of(job)
+    except Stopped as stopped:  # by a signal before the job began or after it had ended
+        print(f"error: {stopped}", file=sys.stderr, flush=True)
+        return stopped.code
 
 
 def _code_of(job: Callable[[], None]) -> int:

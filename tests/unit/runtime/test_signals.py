@@ -63,6 +63,15 @@ def test_a_command_ends_with_one_line_of_rank_0_and_the_code_of_a_shell(place, s
     assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
 
 
+def test_a_signal_before_the_job_begins_ends_the_command_alike():
+    done = run("""
+from llmdistill.runtime import terminal
+terminal.Activity = lambda _: send(signal.SIGTERM)
+sys.exit(exit_code(print))
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
+
+
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
     done = run("""
 def job():
