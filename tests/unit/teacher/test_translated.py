@@ -155,6 +155,16 @@ def test_what_the_teacher_cannot_read_is_not_compared():
     assert len(others.labels) < longest
 
 
+def test_the_first_token_that_the_teacher_reads_is_predicted_by_none():
+    item, teacher = encoded("The cat", "sat on the mat"), TEACHERS["byte-level"]
+    translate = Translation(STUDENT, teacher, prompts={sample_id(item.prompt_ids): []}, longest=100)
+    batch = collate([item], STUDENT.pad_token_id).with_label_rows(shift=True)
+    taught, others = translate(batch)
+    compared = b"".join(one for one, _ in texts_of_spans(batch, taught, others, teacher))
+    first = TokenBytes(teacher).pieces[int(taught.input_ids[0, 0])]
+    assert len(compared) <= len(b"sat on the matEND") - len(first)
+
+
 @pytest.mark.parametrize("spans", ["alm", "uld"])
 def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
     items = [encoded(*pair) for pair in PAIRS[:3]]
