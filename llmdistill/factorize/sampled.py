@@ -26,8 +26,8 @@ from llmdistill.models.passes import HookSums, run_passes
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.devices import give_back_memory
 
-_CHUNK_BYTES = 1 << 24
-"""Bytes of the logits in fp32 that are there at a time."""
+_CHUNK_BYTES = 1 << 22
+"""Bytes of the logits in fp32 that are there at a time; or a 32nd of the LM head's, which each chunk reads, if more."""
 
 
 def run_sampled(
@@ -176,7 +176,8 @@ def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
     gradients_NK = torch.empty_like(head.rows)
     w_VK = head.weight
     words = head.rows.shape[1] if w_VK is None else len(w_VK)
-    count = max(1, _CHUNK_BYTES // (4 * words))
+    size = max(_CHUNK_BYTES, 0 if w_VK is None else w_VK.nbytes // 32)
+    count = max(1, size // (4 * words))
     for start in range(0, len(head.rows), count):
         here = slice(start, start + count)
         rows = head.rows[here]
