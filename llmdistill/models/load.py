@@ -186,7 +186,7 @@ def _load_weights(
 def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
     """Compute GELU's tanh formula by torch's own kernel, where transformers writes it as eight operations (GPT-2).
 
-    The values are the same up to rounding, but most of the eight keep a tensor for the backward pass.
+    The values are the same up to rounding, but the eight keep three tensors more for the backward pass.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():

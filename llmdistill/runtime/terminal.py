@@ -43,8 +43,7 @@ def exit_code(job: Callable[[], None]) -> int:
         with signals.handling(), Activity("Working"):
             return _code_of(job)
     except Stopped as stopped:  # by a signal before the job began or after it had ended
-        print(f"error: {stopped}", file=sys.stderr, flush=True)
-        return stopped.code
+        return _code_after(stopped)
 
 
 def _code_of(job: Callable[[], None]) -> int:
@@ -55,11 +54,16 @@ def _code_of(job: Callable[[], None]) -> int:
         return 0
     except (Stopped, Exception) as error:
         failure = error if isinstance(error, Stopped | UserError) else refused_by_system(error) or error
-        remedy = _out_of_memory(failure)
-        if not several and remedy is None and not isinstance(failure, Stopped | UserError):
+        is_said = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
+        if not several and not is_said:
             raise
-    if several:
+    return _code_after(failure)
+
+
+def _code_after(failure: BaseException) -> int:
+    if launched_ranks() > 1:
         return _ended_rank(failure)
+    remedy = _out_of_memory(failure)
     if remedy is not None:
         traceback.print_exception(failure)
     print(f"error: {remedy or failure}", file=sys.stderr, flush=True)

@@ -57,19 +57,19 @@ def run(program: str, log=None, **environment: str) -> SimpleNamespace:
     return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), **said)
 
 
-@pytest.mark.parametrize(("place", "said"), [({}, AT_ONCE), ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "")])
-def test_a_command_ends_with_one_line_of_rank_0_and_the_code_of_a_shell(place, said):
-    done = run("sys.exit(exit_code(lambda: send(signal.SIGTERM)))", **place)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
-
-
-def test_a_signal_before_the_job_begins_ends_the_command_alike():
-    done = run("""
+DURING = "sys.exit(exit_code(lambda: send(signal.SIGTERM)))"
+BEFORE = """
 from llmdistill.runtime import terminal
 terminal.Activity = lambda _: send(signal.SIGTERM)
 sys.exit(exit_code(print))
-""")
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
+"""
+
+
+@pytest.mark.parametrize("program", [DURING, BEFORE], ids=["during the job", "before it"])
+@pytest.mark.parametrize(("place", "said"), [({}, AT_ONCE), ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "")])
+def test_a_command_ends_with_one_line_of_rank_0_and_the_code_of_a_shell(place, said, program):
+    done = run(program, **place)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
 
 
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
