@@ -49,7 +49,8 @@ def test_it_is_that_of_a_plain_loop_for_every_model(launch, settings, tiny_teach
     tests = dict.fromkeys(read, str(file))
     tests |= {name: str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in PAIRS.items()}
     scoring = ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--scoring.batch_size", "2"]
-    words = [*settings, *scoring, "--scoring.decoding", "greedy", "--data.tests", json.dumps(tests)]
+    short = ["--scoring.decoding", "greedy", "--data.max_prompt_length", "300", "--data.max_length", "320"]
+    words = [*settings, *scoring, *short, "--data.tests", json.dumps(tests)]
     launch(*words, "--teacher.sharding", "zero3", "--output_dir", str(run), ranks=2)
 
     metrics = json.loads((run / "metrics.json").read_text())
