@@ -51,6 +51,7 @@ def test_own_logits_of_both_models_on_all_ranks_and_after_a_resume(launch, folde
     assert AutoModelForCausalLM.from_pretrained(resumed / "student").config.model_type == "granite"
 
 
+@pytest.mark.slow
 def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_path):
     arguments = (*SETTINGS, "--teacher.model", str(folders["qwen3_moe"]), "--student.factorize.rank", "4")
     one, two = tmp_path / "one", tmp_path / "two"

@@ -46,6 +46,7 @@ def evaluate(data, launch, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_and_trials_side_by_side_learn_what_one_does(evaluate, tmp_path):
     seeds = ("--seeds", "1,2")
     evaluate(tmp_path / "one", *seeds, ranks=1, script=True)

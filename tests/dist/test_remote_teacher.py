@@ -44,7 +44,10 @@ def test_the_run_is_that_of_a_cache_of_as_many_tokens(whole, trained, launch, se
     assert largest_difference(whole(ranks=2), from_cache) < SAME
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, ()), (1, ("--data.on_policy", "0.5", "--data.packing", "false"))])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(2, ()), pytest.param(1, ("--data.on_policy", "0.5", "--data.packing", "false"), marks=pytest.mark.slow)],
+)
 def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tmp_path, ranks, more):
     """It dies after the answers of two and a half steps; another one takes its place elsewhere."""
     folder = ("--output_dir", str(tmp_path / "run"))

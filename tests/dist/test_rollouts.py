@@ -54,7 +54,8 @@ def test_ranks_do_not_change_the_answers(whole):
     assert largest_difference(sharded, whole(ranks=1)) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_dies_costs_no_step(untrained, launch, whole, settings, tmp_path, ranks):
     words = (*settings, *OWN, "--output_dir", str(tmp_path / "run"), "--data.rollout.wait", "5", "--data.rollout.url")
     with serving(untrained) as dying:

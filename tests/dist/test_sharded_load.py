@@ -75,7 +75,7 @@ def llama(folder, width):
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("case", ["pivoted", "pieces", "a new classifier"])
+@pytest.mark.parametrize("case", [pytest.param("pivoted", marks=pytest.mark.slow), "pieces", "a new classifier"])
 def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
     folder = tmp_path / "model"
     llama(tmp_path / "dense", 512)

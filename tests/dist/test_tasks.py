@@ -88,6 +88,7 @@ def written(run: Path, model: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_ranks_distil_and_write_questions_as_one_does(finetune, tmp_path):
     """The masked tokens' logits, and the attention of the last layer, which sees the source and the text so far."""
     save_bert(tmp_path / "encoder", TOKENS, hidden_size=32, intermediate_size=48, initializer_range=0.2)
