@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.models.heads import lm_head_parameters
-from llmdistill.run.forecast.step import Moment, model_bytes, trained_parameters
+from llmdistill.run.checks import STATE_BYTES
+from llmdistill.run.forecast.step import Moment, model_bytes
 from llmdistill.runtime.tracing import Work
 
 PARTS = {
@@ -31,12 +32,7 @@ TEACHERS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 CACHED = "cached"
 """A teacher that is a file (teacher.cache)."""
-Bound = Literal["compute", "memory", "wire", "launch", "host"]
-"""What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
-operations; offloading to the node's memory, or the reading of a teacher's cache."""
 
-_STATE = 12
-"""Bytes of the optimizer state for each parameter: fp32 weights and two moments (AdamW)."""
 _GRADIENT = 4
 """Bytes of a gradient in the optimizer's step, which is fp32."""
 _TEMPORARY = 8
@@ -72,7 +68,7 @@ class Sizes:
         return cls(
             student_bytes=model_bytes(student),
             element_bytes=student.dtype.itemsize,
-            trained=trained_parameters(student),
+            trained=sum(each.numel() for each in student.parameters() if each.requires_grad),
             teacher_bytes=model_bytes(teacher),
             teacher_element_bytes=0 if teacher is None else teacher.dtype.itemsize,
             teacher_head_bytes=0 if teacher is None else sum(each.nbytes for each in lm_head_parameters(teacher)),
@@ -157,9 +153,9 @@ class Duration:
         return max(self.compute + self.memory, self.wire, self.launch) + self.host
 
     @property
-    def bound(self) -> Bound:
-        """What most of the time goes to."""
-        names: dict[Bound, float] = {"wire": self.wire, "launch": self.launch, "host": self.host}
+    def bound(self) -> str:
+        """The field that most of the time goes to."""
+        names = {"wire": self.wire, "launch": self.launch, "host": self.host}
         most = max(names, key=names.__getitem__)
         if self.compute + self.memory < names[most]:
             return most
@@ -210,7 +206,7 @@ class Layout:
         always: dict[str, float] = {
             "student": 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1),
             "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
-            "optimizer": 0 if zero.offloads_optimizer else _STATE * self.share,
+            "optimizer": 0 if zero.offloads_optimizer else STATE_BYTES * self.share,
             "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
         }
         if self.teacher is not None:
