@@ -151,10 +151,7 @@ def _needs_whole(plan: Plan) -> bool:
 
 
 def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
-    """Return the number of positions of each kind in the examples of a run's training set, equal examples once.
-
-    Raises UserError if the method or the data allow no cache.
-    """
+    """Count the positions of each kind in a training set, equal examples once; a UserError if no cache is possible."""
     check_can_cache(plan)
     items, collate = data.taught_examples()
     counts, seen = dict.fromkeys(POSITIONS, 0), set[int]()
@@ -169,10 +166,7 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
 
 
 def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
-    """Return what runs the teacher: "auto" means vLLM if it is installed and gives all that is kept, else "hf".
-
-    Raises UserError, with the reason, if vLLM is asked for and cannot do it.
-    """
+    """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
     obstacle = lacking_of_vllm(plan, remedy="take --cache.engine hf")
     if settings.kept_top_k is None:
         obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"

@@ -85,10 +85,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
 
 
 def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
-    """Measure which parts of the teacher a student with a shape should take; None if its settings choose without data.
-
-    Every rank must call this function; the arguments are those of `measure_weights`.
-    """
+    """Measure which parts of the teacher a student takes; None if data choose none. Every rank must call it."""
     settings = plan.config.student
     if not settings.measures_importance:
         return None

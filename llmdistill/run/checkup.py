@@ -37,6 +37,7 @@ from llmdistill.teacher.cached import Teacher
 
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
+_GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,8 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
             yield Finding("ok", "settings and data", data.report or "read")
             asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
             if asks and not plan.models.translates:
-                remedy = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the "
                 for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
-                    yield Finding("warning", "tokenizers", gap, f"{remedy}teacher is")
+                    yield Finding("warning", "tokenizers", gap, _GAP_REMEDY)
             if plan.trains:
                 yield from _check_models(plan, data, world)
     except UserError as error:
@@ -97,7 +97,9 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     student.to(world.device)  # type: ignore[arg-type]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
-    model, teaching, vocabulary = None, None, plan.models.vocabulary
+    model: PreTrainedModel | None = None
+    teaching: Teacher | None = None
+    vocabulary = plan.models.vocabulary
     if plan.is_remote:
         teacher_server(plan).check(plan.config.data.max_length)
         yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")

@@ -104,22 +104,19 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
     summaries = {}
-
-    def is_scored(name: str) -> bool:
-        has_model = name != "teacher" or (
-            plan.config.teacher.model is not None and not plan.is_cached and not plan.is_remote
-        )
-        return name in plan.config.scoring.models and name in plan.task.scored and has_model
+    scored = {*plan.config.scoring.models} & {*plan.task.scored}
+    if plan.config.teacher.model is None or plan.is_cached or plan.is_remote:
+        scored -= {"teacher"}
 
     def score(name: str, folder: Path) -> None:
-        if is_scored(name):
+        if name in scored:
             dtype, head = plan.models.dtype, plan.task.head or "lm_head"
             load = partial(load_model, str(folder), dtype=dtype, device=world.device, head=head)
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
     teacher = cache(lambda: make_teacher(plan, world))
-    if is_scored("teacher"):
+    if "teacher" in scored:
         summaries["teacher"] = book.score(
             "teacher",
             lambda: teacher().model,
@@ -165,10 +162,7 @@ def _training(
     data: TaskData,
     world: World,
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
-    """Give the trainer, the steps that are done and the callbacks; save the student when the block has ended.
-
-    The training goes on from the last checkpoint, if there is one.
-    """
+    """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     best = assemble.make_best(plan, untrained, trainer.engine, data, world)

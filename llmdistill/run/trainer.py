@@ -24,38 +24,6 @@ from llmdistill.runtime.engine import learning_rate
 from llmdistill.teacher.cached import Teacher
 
 
-class Stopwatch:
-    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the time spent in the block."""
-        if self._on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    def take(self) -> float:
-        """Return the seconds measured since the last call."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
-
-
 @dataclass
 class Trainer:
     """All objects that the steps of a run need; `run` trains the student."""
@@ -79,10 +47,7 @@ class Trainer:
         self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
     def run(self, start: int, callbacks: Sequence[Callback]) -> None:
-        """Train from step `start` to the last one; after each step every callback looks at it, in their order.
-
-        A callback ends the training by an exception.
-        """
+        """Train from step `start` on. After each step the callbacks look at it in order; their exceptions end it."""
         for step in range(start, self.settings.steps):
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, step)
@@ -177,3 +142,35 @@ def global_counts(micro_batches: Sequence[Batch]) -> Tensor:
     """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
     counts = [batch.counts() for batch in micro_batches]
     return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
+
+
+class Stopwatch:
+    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time spent in the block."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Return the seconds measured since the last call."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds

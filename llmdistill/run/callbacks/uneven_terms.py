@@ -29,10 +29,7 @@ first."""
 
 @dataclass(frozen=True)
 class UnevenTerms:
-    """Compares the gradients of the terms once, on a micro batch of step 10.
-
-    Under ZeRO-3 no rank has whole parameters, so nothing is said.
-    """
+    """Compares the gradients of the terms once, at step 10; not under ZeRO-3, where no rank has whole parameters."""
 
     trainer: Trainer
 

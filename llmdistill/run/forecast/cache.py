@@ -123,10 +123,7 @@ def count_positions(batch: Batch, times: int = 1) -> Counts:
 def trace_cache(
     teacher: PreTrainedModel, method: Method, batch: Batch, settings: CacheConfig, vocabulary: int | None = None
 ) -> CacheTrace:
-    """Trace the teacher's pass over a micro batch of `llmdistill cache`, both on the meta device.
-
-    `vocabulary` is the number of logits that both models share; None if their vocabularies are the same.
-    """
+    """Trace the teacher's pass over a micro batch of `llmdistill cache`, both on the meta device."""
     tracer, request = Tracer(), request_of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)

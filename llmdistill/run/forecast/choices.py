@@ -22,19 +22,6 @@ DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The shipped DeepSpeed configurations, the simplest first."""
 _ALIKE = 1.02
 """Steps whose times differ by less are alike: the simpler setting is then proposed."""
-_REMEDIES = {
-    "teacher": "a smaller teacher, more GPUs",
-    "student": "a smaller student, more GPUs",
-    "optimizer": "more GPUs, or a smaller student",
-    "gradients": "more GPUs, or a smaller student",
-    "activations": "a smaller data.max_length",
-    "taps": "a smaller data.max_length, or a method with terms on fewer layers",
-    "head": "a smaller data.max_length, or a smaller vocabulary",
-    "gathered": "a smaller stage3_max_live_parameters in a ds_config of your own",
-    "buckets": "smaller buckets in a ds_config of your own",
-    "allocator": "a smaller --reserved",
-}
-"""Part of the memory -> what would make it smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +185,13 @@ def missing(choices: Sequence[LayoutChoice]) -> str:
     """Say what the choice lacks that needs least, in one sentence."""
     least = min(choices, key=lambda choice: choice.total)
     available = least.machine.memory_bytes
-    part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
+    part = max((name for name in least.memory if PARTS[name][1]), key=lambda name: least.memory[name])
     over, weight = (gigabytes(each) for each in (least.total - available, least.memory[part]))
+    what, remedy = PARTS[part]
     return (
         f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
-        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
-        f"take {_REMEDIES[part]}, or more memory"
+        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {what} are {weight} GB: "
+        f"take {remedy}, or more memory"
     )
 
 

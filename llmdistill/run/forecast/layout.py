@@ -15,19 +15,25 @@ from llmdistill.run.forecast.step import Moment, model_bytes
 from llmdistill.runtime.tracing import Work
 
 PARTS = {
-    "teacher": "the teacher's weights",
-    "student": "the student's weights",
-    "gradients": "the gradients",
-    "optimizer": "the optimizer state",
-    "activations": "the student's activations",
-    "taps": "the tensors that losses on layers compare (taps)",
-    "head": "the LM head with its losses",
-    "gathered": "the weights that ZeRO-3 has gathered",
-    "buckets": "the buckets of the communication",
-    "step": "what only the optimizer's step needs",
-    "allocator": "what the GPU and its allocator reserve",
+    "teacher": ("the teacher's weights", "a smaller teacher, more GPUs"),
+    "student": ("the student's weights", "a smaller student, more GPUs"),
+    "gradients": ("the gradients", "more GPUs, or a smaller student"),
+    "optimizer": ("the optimizer state", "more GPUs, or a smaller student"),
+    "activations": ("the student's activations", "a smaller data.max_length"),
+    "taps": (
+        "the tensors that losses on layers compare (taps)",
+        "a smaller data.max_length, or a method with terms on fewer layers",
+    ),
+    "head": ("the LM head with its losses", "a smaller data.max_length, or a smaller vocabulary"),
+    "gathered": (
+        "the weights that ZeRO-3 has gathered",
+        "a smaller stage3_max_live_parameters in a ds_config of your own",
+    ),
+    "buckets": ("the buckets of the communication", "smaller buckets in a ds_config of your own"),
+    "step": ("what only the optimizer's step needs", ""),
+    "allocator": ("what the GPU and its allocator reserve", "a smaller --reserved"),
 }
-"""Part of the memory -> what it is."""
+"""Part of the memory -> what it is, and what would make it smaller."""
 TEACHERS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 CACHED = "cached"
@@ -181,10 +187,7 @@ class Layout:
 
     @property
     def resident_teacher(self) -> dict[str, float]:
-        """The bytes of the teacher's weights on a rank: its own, and those that it has gathered.
-
-        A cached teacher has its head alone, whole on every rank.
-        """
+        """The bytes of the teacher on a rank: its own weights and the gathered ones, or a cached one's head alone."""
         sizes = self.sizes
         if self.sharers == 1:
             return {"teacher": sizes.cached_head_bytes if self.teacher == CACHED else sizes.teacher_bytes}
@@ -197,10 +200,7 @@ class Layout:
         return self.sizes.trained / (self.machine.ranks if self.zero.stage > 0 else 1)
 
     def peak_memory(self, moments: Sequence[Moment]) -> dict[str, float]:
-        """Return the bytes of a rank by part, at the moment of a step when most are in use.
-
-        `moments` are those of a micro batch.
-        """
+        """Return the bytes of a rank by part, at the moment of a micro batch or of the step when most are in use."""
         zero, sizes, ranks = self.zero, self.sizes, self.machine.ranks
         sharded = zero.stage == 3 and (ranks > 1 or zero.offloads_weights)
         always: dict[str, float] = {
@@ -258,18 +258,12 @@ class Layout:
 
     @property
     def _teacher_bytes(self) -> float:
-        """The bytes that a rank sends so that each of the ranks that share a teacher has gathered all but its LM head.
-
-        It gathers them once for each micro batch.
-        """
+        """The bytes that a rank sends for those that share a teacher: all but its LM head, for each micro batch."""
         gathered = self.sizes.teacher_bytes - self.sizes.teacher_head_bytes
         return (self.sharers - 1) / self.sharers * self.accumulation_steps * gathered
 
     def step_duration(self, work: Work, *, read_bytes: float = 0) -> Duration:
-        """Return the time of an optimizer step.
-
-        `work` is what both models do for one micro batch, for which `read_bytes` are read from a teacher's cache.
-        """
+        """Return the time of a step from the work of both models on a micro batch, and what it reads of a cache."""
         zero, sizes, machine, steps = self.zero, self.sizes, self.machine, self.accumulation_steps
         share = sizes.trained / machine.ranks
         copied = 0.0

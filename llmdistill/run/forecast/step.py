@@ -68,10 +68,7 @@ class StepTrace:
 
 
 def build_models(plan: Plan) -> ForecastModels:
-    """Build the models of a run on the meta device, in their dtypes.
-
-    Raises UserError if the student's sizes are known only from weights or data.
-    """
+    """Build the models of a run on the meta device; a UserError if only weights or data tell the student's sizes."""
     student = _build(plan.models.student, plan.models.student_head, plan.task)
     settings = plan.config.student
     if settings.model is None:
@@ -207,14 +204,11 @@ def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace
         live = {name: one.live.get(name, 0) * (1 - share) + other.live.get(name, 0) * share for name in parts}
         return Moment(one.gradients, live)
 
-    def work_between(one: Work, other: Work) -> Work:
-        return Work().plus(one, 1 - share).plus(other, share)
-
     return StepTrace(
         micro_batch_size=micro_batch_size,
         moments=[bytes_between(*pair) for pair in zip(low.moments, high.moments, strict=True)],
-        student=work_between(low.student, high.student),
-        teacher=work_between(low.teacher, high.teacher),
+        student=Work().plus(low.student, 1 - share).plus(high.student, share),
+        teacher=Work().plus(low.teacher, 1 - share).plus(high.teacher, share),
     )
 
 
