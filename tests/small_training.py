@@ -24,7 +24,7 @@ from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.run.forecast.cached import trace_cache
+from llmdistill.run.forecast.cache import trace_cache
 from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import ForecastModels, trace_step
 from llmdistill.run.wiring import tapped

@@ -55,8 +55,8 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     """Check the machine, and then the run, one finding after the other."""
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.errors import UserError
+    from llmdistill.run.checks import DiskNeed
     from llmdistill.run.checkup import check_run
-    from llmdistill.run.disk import DiskNeed
     from llmdistill.run.plan import make_plans
     from llmdistill.runtime.devices import choose_accelerator
     from llmdistill.runtime.environment import check_machine

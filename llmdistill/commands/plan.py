@@ -23,8 +23,7 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.run.forecast.cached import PositionCounts
-    from llmdistill.run.forecast.caching import CacheForecast
+    from llmdistill.run.forecast.cache import CacheForecast, Counts
     from llmdistill.run.forecast.choices import LayoutChoice
     from llmdistill.run.plan import Plan
 
@@ -76,7 +75,7 @@ def plan(arguments: Sequence[str]) -> None:
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.run.forecast.caching import CacheAsked
+    from llmdistill.run.forecast.cache import CacheAsked
     from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
 
     quiet_transformers()
@@ -135,7 +134,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
 
-def count_data(plan: Plan) -> PositionCounts | None:
+def count_data(plan: Plan) -> Counts | None:
     """Read and count the training set of a run; None if the run can have no cache.
 
     Raises:
@@ -143,7 +142,6 @@ def count_data(plan: Plan) -> PositionCounts | None:
     """
     from llmdistill.run.cache import count_examples
     from llmdistill.run.checks import can_cache
-    from llmdistill.run.forecast.cached import PositionCounts
     from llmdistill.run.plan import make_plan
     from llmdistill.runtime.distributed import World
 
@@ -152,7 +150,7 @@ def count_data(plan: Plan) -> PositionCounts | None:
     if plan.before is None:  # a plan from configurations alone has not looked for the tokenizer
         plan = make_plan(plan.config)
     data = plan.task.read(plan.models).prepared(World.alone())
-    return PositionCounts(**count_examples(plan, data))
+    return count_examples(plan, data)
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -304,7 +302,7 @@ def about_cache(cache: CacheForecast) -> str:
     said = f"{cache.settings.content}, {cache.bytes_per_token:,.0f} bytes a token"
     if cache.counts is None:
         return f"{said}; --count_data gives its whole size"
-    said += f", {gigabytes(cache.bytes or 0)} GB for {cache.counts.sequences:,} examples"
+    said += f", {gigabytes(cache.bytes or 0)} GB for {cache.counts['sequences']:,} examples"
     said += "" if cache.counted else "\n           as long as they may be (--count_data counts them)"
     if cache.is_there:
         return f"{said}; it is there"

@@ -40,7 +40,6 @@ _FREE_BLOCKS = (
 )
 """Keys of a DeepSpeed configuration that cannot change the student: how its state is laid out and what is printed. The
 sizes of the batches are those of the run's settings."""
-_REMEDY = "choose another output_dir or remove this one"
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Parameters of the optimizer that choose its implementation, not what it computes."""
 _INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
@@ -97,7 +96,12 @@ def task_reference(data: Mapping[str, Any]) -> dict[str, str]:
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as plain JSON values, without the settings that cannot change the student."""
     shaping = plain(config)
-    for key in _free_keys(shaping["train"].get("keep_best")):
+    keep_best, validates = shaping["train"].get("keep_best"), ("data.valid", "train.validate_every")
+    # What chooses the best student shapes it.
+    chosen_by = {"loss": validates, "score": (*validates, "scoring")}.get(keep_best, ())
+    # ds_config is a path; its content is compared instead.
+    free = [key for key in marked(RunConfig, "free") if key not in chosen_by]
+    for key in [*free, "scoring.models", "scoring.batch_size"] if keep_best == "score" else free:
         *parents, name = key.split(".")
         block = shaping
         for parent in parents:
@@ -117,17 +121,6 @@ def shaping_ds_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return shaping
 
 
-def _free_keys(keep_best: str | None) -> list[str]:
-    """Return the settings that cannot change the student; the choice of the best one depends on the validations."""
-    chosen_by = {
-        "loss": ("data.valid", "train.validate_every"),
-        "score": ("data.valid", "train.validate_every", "scoring"),
-    }
-    # ds_config is a path; its content is compared instead.
-    free = [key for key in marked(RunConfig, "free") if key not in chosen_by.get(str(keep_best), ())]
-    return [*free, "scoring.models", "scoring.batch_size"] if keep_best == "score" else free
-
-
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
@@ -136,7 +129,6 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> None:
-    """Raise UserError if the folder contains a different run."""
     compare_records(
         None if old is None else _identity(_with_changes(folder, old, new, may_go_on=may_go_on)),
         _identity(new),
@@ -146,7 +138,8 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    return read_record(folder / RUN_FILE, remedy=_REMEDY, keys={"config": dict, "inputs": dict, "ds_config": dict})
+    remedy = "choose another output_dir or remove this one"
+    return read_record(folder / RUN_FILE, remedy=remedy, keys={"config": dict, "inputs": dict, "ds_config": dict})
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
@@ -178,11 +171,8 @@ def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) ->
     """Create the run folder or check that it contains this run, and lock it for the block.
 
     Temporary folders that killed processes have left in it are removed. With `may_go_on` the run may have more steps
-    than the folder's. Every rank must enter this context manager.
-
-    Raises:
-        UserError: the folder contains a run with another configuration, contains a run although `resume` is never, or
-            is locked by another process.
+    than the folder's. Every rank must enter this context manager. Raises UserError if the folder contains a run with
+    another configuration, contains a run although `resume` is never, or is locked by another process.
     """
     assert config.output_dir is not None
     folder, locks = Path(config.output_dir), list[IO[str]]()
@@ -215,7 +205,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
     _compare(folder, old, record, may_go_on=may_go_on)
-    if old is not None and _is_raised(old, record):
+    if old is not None and len(record.get(_STEPS, ())) > len(old.get(_STEPS, ())):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten
         _forget_end(folder)
     write_json(folder / RUN_FILE, record)
@@ -243,9 +233,6 @@ def _with_changes(folder: Path, old: Mapping[str, Any], new: dict[str, Any], *, 
     The learning rate may be lower if a step whose loss or gradient was not finite has ended the run, which could not
     continue otherwise. With `may_go_on` the steps may be more: the batch of a step depends only on the seed and the
     number of the step, so the student differs from that of one long run only by the schedule of the learning rate.
-
-    Raises:
-        UserError: the steps are more, and the run has trained its student and has no checkpoint to resume from.
     """
     was, now = old["config"]["train"], new["config"]["train"]
     earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
@@ -270,15 +257,10 @@ def _with_changes(folder: Path, old: Mapping[str, Any], new: dict[str, Any], *, 
     return {**old, "config": {**old["config"], "train": {**was, **changed}}}
 
 
-def _is_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the new record of a run, from `_with_changes`, asks for more steps than the old one."""
-    return len(new.get(_STEPS, ())) > len(old.get(_STEPS, ()))
-
-
 def _forget_end(folder: Path) -> None:
-    """Remove the results of a finished run, so that it resumes from its last checkpoint; rank 0 only.
+    """Remove the results of a finished run, so that it resumes from its last checkpoint, and the best student so far.
 
-    The best student becomes the best student so far.
+    Rank 0 only.
     """
     for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json", MANIFEST):
         (folder / name).unlink(missing_ok=True)

@@ -26,10 +26,9 @@ from llmdistill.models.load import load_model
 from llmdistill.models.quantized import fake_quantize
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
-from llmdistill.run.calibration import measure_parts, measure_weights
+from llmdistill.run.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
-from llmdistill.run.rotation import nearest_rotation
 from llmdistill.run.teachers import make_teacher, teacher_of_steps, teacher_server
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 
 from llmdistill.artifacts import differences, plain
 from llmdistill.batch import POSITIONS, Batch, Positions
-from llmdistill.config import OneTeacher, RunConfig
+from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.strict import did_you_mean
@@ -44,25 +43,14 @@ _ONLY_WHOLE = "several teachers, and one with another tokenizer, are compared by
 def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, world: World) -> dict[str, Any]:
     """Run the teacher of a run over its training set and keep its outputs in a folder; every rank must call this.
 
-    What is there already is kept, whichever ranks wrote it. The shards are the same on any number of ranks.
-
-    Args:
-        plan: the run; its teacher, data and method decide what is kept.
-        data: its examples.
-        settings: what is kept of the distributions over tokens, and how it is written.
-        folder: the cache.
-        world: the ranks, which all see the folder.
-
-    Returns:
-        The content of cache.json.
-
-    Raises:
-        UserError: the method or the data allow no cache, or the folder holds something else.
+    What is there already is kept, whichever ranks wrote it. The shards are the same on any number of ranks. Returns the
+    content of cache.json. Raises UserError if the method or the data allow no cache, or the folder has something else.
     """
     check_can_cache(plan)
     name = settings.teacher
-    if name and name not in plan.models.others:
-        raise UserError(f"--cache.teacher {name}: the run has no such teacher{did_you_mean(name, plan.models.others)}")
+    if name not in plan.models.teachers:
+        known = did_you_mean(name, plan.models.teachers)
+        raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
     if plan.is_remote:
         settings = _of_server(plan, settings, world)
     else:
@@ -71,7 +59,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
             raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
         settings = replace(settings, engine=engine_of(plan, settings, world))
     items, collate = _taught_examples(plan, data, name)
-    ids, lengths = _measured(items)
+    ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
     shards = plan_shards(ids, lengths, settings)
     kept = [index for shard in shards for batch in shard for index in batch]
     record = _record(plan, data, settings, ids[kept], lengths[kept])
@@ -134,17 +122,13 @@ def _of_server(plan: Plan, settings: CacheConfig, world: World) -> CacheConfig:
 def check_cache(plan: Plan, data: TaskData, world: World) -> None:
     """Check that a run's teacher.cache is one of its teacher, data and method, and undamaged; every rank must call it.
 
-    Every file is read once, by one of the ranks.
-
-    Raises:
-        UserError: there is no finished cache, it is that of another teacher, tokenizer, number format, data or method,
-            or a file is damaged.
+    Every file is read once, by one of the ranks. Raises UserError if there is no finished cache, it is that of another
+    teacher, tokenizer, number format, data or method, or a file is damaged.
     """
-    caches = {"": plan.config.teacher.cache, **{name: each.settings.cache for name, each in plan.models.others.items()}}
-    for name, path in caches.items():
-        if path is None or not plan.method.needs_teacher:
+    for name, teacher in plan.models.teachers.items():
+        if teacher.settings.cache is None or not plan.method.needs_teacher:
             continue
-        folder = on_every(partial(CacheFolder, Path(path)), world)
+        folder = on_every(partial(CacheFolder, Path(teacher.settings.cache)), world)
         on_main(partial(_check_origin, plan, data, folder, name), world)
         folder.check_files(world)
         on_main(partial(_check_examples, plan, data, folder, name), world)
@@ -163,67 +147,47 @@ def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[An
 
 
 def _needs_whole(plan: Plan) -> bool:
-    return bool(plan.models.others) or plan.models.translates
-
-
-def _measured(items: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of examples and their numbers of tokens, without holding the examples."""
-    found = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64)
-    return found[:, 0], found[:, 1]
+    return len(plan.models.teachers) > 1 or plan.models.translates
 
 
 def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
-    """Return the number of positions of each kind in the examples of a run's training set, equal examples once.
-
-    Raises:
-        UserError: the method or the data allow no cache.
-    """
+    """Count the positions of each kind in a training set, equal examples once; a UserError if no cache is possible."""
     check_can_cache(plan)
     items, collate = data.taught_examples()
-    counts: Counter[Positions] = Counter()
-    seen: set[int] = set()
+    counts, seen = dict.fromkeys(POSITIONS, 0), set[int]()
     for item in items:
         if item.sample_id in seen:
             continue
         seen.add(item.sample_id)
         batch = collate([item]).with_label_rows(shift=plan.method.shift)
-        counts.update({place: int(rows_of_samples(batch, place).sum()) for place in POSITIONS})
-    return {place: counts[place] for place in POSITIONS}
+        for place in POSITIONS:
+            counts[place] += int(rows_of_samples(batch, place).sum())
+    return counts
 
 
 def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
-    """Return what runs the teacher: "auto" means vLLM if it is installed and gives all that is kept, else "hf".
-
-    Raises:
-        UserError: vLLM is asked for and cannot do it; the message gives the reason.
-    """
+    """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
+    obstacle = lacking_of_vllm(plan, remedy="take --cache.engine hf")
+    if settings.kept_top_k is None:
+        obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
     return choose_engine(
         settings.engine,
         plan.models.teacher_path,
         no_repeat_ngram_size=0,
         world_size=world.size,
         key="--cache.engine",
-        obstacle=_obstacle(plan, settings),
+        obstacle=obstacle,
     )
-
-
-def _obstacle(plan: Plan, settings: CacheConfig) -> str | None:
-    """Why vLLM's log-probabilities of given tokens are not all that is kept; None if they are."""
-    if settings.kept_top_k is None:
-        return "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
-    return lacking_of_vllm(plan, remedy="take --cache.engine hf")
 
 
 def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:
     """Return what the outputs of a teacher depend on, besides the examples."""
-    path, dtype = models.teacher_path, models.teacher_dtype
-    if name:
-        path, dtype = models.others[name].path, models.others[name].dtype
+    teacher = models.teachers[name]
     tokenizer = data.teacher_tokenizer() if models.translates else data.tokenizer
     return {
-        "teacher": fingerprint(path),
+        "teacher": fingerprint(teacher.path),
         "tokenizer": content_fingerprint(sorted(tokenizer.get_vocab().items())),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(teacher.dtype).removeprefix("torch."),
     }
 
 
@@ -244,7 +208,7 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
     return plain(
         {
             **_origin(plan.models, data, settings.teacher),
-            "model": _settings(plan, settings.teacher).model,
+            "model": plan.models.teachers[settings.teacher].settings.model,
             "held": {
                 **request_of(plan.method).record(),
                 "top_k": settings.kept_top_k,
@@ -259,17 +223,9 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
     )
 
 
-def _key(name: str) -> str:
-    return f"teacher.others.{name}.cache" if name else "teacher.cache"
-
-
-def _settings(plan: Plan, name: str) -> OneTeacher:
-    return plan.models.others[name].settings if name else plan.config.teacher
-
-
 def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
-    record, key = folder.record, f"{_key(name)} {folder.folder}"
+    record, key = folder.record, f"{plan.models.teachers[name].key}.cache {folder.folder}"
     if _needs_whole(plan) and record["held"]["top_k"] is not None:
         raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
@@ -295,7 +251,8 @@ def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder, name: str) 
         return
     found = differences(folder.record["data"], _data_record(plan.config))
     why = f"{found[0].key} was {found[0].old} and is now {found[0].new}" if found else "its data are others"
+    key = plan.models.teachers[name].key
     raise UserError(
-        f"{_key(name)} {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "
+        f"{key}.cache {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "
         f"the one with the id {missing[0]}; {why}: make a cache with `llmdistill cache` and the settings of this run"
     )

@@ -1,10 +1,10 @@
-"""The calibration of a student made from its teacher: its data, its measurement on the teacher, and its report."""
+"""What is measured on the teacher before a training: the calibration of a student, and a rotation of embeddings."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import plain
@@ -30,18 +32,26 @@ from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weigh
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
 from llmdistill.messages import say
+from llmdistill.methods import Method
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.shapes import teacher_layers
+from llmdistill.progress import progress
 from llmdistill.report.starts import WEIGHTING_FILE
 from llmdistill.run.artifacts import task_reference
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World, largest_number
+from llmdistill.runtime.distributed import World, broadcast_object, largest_number
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
+from llmdistill.tasks.forward import scoring_forward
+from llmdistill.teacher.cached import Teacher
 from llmdistill.teacher.live import LiveTeacher
+
+_SENTENCES = 4096
+"""The most sentences whose embeddings are matched."""
+_SENTENCES_A_BATCH = 32
 
 
 def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
@@ -75,10 +85,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
 
 
 def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
-    """Measure which parts of the teacher a student with a shape should take; None if its settings choose without data.
-
-    Every rank must call this function; the arguments are those of `measure_weights`.
-    """
+    """Measure which parts of the teacher a student takes; None if data choose none. Every rank must call it."""
     settings = plan.config.student
     if not settings.measures_importance:
         return None
@@ -195,6 +202,47 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
     )
 
 
+@torch.no_grad()
+def nearest_rotation(
+    method: Method,
+    untrained: Callable[[], PreTrainedModel],
+    teacher: Teacher,
+    examples: tuple[Sequence[Any], Callable[[list[Any]], Batch]],
+    world: World,
+) -> Tensor:
+    """Return the orthogonal matrix that brings the untrained student's embeddings nearest to the teacher's.
+
+    It is the solution of the orthogonal Procrustes problem (Schönemann 1966): U Vᵀ of the singular value decomposition
+    U Σ Vᵀ = Tᵀ S, where the rows of T and S are the embeddings of at most 4,096 sentences, divided by their lengths.
+    Each rank runs the teacher on all of them in the same batches, so that the matrix does not depend on their number;
+    rank 0 runs the student. Every rank must call this function.
+
+    `untrained` loads the student in fp32, and `examples` are the sentences with the function that collates them.
+    Returns (teacher's width, student's width), in fp32 on the CPU.
+    """
+    items, collate = examples
+    chosen = [items[index] for index in range(0, len(items), -(-len(items) // _SENTENCES))]
+    chosen.sort(key=len, reverse=True)
+    student = untrained().to(world.device) if world.is_main else None  # type: ignore[arg-type]
+    product: Tensor | float = 0.0
+    for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
+        batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).to(world.device)
+        theirs = teacher.teach(batch, lm_head=()).sequence_logits
+        assert theirs is not None, "the teacher gives no embeddings"
+        if student is not None:
+            with scoring_forward(student, pooling=method.pooling) as forward:
+                ours = forward(batch).sequence_logits
+            assert ours is not None
+            first, second = (functional.normalize(each.double(), dim=-1) for each in (theirs, ours))
+            product = product + first.T @ second
+    if student is not None:
+        assert isinstance(product, Tensor)
+        left, _, right = torch.linalg.svd(product.cpu(), full_matrices=False)
+        product = (left @ right).float()
+    found: Tensor = broadcast_object(product)
+    return found
+
+
 def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
     """Return the calibration data, and the other settings of the calibration by dotted key."""
     if not isinstance(given, Mapping):
@@ -204,10 +252,7 @@ def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | No
 
 
 def check_calibration(plan: Plan, world: World) -> None:
-    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself.
-
-    Every rank must call this function.
-    """
+    """Raise a UserError if calibration data of their own cannot be read; every rank must call it."""
     if plan.config.student.factorize.calibration.data is not None:
         _read(plan.config, plan.models, world)
 

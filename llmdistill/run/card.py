@@ -33,9 +33,6 @@ from llmdistill.tasks.base import ScoreTable
 
 ExportTo = Literal["dense", "onnx", "int8", "int4"]
 """What `llmdistill export` makes of a student."""
-_NO_SETTING = ("output_dir", "resume", "ds_config")
-_SCORES = ("rougeL", "perplexity")
-"""Entries of a model in metrics.json that hold a score by set; `dev` holds the metrics of each column."""
 
 
 def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, data_report: str) -> None:
@@ -48,7 +45,8 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
     defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
-    asked = {key: value for key, value in to_dict(plan.asked).items() if key not in _NO_SETTING}
+    places = ("output_dir", "resume", "ds_config")
+    asked = {key: value for key, value in to_dict(plan.asked).items() if key not in places}
     data, is_task = config.data, config.data.kind == "task"
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
     hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
@@ -82,8 +80,9 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
 
 
 def _scores(student: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each column of tasks, and the scores of each set."""
     found: dict[str, dict[str, float]] = {name: dict(values) for name, values in student.get("dev", {}).items()}
-    for metric in _SCORES:
+    for metric in ("rougeL", "perplexity"):
         for name, value in student.get(metric, {}).items():
             found.setdefault(name, {})[metric] = value
     return found

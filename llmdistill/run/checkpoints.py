@@ -54,11 +54,6 @@ class Checkpoint:
     damage: str | None = None
     """What is wrong with the manifest."""
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that saved it."""
-        return int(self.manifest["ranks"])
-
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run's folder that have a manifest in the order of their steps.
@@ -97,7 +92,6 @@ def save_checkpoint(
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
     moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`run.loss_check`).
-
     Raises UserError on every rank if a rank cannot write.
     """
     target = folder / "checkpoints" / f"step-{step}"
@@ -130,10 +124,8 @@ def save_checkpoint(
 def load_checkpoint(engine: Any, folder: Path, world: World) -> Checkpoint | None:
     """Load the newest checkpoint that is not damaged; None if there is none. Every rank must call this function.
 
-    A damaged checkpoint is named in a warning and moved out of the way.
-
-    Raises:
-        UserError: no checkpoint is whole, or it is of another student.
+    A damaged checkpoint is named in a warning and moved out of the way. Raises UserError if no checkpoint is whole, or
+    it is of another student.
     """
     found = _newest_whole(folder, world)
     if found is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,30 +24,20 @@ from llmdistill.models.adapters import add_lora
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, prepare_student, share_of
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
-from llmdistill.run.loss_check import check_losses
+from llmdistill.run.loss_check import check_models, live_teachers
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.resolved import RunModels
 from llmdistill.run.teachers import make_teacher, remote_teacher, run_teacher, teacher_server
-from llmdistill.run.trainer import live_teachers
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cached import Teacher
-from llmdistill.teacher.translated import TranslatedTeacher
 
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
-
-
-GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
-
-_MOST_SEQUENCES = 8
-"""The most sequences in the batch of the checks."""
-
-
-_CALLED = {"label": "labels", "sequence_label": "targets"}
+_GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
             asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
             if asks and not plan.models.translates:
                 for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
-                    yield Finding("warning", "tokenizers", gap, GAP_REMEDY)
+                    yield Finding("warning", "tokenizers", gap, _GAP_REMEDY)
             if plan.trains:
                 yield from _check_models(plan, data, world)
     except UserError as error:
@@ -82,12 +72,12 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
 
 
 def _quick(config: RunConfig, folder: str) -> RunConfig:
-    """The same run with few sequences in a batch, and a student that needs no measurement."""
+    """The same run with at most 8 sequences in a batch, and a student that needs no measurement."""
     student, size = config.student, config.train.global_batch_size
     plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
     layers = None if student.layers == "important" else student.layers
     init = "slice" if student.init == "important" else student.init
-    few = max(number for number in range(1, _MOST_SEQUENCES + 1) if size % number == 0)
+    few = max(number for number in range(1, 9) if size % number == 0)
     whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}  # in one process
     others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
     return replace(
@@ -107,15 +97,19 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     student.to(world.device)  # type: ignore[arg-type]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
-    remote = remote_teacher(plan, world) if plan.is_remote else None
-    if remote is not None:
+    model: PreTrainedModel | None = None
+    teaching: Teacher | None = None
+    vocabulary = plan.models.vocabulary
+    if plan.is_remote:
         teacher_server(plan).check(plan.config.data.max_length)
         yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")
-    model = teacher().model if plan.method.needs_teacher and remote is None else None
-    if model is not None and not plan.models.translates:
-        yield above_chance(plan.models, model, batch)
-    whole = partial(run_teacher, plan=plan, data=data, world=world)
-    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.models.vocabulary, whole=whole, remote=remote)
+        teaching = remote_teacher(plan, world)
+    elif plan.method.needs_teacher:
+        model = teacher().model
+        if not plan.models.translates:
+            yield above_chance(plan.models, model, batch)
+        teaching = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data, world)
+    dry = term_sizes(plan.method, teaching, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
@@ -131,11 +125,12 @@ def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> F
         found = term_sizes(labels, None, teacher, batch, gradients=False)
     is_span = models.objective.sequences == "spans"
     classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
-    chances = {"label": teacher.config.vocab_size, "sequence_label": classes}
+    guesses = {"label": ("labels", teacher.config.vocab_size), "sequence_label": ("targets", classes)}
     said, worse = [], []
     for name, size in found.items():
-        chance = math.log(chances[name])
-        said.append(f"cross-entropy of the {_CALLED[name]} {size.value:.2f}, at random {chance:.2f}")
+        called, number = guesses[name]
+        chance = math.log(number)
+        said.append(f"cross-entropy of the {called} {size.value:.2f}, at random {chance:.2f}")
         worse += [name] if not size.value < chance else []
     remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
     return Finding("failure" if worse else "ok", what, "; ".join(said), remedy if worse else None)
@@ -157,7 +152,8 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
     student = copy.deepcopy(teacher).requires_grad_(True)
-    found = {name: size for name, size in term_sizes(method, teacher, student, batch).items() if name not in labels}
+    sizes = term_sizes(method, tapped(method, "teacher", teacher), student, batch)
+    found = {name: size for name, size in sizes.items() if name not in labels}
     shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in found.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
     if largest is None:
@@ -190,48 +186,35 @@ def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
 
 def term_sizes(
     method: Method,
-    teacher: PreTrainedModel | None,
+    teacher: Teacher | None,
     student: PreTrainedModel,
     batch: Batch,
     *,
     vocabulary: int | None = None,
     gradients: bool = True,
-    whole: Callable[[Teacher], Teacher] = lambda teacher: teacher,
-    remote: Teacher | None = None,
 ) -> dict[str, TermSize]:
     """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
 
-    `whole` makes of the model's forward pass the teacher of the run, such as one that reads other tokens; `remote`
-    takes the place of the teacher.
-
-    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models.
+    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models. At the
+    end both models have no hooks any more.
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
-    wired = [learner]
-    teaching = remote
-    if method.needs_teacher and teacher is not None:
-        first = tapped(method, "teacher", teacher, vocabulary=vocabulary)
-        teaching = whole(first)
-        wired.append(first)
     if method.token_terms:
-        same_tokens = {} if isinstance(teaching, TranslatedTeacher) else live_teachers(teaching)
-        check_losses({**same_tokens, "student": learner}, batch, World.current())
+        check_models(teacher, learner, batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
         for name in progress(method.weights, "Checking", "terms of the loss"):
-            teacher_outputs = None
-            if teaching is not None:
-                with torch.no_grad():
-                    teacher_outputs = teaching.teach(batch, lm_head=method.teacher_positions)
-            losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
+            with torch.no_grad():
+                taught = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
+            losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:
-        for each in wired:
+        for each in (learner, *live_teachers(teacher).values()):
             each.remove()
     return sizes
 

@@ -12,7 +12,7 @@ from llmdistill.config.command_line import about_recipe, to_dict
 from llmdistill.data.prompts import describe_prompt
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
-from llmdistill.run.disk import DiskNeed
+from llmdistill.run.checks import DiskNeed
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.environment import print_finding
 
@@ -50,13 +50,11 @@ def headline(plan: Plan, data_report: str) -> str:
 
 def _other_teachers(plan: Plan) -> list[str]:
     """Describe each of the other teachers, and what the weights are of."""
-    by_rows = plan.config.teacher.average == "rows"
-    own = {name: other.settings for name, other in plan.models.others.items()}
-    lines = [
-        f"{each.model}, {f'for the rows of {name}' if by_rows else f'weight {each.weight:g}'}"
-        + ("" if each.cache is None else f", read from {each.cache}")
-        for name, each in own.items()
-    ]
+    by_rows, lines = plan.config.teacher.average == "rows", []
+    for name, each in [*plan.models.teachers.items()][1:]:
+        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
+        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
+        lines.append(f"{each.settings.model}, {part}{read}")
     averaged = plan.config.teacher.average.replace("_", " ")
     average = f"the average of {averaged}, the first with weight {plan.config.teacher.weight:g}"
     return [*lines, *([] if by_rows or not lines else [average])]
@@ -72,8 +70,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     if train.epochs is not None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    runs_teacher = plan.method.needs_teacher and not plan.is_cached and not plan.is_remote
-    of_teacher = 2 * plan.models.sizes["teacher_params"] if runs_teacher else 0
+    of_teacher = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
     flops = tokens * (3 * plan.models.sizes["forward_flops"] + of_teacher)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
@@ -97,7 +94,6 @@ def describe(plan: Plan) -> dict[str, Any]:
         "micro_batch_size": plan.split.micro_batch_size,
         "accumulation_steps": plan.split.accumulation_steps,
     }
-    terms = dict(plan.method.weights)
     notes, epochs = list(plan.notes), plan.config.train.epochs
     if epochs is not None:
         config["train"]["steps"] = None
@@ -105,7 +101,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {
         **plan.models.sizes,
         "batch": batch,
-        "terms": terms,
+        "terms": dict(plan.method.weights),
         "estimate": estimate(plan),
         "disk_bytes": DiskNeed.of(plan).total,
         "notes": notes,

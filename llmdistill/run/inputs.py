@@ -65,9 +65,8 @@ class Given:
     def saved(self, config: RunConfig) -> RunConfig:
         """Save models and data in memory to the run folder and return the configuration with the references to them.
 
-        If no run folder is set, a temporary folder is used, and no checkpoints are saved.
-
-        Raises UserError if a row is malformed.
+        If no run folder is set, a temporary folder is used, and no checkpoints are saved. Raises UserError if a row is
+        malformed.
         """
         values, output_dir = to_dict(config), config.output_dir
         if output_dir is None:

@@ -24,22 +24,19 @@ from llmdistill.report.table import finish_report, kept_student, run_record, wit
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings, scores_asked
 from llmdistill.run.cache import check_cache
-from llmdistill.run.callbacks.answers import Answers
 from llmdistill.run.callbacks.base import Callback
 from llmdistill.run.callbacks.best import read_best
-from llmdistill.run.callbacks.checkpoints import Checkpoints
+from llmdistill.run.callbacks.ending import Answers, Checkpoints, Stopping
 from llmdistill.run.callbacks.finite import FiniteSteps
-from llmdistill.run.callbacks.log_rows import LogRows
 from llmdistill.run.callbacks.loss_watch import LossWatch, diverged
 from llmdistill.run.callbacks.own_answers import OwnAnswers
-from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.uneven_terms import UnevenTerms
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
+from llmdistill.run.checks import check_disk
 from llmdistill.run.describe import headline
-from llmdistill.run.disk import check_disk
-from llmdistill.run.log import RunLog, check_log
+from llmdistill.run.log import LogRows, RunLog, check_log
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.run.teachers import make_teacher
 from llmdistill.run.trackers import monitors
@@ -52,15 +49,13 @@ from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teacher.live import LiveTeacher
-from llmdistill.teacher.remote import RemoteTeacher
 
 
 def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
     """Execute a run from its configuration, as `run_plan` does from its plan, in an existing process group.
 
-    `before` is the plan of the run whose student is this run's teacher.
-
-    Raises UserError if the input is invalid, the folder contains another run, or the loss is no longer finite.
+    `before` is the plan of the run whose student is this run's teacher. Raises UserError if the input is invalid, the
+    folder contains another run, or the loss is no longer finite.
     """
     plan = make_plan(config, before)
     assemble.check_machine(plan, world)
@@ -91,10 +86,9 @@ def check_made(folder: Path) -> None:
     """
     for name, again in (("untrained", "makes it again"), ("student", "trains it again from the last checkpoint")):
         made = folder / name
-        if made.is_dir() and any(made.iterdir()):
-            damage = folder_damage(made)
-            if damage is not None:
-                raise UserError(f"{damage}; remove {made}, and the same command {again}")
+        damage = folder_damage(made) if made.is_dir() else None
+        if damage is not None:
+            raise UserError(f"{damage}; remove {made}, and the same command {again}")
     damage = manifest_damage(folder) if (folder / "student").is_dir() else None
     if damage is not None:
         raise UserError(
@@ -110,22 +104,19 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
     summaries = {}
-
-    def is_scored(name: str) -> bool:
-        has_model = name != "teacher" or (
-            plan.config.teacher.model is not None and not plan.is_cached and not plan.is_remote
-        )
-        return name in plan.config.scoring.models and name in plan.task.scored and has_model
+    scored = {*plan.config.scoring.models} & {*plan.task.scored}
+    if plan.config.teacher.model is None or plan.is_cached or plan.is_remote:
+        scored -= {"teacher"}
 
     def score(name: str, folder: Path) -> None:
-        if is_scored(name):
+        if name in scored:
             dtype, head = plan.models.dtype, plan.task.head or "lm_head"
             load = partial(load_model, str(folder), dtype=dtype, device=world.device, head=head)
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
     teacher = cache(lambda: make_teacher(plan, world))
-    if is_scored("teacher"):
+    if "teacher" in scored:
         summaries["teacher"] = book.score(
             "teacher",
             lambda: teacher().model,
@@ -138,7 +129,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         warn_main(warning, world)
 
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
-    if not plan.method.needs_teacher or plan.is_cached or plan.is_remote:
+    if not plan.runs_teacher:
         teacher.cache_clear()
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
@@ -171,10 +162,7 @@ def _training(
     data: TaskData,
     world: World,
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
-    """Give the trainer, the steps that are done and the callbacks; save the student when the block has ended.
-
-    The training goes on from the last checkpoint, if there is one.
-    """
+    """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     best = assemble.make_best(plan, untrained, trainer.engine, data, world)
@@ -182,19 +170,18 @@ def _training(
     if checkpoint is not None:
         start, steps, known = checkpoint.step, trainer.settings.steps, checkpoint.manifest.get("loss_modes")
         on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")), world)
-        if checkpoint.ranks != world.size:
+        ranks = checkpoint.manifest["ranks"]
+        if ranks != world.size:
             print_main(
-                f"Note        step {start} was saved by {checkpoint.ranks} rank(s): on {world.size} the numbers go on "
+                f"Note        step {start} was saved by {ranks} rank(s): on {world.size} the numbers go on "
                 "within rounding, not bit-equal",
                 world,
             )
         rate = learning_rate(trainer.settings, start)
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
     loss_modes = trainer.check_losses(start, known)
-    with (
-        RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world) as log,
-        monitors(plan.config, monitor_of(trainer.engine), log.rows, start, world) as log.monitor,
-    ):
+    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world)
+    with log.activity, monitors(plan.config, monitor_of(trainer.engine), log.rows, start, world) as log.monitor:
         method = make_sft() if plan.task.validates_labels else plan.method
         validation = Validation(trainer, data.validation(assemble.share_of(plan, world)), method, plan.folder)
         if best is not None:
@@ -202,10 +189,9 @@ def _training(
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.validated(0, {"valid_loss": validation.loss()})
         # Each callback reads what those before it found; see `TrainState`.
-        remote = trainer.teacher if isinstance(trainer.teacher, RemoteTeacher) else None
         callbacks: list[Callback] = [
             Stopping(world),
-            *([Answers(trainer, remote)] if remote is not None or plan.config.data.rollout.url is not None else []),
+            *([Answers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
             FiniteSteps(trainer, plan.folder),
             LossWatch(plan.method.weights, world, log.rows),
             UnevenTerms(trainer),

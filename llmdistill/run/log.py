@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +19,12 @@ from llmdistill.files import write_text
 from llmdistill.messages import say
 from llmdistill.progress import Activity
 from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
+from llmdistill.run.callbacks.base import TrainState
+from llmdistill.run.callbacks.loss_watch import LOWEST, is_diverged
+from llmdistill.run.trainer import Trainer
 from llmdistill.runtime import signals
-from llmdistill.runtime.distributed import World
-
-
-class Stopwatch:
-    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the time spent in the block."""
-        if self._on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    def take(self) -> float:
-        """Return the seconds measured since the last call."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.engine import learning_rate
 
 
 class RunLog:
@@ -64,21 +37,14 @@ class RunLog:
         """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed."""
         self._active = world.is_main
         self._file = folder / METRICS_LOG
-        self._steps = steps
+        self.start, self._steps = start, steps
         self._header: list[str] = []
-        self._activity = Activity("Training", steps, "steps", done=start, detail=_stops)
+        self.activity = Activity("Training", steps, "steps", done=start, detail=_stops)
         self.rows: list[dict[str, float]] = []
         """The rows of earlier starts of the run; empty on the ranks that do not write."""
         if self._active:
             self._drop_rows_after(start)
             self.rows = read_metrics_log(folder)
-
-    def __enter__(self) -> RunLog:
-        self._activity.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._activity.__exit__()
 
     def _drop_rows_after(self, step: int) -> None:
         """Raises UserError if a row is damaged that is not the last, which a kill can leave unfinished."""
@@ -115,15 +81,67 @@ class RunLog:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.monitor is not None:
-            self.monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+            self.monitor.add(step, values)
         if "valid_loss" in values:
             score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
             when = f"at step {step}" if step > 0 else "before the first step"
             say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
 
-    def advance(self) -> None:
-        """Count a step that is done."""
-        self._activity.advance()
+
+class LogRows:
+    """Logs a row every `train.log_every` steps, after a validation and after the last step."""
+
+    def __init__(self, log: RunLog, trainer: Trainer) -> None:
+        self._log, self._trainer, self._method = log, trainer, trainer.method
+        self._began = time.perf_counter()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._terms = dict.fromkeys(self._method.weights, 0.0)
+        # The counts stay on the device until the row is due.
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self._trainer.world.device)
+        self._positions = self._steps = 0
+        self._row_began = time.perf_counter()
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback. Every rank must call it, because the ranks' positions are added up."""
+        for terms in state.known_terms:
+            for name, value in terms.values.items():
+                self._terms[name] += value
+        if state.was_applied:
+            self._tokens += state.counts[0]
+            self._positions += sum(batch.input_ids.numel() for batch in state.micro_batches)
+            self._steps += 1
+        is_due = state.is_last or state.is_due(state.settings.log_every) or bool(state.validation)
+        if is_due and self._steps > 0:
+            seconds = (time.perf_counter() - self._began) / (state.step - self._log.start)
+            eta = seconds * (state.settings.steps - state.step)
+            self._log.row(state.step, self._row(state) | state.measures | state.validation, eta)
+            self._restart()
+        elif state.validation:
+            self._log.validated(state.step, state.validation)
+        self._log.activity.advance()
+
+    def _row(self, state: TrainState) -> dict[str, float]:
+        """The figures of the steps since the last row, then each term: its mean over these steps."""
+        terms = {name: value / self._steps for name, value in self._terms.items()}
+        loss = sum(self._method.weights[name] * value for name, value in terms.items())
+        tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
+        seconds = time.perf_counter() - self._row_began - state.validation_seconds
+        skipped = self._trainer.engine.skipped_steps
+        return {
+            "loss": loss,
+            "learning_rate": learning_rate(state.settings, state.step - 1),
+            "grad_norm": float(self._trainer.engine.get_global_grad_norm() or 0.0),
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
+            "teacher_share": self._trainer.teaching.take() / seconds,
+            "peak_memory_bytes": peak_memory(self._trainer.world.device),
+            **({"skipped_steps": skipped} if skipped else {}),
+            **terms,
+            **({LOWEST: state.lowest_loss} if is_diverged(loss, state.lowest_loss) else {}),
+        }
 
 
 def _stops() -> str:
@@ -145,3 +163,11 @@ def check_log(folder: Path, step: int, entry: Mapping[str, Any] | None) -> None:
             f"{file}: its rows up to step {step} changed after they were written; put the file back as it was, or "
             "remove it to go on without these rows"
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: allocated on this rank's GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest

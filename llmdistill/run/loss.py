@@ -22,14 +22,13 @@ from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
 from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
-from llmdistill.run.loss_check import check_losses
+from llmdistill.run.loss_check import check_models
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
+from llmdistill.teacher.cached import Teacher
 from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
-_EMBEDDING = "embedding"
-"""The method that compares the embeddings of sentences."""
 Inputs = Mapping[str, Any]
 """A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
 
@@ -106,7 +105,7 @@ class DistillationLoss:
         """
         self.teacher, self.student = teacher, student
         names = [method, *also]
-        of_sentences = _pooling_of(teacher, pooling) if _EMBEDDING in names else None
+        of_sentences = _pooling_of(teacher, pooling) if "embedding" in names else None
         self.objective = _objective_of(student, of_sentences)
         check_names("method", [method], METHODS)
         check_names("also", also, with_teacher(METHODS))
@@ -134,14 +133,16 @@ class DistillationLoss:
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
         student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
         wired = partial(tapped, self.method, vocabulary=vocabulary)
-        self._tapped = {"student": wired("student", student, forward=self._run, projectors=projectors)}
+        self._learner = wired("student", student, forward=self._run, projectors=projectors)
+        self._wired = [self._learner]
+        self._teaching: Teacher | None = None
         if self.method.needs_teacher:
-            self._tapped["teacher"] = wired("teacher", teacher)
-        self._translated: TranslatedTeacher | None = None
-        if tokenizers is not None and self.method.needs_teacher:
-            longest = max_positions(teacher.config, sys.maxsize)
-            translation = Translation(*tokenizers, prompts=None, longest=longest)
-            self._translated = TranslatedTeacher(self._tapped["teacher"], translation, say)
+            self._teaching = live = wired("teacher", teacher)
+            self._wired.append(live)
+            if tokenizers is not None:
+                longest = max_positions(teacher.config, sys.maxsize)
+                translation = Translation(*tokenizers, prompts=None, longest=longest)
+                self._teaching = TranslatedTeacher(live, translation, say)
 
     def __call__(
         self,
@@ -180,11 +181,10 @@ class DistillationLoss:
         try:
             if not self._is_checked and self.method.token_terms:
                 self._check_losses(located)
-            if self.method.needs_teacher:
-                asked = self._translated or self._tapped["teacher"]
+            if self._teaching is not None:
                 with torch.no_grad():
-                    teacher_outputs = asked.teach(located, lm_head=self.method.teacher_positions)
-            losses = self._tapped["student"].learn(located, self.method.running(teacher_outputs, located, divisors))
+                    teacher_outputs = self._teaching.teach(located, lm_head=self.method.teacher_positions)
+            losses = self._learner.learn(located, self.method.running(teacher_outputs, located, divisors))
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
@@ -195,11 +195,7 @@ class DistillationLoss:
         self._is_checked, training = True, self.student.training
         self.student.eval()
         try:
-            for name, each in self._tapped.items():
-                read = batch
-                if name == "teacher" and self._translated is not None:
-                    read = self._translated.translation(batch)[0].with_label_rows(shift=True).to(self.teacher.device)
-                check_losses({name: each}, read, World.current())
+            check_models(self._teaching, self._learner, batch, World.current())
         finally:
             self.student.train(training)
 
@@ -250,7 +246,7 @@ class DistillationLoss:
 
     def remove(self) -> None:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
-        for each in self._tapped.values():
+        for each in self._wired:
             each.remove()
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)

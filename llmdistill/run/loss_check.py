@@ -1,4 +1,4 @@
-"""Decides at the start of a run whether the token losses are computed from the inputs of the LM head."""
+"""Decides at the first batch of a run whether the token losses are computed from the inputs of the LM head."""
 
 from __future__ import annotations
 
@@ -10,22 +10,38 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.own_loss import OwnLoss, own_loss
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main
+from llmdistill.teacher.cached import Teacher
+from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
+from llmdistill.teacher.translated import TranslatedTeacher
 
 LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
+
+
+def live_teachers(teacher: Teacher | None) -> dict[str, TappedModel]:
+    """Return the models that run as teachers, by what a note calls them."""
+    if isinstance(teacher, AveragedTeachers | TeachersOfRows):
+        live = {name: live_teachers(each) for name, each in teacher.teachers.items()}
+        return {f"teacher {name}".strip(): found["teacher"] for name, found in live.items() if found}
+    if isinstance(teacher, TranslatedTeacher):
+        return live_teachers(teacher.teacher)
+    return {"teacher": teacher} if isinstance(teacher, TappedModel) else {}
+
+
+def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch, world: World) -> LossModes:
+    """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
+    read = batch
+    if isinstance(teacher, TranslatedTeacher):
+        read = teacher.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
+    return {**check_losses(live_teachers(teacher), read, world), **check_losses({"student": student}, batch, world)}
 
 
 def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
     """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
 
     Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
-    model without an LM head is left as it is.
-
-    Returns:
-        The modes in which the models run from now on.
-
-    Raises:
-        UserError: our loss differs from the loss of a model, and the batch needs our attention masks.
+    model without an LM head is left as it is. Returns the modes in which the models run from now on. Raises UserError
+    if our loss differs from the loss of a model, and the batch needs our attention masks.
     """
     found: dict[str, dict[str, bool]] = {}
     for name, tapped in models.items():

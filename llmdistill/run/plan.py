@@ -23,9 +23,9 @@ from llmdistill.run.resolved import (
     has_copied_classifier,
     heads_of,
     model_config,
-    other_teachers,
     student_of,
     teacher_path,
+    teachers_of,
     tokenizer_path,
 )
 from llmdistill.run.trackers import check_libraries
@@ -84,22 +84,19 @@ class Plan:
         """Whether the training asks a server for the teacher's outputs; the teacher is then not loaded for it."""
         return self.config.teacher.url is not None and self.method.needs_teacher
 
+    @property
+    def runs_teacher(self) -> bool:
+        """Whether the teacher itself runs in the training."""
+        return self.method.needs_teacher and not self.is_cached and not self.is_remote
+
 
 def make_plan(
-    config: RunConfig,
-    before: Plan | None = None,
-    *,
-    pending: Pending | None = None,
-    ranks: int | None = None,
+    config: RunConfig, before: Plan | None = None, *, pending: Pending | None = None, ranks: int | None = None
 ) -> Plan:
     """Resolve and check the settings of a run before any expensive work.
 
-    Args:
-        config: the run.
-        before: the plan of the run whose student is this run's teacher; this student may not exist yet.
-        pending: the configurations of other models that may not exist yet, by path.
-        ranks: the number of ranks; by default that of the launcher of this process.
-
+    `before` is the plan of the run whose student is this run's teacher; this student may not exist yet. `pending` has
+    the configurations of other models that may not exist yet, by path. `ranks` is by default that of the launcher.
     Raises UserError if the settings are invalid or contradict each other.
     """
     pending = pending or {}
@@ -111,14 +108,14 @@ def make_plan(
         check_ds_config(resolved, config.ds_config)
     check_libraries(config, resolved)
     dtype = "bf16" if resolved["bf16"]["enabled"] else "fp32"
-    others = other_teachers(config.teacher, dtype)
-    for name, settings in {"": config.teacher, **{name: each.settings for name, each in others.items()}}.items():
-        if settings.is_sharded and settings.zero:
-            check_zero({**settings.zero, "stage": 3}, f"teacher.others.{name}.zero" if name else "teacher.zero")
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
 
     # The models.
+    teachers = teachers_of(config, dtype)
+    for each in teachers.values():
+        if each.settings.is_sharded and each.settings.zero:
+            check_zero({**each.settings.zero, "stage": 3}, f"{each.key}.zero")
     teacher, student = config.teacher.model, config.student.model
     if before is not None:
         teacher_config = before.models.student
@@ -161,8 +158,10 @@ def make_plan(
             check_tokens(locate(teacher), locate(student))
         if config.data.kind == "instructions" and has_own and not translates:
             gaps = tokenizer_gaps(*tokenizers)
-    for name, each in others.items() if method.needs_teacher else ():
-        model_config(task, f"teacher.others.{name}.model", str(each.settings.model), pending)
+    if not method.needs_teacher:
+        teachers = {"": teachers[""]}
+    for each in [*teachers.values()][1:]:
+        model_config(task, f"{each.key}.model", str(each.settings.model), pending)
         least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
         vocabulary = least if vocabulary is None else min(vocabulary, least)
     tokenizer = Path(str(student)) if student in pending else None
@@ -175,19 +174,18 @@ def make_plan(
     models = RunModels(
         teacher=teacher_config,
         student=student_config,
-        teacher_path=teacher_path(config),
+        teacher_path=teachers[""].path,
         tokenizer_path=tokenizer,
         causal=causal,
         objective=objective,
         sizes=sizes,
         dtype=TORCH_DTYPES[dtype],
-        teacher_dtype=TORCH_DTYPES[dtype if config.teacher.dtype == "auto" else config.teacher.dtype],
         student_head=student_head,
         teacher_head=teacher_head,
         copies_classifier=has_copied_classifier(config, task, teacher_config, student_config),
         vocabulary=vocabulary,
         translates=translates,
-        others=others if method.needs_teacher else {},
+        teachers=teachers,
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
     planned = Plan(
@@ -209,9 +207,7 @@ def make_plan(
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     """Return the plans of a configuration in order: one for each assistant (MiniLM §3.3), then the run itself.
 
-    `ranks` is as in `make_plan`.
-
-    Raises UserError if the settings of one of these runs are invalid or contradict each other.
+    `ranks` and the errors are those of `make_plan`.
     """
     configs: list[RunConfig] = []
     settings = config.student
@@ -239,8 +235,7 @@ def searched_by(config: RunConfig) -> str | None:
 def with_prompt(config: RunConfig) -> RunConfig:
     """Return the configuration of a run whose models exist, with `data.prompt` resolved if its data are instructions.
 
-    Raises:
-        UserError: the prompt needs a chat template, and a tokenizer has none.
+    Raises UserError if the prompt needs a chat template, and a tokenizer has none.
     """
     if config.data.kind != "instructions":
         return config

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from llmdistill.config import OneTeacher, RunConfig, StudentConfig, TeacherConfig
+from llmdistill.config import OneTeacher, RunConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
@@ -31,9 +31,11 @@ Pending = Mapping[str, PreTrainedConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherTeacher:
-    """One of several teachers, beside `teacher.model`."""
+class RunTeacher:
+    """One of a run's teachers."""
 
+    key: str
+    """Where its settings are: teacher, or teacher.others.NAME."""
     settings: OneTeacher
     path: Path
     dtype: torch.dtype
@@ -47,7 +49,6 @@ class RunModels(Models):
     """`teacher_params`, `student_params`, `ranks` and other values of the factorization."""
     dtype: torch.dtype
     """The dtype of the student."""
-    teacher_dtype: torch.dtype
     student_head: Head
     """The heads that the student needs: those whose outputs the loss uses; for a decoder always the lm_head."""
     teacher_head: Head
@@ -60,8 +61,13 @@ class RunModels(Models):
     """Whether teacher and student have different tokenizers, and the method compares the text that both read."""
     teacher_origin: str | None
     """How the weights of the teacher were made, if they are those of a GGUF file."""
-    others: Mapping[str, OtherTeacher]
-    """The other teachers by name, if there are several."""
+    teachers: Mapping[str, RunTeacher]
+    """`teacher.model` under the name "", and the others if the method needs them."""
+
+    @property
+    def teacher_dtype(self) -> torch.dtype:
+        """The dtype of `teacher.model`."""
+        return self.teachers[""].dtype
 
     @property
     def compared_tokens(self) -> int:
@@ -140,14 +146,17 @@ def has_copied_classifier(config: RunConfig, task: Task, teacher: PreTrainedConf
     )
 
 
-def other_teachers(settings: TeacherConfig, dtype: str) -> dict[str, OtherTeacher]:
-    """Return the teachers beside `teacher.model`; `dtype` is that of the run, fp32 or bf16."""
-
-    def resolved(own: OneTeacher) -> OtherTeacher:
-        of_teacher = TORCH_DTYPES[dtype if own.dtype == "auto" else own.dtype]
-        return OtherTeacher(settings=own, path=locate(str(own.model)), dtype=of_teacher)
-
-    return {name: resolved(own) for name, own in settings.others.items()}
+def teachers_of(config: RunConfig, dtype: str) -> dict[str, RunTeacher]:
+    """Return `teacher.model` under the name "" and all others; `dtype` is that of the run, fp32 or bf16."""
+    found = {}
+    for name, own in {"": config.teacher, **config.teacher.others}.items():
+        found[name] = RunTeacher(
+            key=f"teacher.others.{name}" if name else "teacher",
+            settings=own,
+            path=locate(str(own.model)) if name else teacher_path(config),
+            dtype=TORCH_DTYPES[dtype if own.dtype == "auto" else own.dtype],
+        )
+    return found
 
 
 def tokenizer_path(config: RunConfig) -> Path:

@@ -12,7 +12,6 @@ from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import Head, merge_adapter
 from llmdistill.run.plan import Plan
-from llmdistill.run.resolved import OtherTeacher
 from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.terminal import print_main
@@ -28,10 +27,8 @@ from llmdistill.teacher.translated import TranslatedTeacher, Translation
 def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: str = "") -> LiveTeacher:
     """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
-    of_models = plan.models
-    main = OtherTeacher(settings=plan.config.teacher, path=of_models.teacher_path, dtype=of_models.teacher_dtype)
-    chosen = of_models.others[name] if name else main
-    path, settings, dtype = chosen.path, chosen.settings, chosen.dtype
+    teacher = plan.models.teachers[name]
+    path, settings = teacher.path, teacher.settings
     if settings.is_sharded and is_adapter(path):
         # A rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / (f"teacher-{name}" if name else "teacher")
@@ -39,7 +36,9 @@ def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: st
             on_main(lambda: merge_adapter(path, merged), world)
             is_there(merged / "config.json", world)
         path = merged
-    return load_teacher(str(path), dtype=dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head)
+    return load_teacher(
+        str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head
+    )
 
 
 def teacher_server(plan: Plan) -> TeacherServer:
@@ -71,15 +70,15 @@ def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Tea
     """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
     if plan.models.translates:
         return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main, world=world))
-    if not plan.models.others:
+    settings = {name: each.settings for name, each in plan.models.teachers.items()}
+    if len(settings) == 1:
         return first
-    settings = {"": plan.config.teacher, **{name: other.settings for name, other in plan.models.others.items()}}
     teachers = {"": first}
-    for name in plan.models.others:
-        if settings[name].cache is not None:
-            teachers[name] = _cached(str(settings[name].cache), plan, world)
-            continue
-        teachers[name] = _live(plan, make_teacher(plan, world, name=name))
+    for name in [*settings][1:]:
+        cache = settings[name].cache
+        teachers[name] = (
+            _live(plan, make_teacher(plan, world, name=name)) if cache is None else _cached(cache, plan, world)
+        )
     average = plan.config.teacher.average
     if average == "rows":
         sharded = {name for name, each in settings.items() if each.is_sharded and each.cache is None}

@@ -29,12 +29,8 @@ from llmdistill.runtime.terminal import warn_main
 TRACKERS_FILE = "trackers.json"
 """File in the run's folder: for each tracker the id of its run, the settings that shape the rows (`shaping`), and the
 last step that it has got (`sent`), which is null until a process has ended in order."""
-Event = tuple[str, float, int]
-"""Name, value and step of a figure."""
 _LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
 """Monitor -> the module that it needs; DeepSpeed's csv_monitor needs none."""
-_LONGEST_PARAM = 500
-"""Characters that every version of MLflow takes as the value of a parameter."""
 
 
 def check_libraries(config: RunConfig, ds_config: Mapping[str, Any]) -> None:
@@ -97,7 +93,7 @@ class _Tracker:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send the figures of a step, unless the run has them."""
         if step > self.last:
-            self.send(step, dict(values))
+            self.send(step, {f"train/{name}": value for name, value in values.items()})
             self.last = step
 
 
@@ -130,7 +126,7 @@ def _open_mlflow(folder: Path, settings: Mapping[str, Any], known: str | None) -
     run = active or mlflow.start_run(run_id=known, run_name=os.environ.get("MLFLOW_RUN_NAME", folder.name))
     if known is None and active is None:
         values = flattened(dict(settings))
-        mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in values.items()})
+        mlflow.log_params({key: str(value)[:500] for key, value in values.items()})  # every version takes so many
     client = mlflow.MlflowClient()
     found = [client.get_metric_history(run.info.run_id, f"train/{name}") for name in ("loss", "valid_loss")]
     return _Tracker(
@@ -154,18 +150,17 @@ _REMEDIES = {
 
 
 class Monitors:
-    """What gets the rows of a log besides its file; has the one method of DeepSpeed's monitor that the log calls."""
+    """What gets the rows of a log besides its file."""
 
     def __init__(self, deepspeed: Any, world: World) -> None:
         """`deepspeed` is DeepSpeed's monitor or None."""
         self._deepspeed, self._world = deepspeed, world
         self.trackers: dict[str, _Tracker] = {}
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send the figures of one step. A tracker that fails is left out from then on, with a warning."""
         if self._deepspeed is not None:
-            self._deepspeed.write_events(list(events))
-        step, values = events[0][2], {name: value for name, value, _ in events}
+            self._deepspeed.write_events([(f"train/{name}", value, step) for name, value in values.items()])
         self._each(lambda tracker: tracker.add(step, values), f"from step {step} on")
 
     def close(self, *, whole: bool) -> None:
@@ -236,5 +231,5 @@ def _open(
     if tracker is None:
         tracker = opened(None)
     for row in rows:
-        tracker.add(int(row["step"]), {f"train/{key}": value for key, value in row.items() if key != "step"})
+        tracker.add(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
     return tracker, {"id": tracker.id, "shaping": shaping, "sent": None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,14 +17,11 @@ from llmdistill.config import TrainConfig
 from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
 from llmdistill.run.callbacks.base import Callback, TrainState
-from llmdistill.run.log import Stopwatch
-from llmdistill.run.loss_check import LossModes, check_losses, set_loss_modes
-from llmdistill.run.origin import first_not_finite
+from llmdistill.run.callbacks.finite import first_not_finite
+from llmdistill.run.loss_check import LossModes, check_models, live_teachers, set_loss_modes
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.teacher.cached import Teacher
-from llmdistill.teacher.several import AveragedTeachers, TeachersOfRows
-from llmdistill.teacher.translated import TranslatedTeacher
 
 
 @dataclass
@@ -48,10 +47,7 @@ class Trainer:
         self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
     def run(self, start: int, callbacks: Sequence[Callback]) -> None:
-        """Train from step `start` to the last one; after each step every callback looks at it, in their order.
-
-        A callback ends the training by an exception.
-        """
+        """Train from step `start` on. After each step the callbacks look at it in order; their exceptions end it."""
         for step in range(start, self.settings.steps):
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, step)
@@ -108,29 +104,22 @@ class Trainer:
     def check_losses(self, start: int, known: LossModes | None) -> LossModes:
         """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.
 
-        Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores; None
-        without a checkpoint.
+        Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores.
         """
-        teachers = live_teachers(self.teacher)
         if known is not None:
-            set_loss_modes({**teachers, "student": self.student}, known)
+            set_loss_modes({**live_teachers(self.teacher), "student": self.student}, known)
             return known
         if not self.method.token_terms:
             return {}
         self._seed(start)
         (first, *_) = self.micro_batches(start)
         self.engine.eval()
-        read = self.teacher.translation(first)[0] if isinstance(self.teacher, TranslatedTeacher) else first
-        of_teachers = check_losses(teachers, self.moved(read), self.world)
-        of_student = check_losses({"student": self.student}, self.moved(first), self.world)
+        found = check_models(self.teacher, self.student, self.moved(first), self.world)
         self.engine.train()
-        return {**of_teachers, **of_student}
+        return found
 
     def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
-        """Run the forward passes of a step (from 1) again, and say where the first value that is not finite comes from.
-
-        See `run.origin`.
-        """
+        """Run the forward passes of a step (from 1) again for `first_not_finite`, and return what it says."""
         models = {name: each.model for name, each in live_teachers(self.teacher).items()}
         models["student"] = self.student.model
 
@@ -149,17 +138,39 @@ class Trainer:
         torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + self.world.rank)
 
 
-def live_teachers(teacher: Teacher | None) -> dict[str, TappedModel]:
-    """Return the models that run as teachers, by what a note calls them."""
-    if isinstance(teacher, AveragedTeachers | TeachersOfRows):
-        live = {name: live_teachers(each) for name, each in teacher.teachers.items()}
-        return {f"teacher {name}".strip(): found["teacher"] for name, found in live.items() if found}
-    if isinstance(teacher, TranslatedTeacher):
-        return live_teachers(teacher.teacher)
-    return {"teacher": teacher} if isinstance(teacher, TappedModel) else {}
-
-
 def global_counts(micro_batches: Sequence[Batch]) -> Tensor:
     """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
     counts = [batch.counts() for batch in micro_batches]
     return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
+
+
+class Stopwatch:
+    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time spent in the block."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Return the seconds measured since the last call."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds

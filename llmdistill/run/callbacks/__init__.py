@@ -1,1 +1,1 @@
-"""What watches a training, one file each: `Trainer.run` calls a list of them after each step."""
+"""What watches a training: `Trainer.run` calls a list of them after each step."""

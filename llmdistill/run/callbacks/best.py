@@ -68,10 +68,7 @@ class BestStudent:
             state.validation |= self.validated(state.step, state.validation["valid_loss"])
 
     def validated(self, step: int, loss: float) -> dict[str, float]:
-        """Save the student if its validation is the best so far; return the score for the log, if there is one.
-
-        Every rank must call this method.
-        """
+        """Save the student if its validation is the best so far; return its score, if any. Every rank must call it."""
         score = None if self.score is None else self.score()
         value = loss if score is None else score
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_iter
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
@@ -72,8 +74,7 @@ class FiniteSteps:
     def after_step(self, state: TrainState) -> None:
         """See Callback: find the terms of the step before, or of this one if it is read now.
 
-        Raises:
-            UserError: the loss, the gradient or the student is not finite, and the run ends.
+        Raises UserError, which ends the run, if the loss, the gradient or the student is not finite.
         """
         look = self.applied if state.was_applied else self.skipped
         found = [look(state.step, state.micro_batches, state.losses)]
@@ -86,10 +87,8 @@ class FiniteSteps:
     def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
 
-        Returns the figures of the applied step before it, if they were not read yet.
-
-        Raises:
-            UserError: the policy is to stop, or it is the third such step in a row.
+        Returns the figures of the applied step before it, if they were not read yet. Raises UserError if the policy is
+        to stop, or it is the third such step in a row.
         """
         before = self.check_last()
         self.in_a_row += 1
@@ -120,11 +119,7 @@ class FiniteSteps:
         return before
 
     def check_last(self) -> StepTerms | None:
-        """Check the last applied step now, before its student is used; return its figures if they were not read yet.
-
-        Raises:
-            UserError: its loss or its gradient is not finite.
-        """
+        """Check the last applied step now, before its student is used; return its figures if they were not read yet."""
         step, self._last = self._last, None
         if step is None:
             return None
@@ -139,11 +134,7 @@ class FiniteSteps:
         end_run(self.trainer, self.folder, step.number, why)
 
     def check_student(self, step: int) -> None:
-        """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights.
-
-        Raises:
-            UserError: a weight or a state of the optimizer is not finite.
-        """
+        """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights."""
         held = fragments(self.trainer.engine)
         is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
         own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
@@ -175,11 +166,7 @@ class FiniteSteps:
 
 
 def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
-    """End a run on every rank, so that the same command goes on with a lower learning rate.
-
-    Raises:
-        UserError: always.
-    """
+    """End a run by a UserError on every rank, so that the same command goes on with a lower learning rate."""
     record = {"step": step, "learning_rate": trainer.settings.learning_rate}
     on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record), trainer.world)
     error = UserError(why)
@@ -215,3 +202,36 @@ def _described(causes: Sequence[Cause]) -> str:
         f"{', '.join(terms)} on rank {', '.join(map(str, ranks))}, in the micro batches of the samples "
         f"{', '.join(samples[:_SHOWN_SAMPLES])}{more}"
     )
+
+
+def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:
+    """Run forward passes and say, as part of a sentence, where the first value that is not finite was computed.
+
+    The models are named as they are called, in the order in which they run: teacher, student.
+    """
+    wrong = [
+        f"the {called}'s parameter {name} is not finite"
+        for called, model in models.items()
+        for name, each in model.named_parameters()
+        if not getattr(each, "ds_tensor", each).isfinite().all()  # under ZeRO-3 a rank looks at its own shard
+    ]
+    places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
+    found: list[tuple[str, str]] = []
+
+    def look(module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = (each for each in tree_iter(output) if isinstance(each, Tensor) and each.is_floating_point())
+        if not found and module in places and not all(each.isfinite().all() for each in tensors):
+            found.append(places[module])
+
+    handle = register_module_forward_hook(look)
+    try:
+        run()  # in any case: the other ranks may find nothing wrong with their shards
+    finally:
+        handle.remove()
+    if wrong:
+        return wrong[0]
+    names = " and ".join(models)
+    if not found:
+        return f"the outputs of {names} are finite"
+    called, module = found[0]
+    return f"the first of {names} with an output that is not finite is the {called}, in {module or 'its output'}"

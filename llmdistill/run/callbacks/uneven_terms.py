@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.batch import Batch, Outputs
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods import Method
 from llmdistill.models.families import family_of, has_family
@@ -30,10 +29,7 @@ first."""
 
 @dataclass(frozen=True)
 class UnevenTerms:
-    """Compares the gradients of the terms once, on a micro batch of step 10.
-
-    Under ZeRO-3 no rank has whole parameters, so nothing is said.
-    """
+    """Compares the gradients of the terms once, at step 10; not under ZeRO-3, where no rank has whole parameters."""
 
     trainer: Trainer
 
@@ -51,17 +47,13 @@ class UnevenTerms:
                 return trainer.teach(batch)
 
         student = trainer.student.without_engine()
-        found = term_gradients(method, trainer.student.model, student, teach, batch, batch.divisors())
+        found = term_gradients(method, student, teach, batch)
         for name, (share, remedy) in uneven_terms(found).items():
             warn_main(f"term {name} has {share:.1%} of the gradient at step {state.step}: {remedy}", trainer.world)
 
 
 def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]:
-    """Return each term with too small or too large a share of the gradient: the share, and what to do about it.
-
-    Args:
-        gradients: the norm of each term's gradient, of which the shares are those in the sum.
-    """
+    """Return each term with too small or too large a share of the sum of the norms, the share, and a remedy."""
     total, found = math.fsum(gradients.values()), {}
     for name, norm in gradients.items():
         if norm < SMALL * total:
@@ -77,12 +69,7 @@ def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]
 
 
 def term_gradients(
-    method: Method,
-    model: PreTrainedModel,
-    student: TappedModel,
-    teach: Callable[[], Outputs | None],
-    batch: Batch,
-    divisors: Mapping[Positions, Tensor],
+    method: Method, student: TappedModel, teach: Callable[[], Outputs | None], batch: Batch
 ) -> dict[str, float]:
     """Return for each weighted term the norm of its gradient with respect to the input of the student's first layer.
 
@@ -90,6 +77,7 @@ def term_gradients(
     The student runs once for each term, and so does the teacher, because terms use up what it returns. The student's
     parameters are whole on this rank, and it runs without an engine, whose hooks expect a whole step.
     """
+    model, divisors = student.model, batch.divisors()
     lowest = model.get_input_embeddings()
     name = family_of(model.config).embedding if has_family(model.config) else None
     if name is not None:

@@ -32,11 +32,7 @@ class Validation:
     """The run's folder."""
 
     def after_step(self, state: TrainState) -> None:
-        """See Callback.
-
-        Raises:
-            UserError: the validation loss is not finite.
-        """
+        """See Callback; a UserError ends the run if the validation loss is not finite."""
         if not state.is_due(state.settings.validate_every):
             return
         began = time.perf_counter()

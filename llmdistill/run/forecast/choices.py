@@ -11,8 +11,7 @@ from typing import Any
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.checks import can_cache
-from llmdistill.run.forecast.cached import PositionCounts
-from llmdistill.run.forecast.caching import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
+from llmdistill.run.forecast.cache import CacheAsked, CacheForecast, count_positions, forecast_cache, shardings
 from llmdistill.run.forecast.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
 from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan
@@ -23,19 +22,6 @@ DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The shipped DeepSpeed configurations, the simplest first."""
 _ALIKE = 1.02
 """Steps whose times differ by less are alike: the simpler setting is then proposed."""
-_REMEDIES = {
-    "teacher": "a smaller teacher, more GPUs",
-    "student": "a smaller student, more GPUs",
-    "optimizer": "more GPUs, or a smaller student",
-    "gradients": "more GPUs, or a smaller student",
-    "activations": "a smaller data.max_length",
-    "taps": "a smaller data.max_length, or a method with terms on fewer layers",
-    "head": "a smaller data.max_length, or a smaller vocabulary",
-    "gathered": "a smaller stage3_max_live_parameters in a ds_config of your own",
-    "buckets": "smaller buckets in a ds_config of your own",
-    "allocator": "a smaller --reserved",
-}
-"""Part of the memory -> what would make it smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +87,8 @@ def make_choices(
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
     `names` are those of shipped DeepSpeed configurations. The `cache` is considered in place of the teacher's pass if
-    the run can have one.
-
-    Raises:
-        UserError: the global batch cannot be divided among the ranks, the student's sizes are not known, or the
-            settings of the cache are contradictory.
+    the run can have one. Raises UserError if the global batch cannot be divided among the ranks, the student's sizes
+    are not known, or the settings of the cache are contradictory.
     """
     train, ranks = plan.config.train, machine.ranks
     share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
@@ -116,11 +99,10 @@ def make_choices(
     teachers: list[str | None] = [None]
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-    kept, forecast, of_sequence = None, None, PositionCounts.of(ends[0][1])
+    kept, forecast = None, None
     if can_cache(plan):
-        asked, kept = trace_making(plan, models, cache or CacheAsked())
+        kept, forecast = forecast_cache(plan, models, cache or CacheAsked(), sizes, machine)
         sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
-        forecast = forecast_making(plan, asked, kept, sizes, machine)
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
     traces = {
         (on, cached): [
@@ -141,7 +123,7 @@ def make_choices(
             low, high = traces[checkpointing, is_cached]
             trace = between(low, high, micro_batch_size)
             work = trace.student + trace.teacher
-            read = kept.row_bytes(of_sequence.times(micro_batch_size)) if is_cached and kept is not None else 0
+            read = kept.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and kept else 0
             layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
             choice = LayoutChoice(
                 **vars(layout),
@@ -185,12 +167,8 @@ def _preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) ->
     the micro batch size."""
     fitting = [choice for choice in choices if choice.fits]
     fitting = [choice for choice in fitting if choice.cache is None or choice.cache.is_sensible] or fitting
-    loose = [choice for choice in fitting if not choice.tight]
-    for kind in (loose, fitting):
-        asked = [choice for choice in kind if micro_batch_size in (None, choice.micro_batch_size)]
-        if asked or kind:
-            return asked or kind
-    return []
+    fitting = [choice for choice in fitting if not choice.tight] or fitting
+    return [choice for choice in fitting if micro_batch_size in (None, choice.micro_batch_size)] or fitting
 
 
 def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
@@ -207,12 +185,13 @@ def missing(choices: Sequence[LayoutChoice]) -> str:
     """Say what the choice lacks that needs least, in one sentence."""
     least = min(choices, key=lambda choice: choice.total)
     available = least.machine.memory_bytes
-    part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
+    part = max((name for name in least.memory if PARTS[name][1]), key=lambda name: least.memory[name])
     over, weight = (gigabytes(each) for each in (least.total - available, least.memory[part]))
+    what, remedy = PARTS[part]
     return (
         f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
-        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
-        f"take {_REMEDIES[part]}, or more memory"
+        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {what} are {weight} GB: "
+        f"take {remedy}, or more memory"
     )
 
 

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.models.heads import lm_head_parameters
-from llmdistill.run.forecast.step import Moment, model_bytes, trained_parameters
+from llmdistill.run.checks import STATE_BYTES
+from llmdistill.run.forecast.step import Moment, model_bytes
 from llmdistill.runtime.tracing import Work
 
 PARTS = {
-    "teacher": "the teacher's weights",
-    "student": "the student's weights",
-    "gradients": "the gradients",
-    "optimizer": "the optimizer state",
-    "activations": "the student's activations",
-    "taps": "the tensors that losses on layers compare (taps)",
-    "head": "the LM head with its losses",
-    "gathered": "the weights that ZeRO-3 has gathered",
-    "buckets": "the buckets of the communication",
-    "step": "what only the optimizer's step needs",
-    "allocator": "what the GPU and its allocator reserve",
+    "teacher": ("the teacher's weights", "a smaller teacher, more GPUs"),
+    "student": ("the student's weights", "a smaller student, more GPUs"),
+    "gradients": ("the gradients", "more GPUs, or a smaller student"),
+    "optimizer": ("the optimizer state", "more GPUs, or a smaller student"),
+    "activations": ("the student's activations", "a smaller data.max_length"),
+    "taps": (
+        "the tensors that losses on layers compare (taps)",
+        "a smaller data.max_length, or a method with terms on fewer layers",
+    ),
+    "head": ("the LM head with its losses", "a smaller data.max_length, or a smaller vocabulary"),
+    "gathered": (
+        "the weights that ZeRO-3 has gathered",
+        "a smaller stage3_max_live_parameters in a ds_config of your own",
+    ),
+    "buckets": ("the buckets of the communication", "smaller buckets in a ds_config of your own"),
+    "step": ("what only the optimizer's step needs", ""),
+    "allocator": ("what the GPU and its allocator reserve", "a smaller --reserved"),
 }
-"""Part of the memory -> what it is."""
+"""Part of the memory -> what it is, and what would make it smaller."""
 TEACHERS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 CACHED = "cached"
 """A teacher that is a file (teacher.cache)."""
-Bound = Literal["compute", "memory", "wire", "launch", "host"]
-"""What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
-operations; offloading to the node's memory, or the reading of a teacher's cache."""
 
-_STATE = 12
-"""Bytes of the optimizer state for each parameter: fp32 weights and two moments (AdamW)."""
 _GRADIENT = 4
 """Bytes of a gradient in the optimizer's step, which is fp32."""
 _TEMPORARY = 8
@@ -72,7 +74,7 @@ class Sizes:
         return cls(
             student_bytes=model_bytes(student),
             element_bytes=student.dtype.itemsize,
-            trained=trained_parameters(student),
+            trained=sum(each.numel() for each in student.parameters() if each.requires_grad),
             teacher_bytes=model_bytes(teacher),
             teacher_element_bytes=0 if teacher is None else teacher.dtype.itemsize,
             teacher_head_bytes=0 if teacher is None else sum(each.nbytes for each in lm_head_parameters(teacher)),
@@ -157,9 +159,9 @@ class Duration:
         return max(self.compute + self.memory, self.wire, self.launch) + self.host
 
     @property
-    def bound(self) -> Bound:
-        """What most of the time goes to."""
-        names: dict[Bound, float] = {"wire": self.wire, "launch": self.launch, "host": self.host}
+    def bound(self) -> str:
+        """The field that most of the time goes to."""
+        names = {"wire": self.wire, "launch": self.launch, "host": self.host}
         most = max(names, key=names.__getitem__)
         if self.compute + self.memory < names[most]:
             return most
@@ -185,10 +187,7 @@ class Layout:
 
     @property
     def resident_teacher(self) -> dict[str, float]:
-        """The bytes of the teacher's weights on a rank: its own, and those that it has gathered.
-
-        A cached teacher has its head alone, whole on every rank.
-        """
+        """The bytes of the teacher on a rank: its own weights and the gathered ones, or a cached one's head alone."""
         sizes = self.sizes
         if self.sharers == 1:
             return {"teacher": sizes.cached_head_bytes if self.teacher == CACHED else sizes.teacher_bytes}
@@ -201,16 +200,13 @@ class Layout:
         return self.sizes.trained / (self.machine.ranks if self.zero.stage > 0 else 1)
 
     def peak_memory(self, moments: Sequence[Moment]) -> dict[str, float]:
-        """Return the bytes of a rank by part, at the moment of a step when most are in use.
-
-        `moments` are those of a micro batch.
-        """
+        """Return the bytes of a rank by part, at the moment of a micro batch or of the step when most are in use."""
         zero, sizes, ranks = self.zero, self.sizes, self.machine.ranks
         sharded = zero.stage == 3 and (ranks > 1 or zero.offloads_weights)
         always: dict[str, float] = {
             "student": 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1),
             "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
-            "optimizer": 0 if zero.offloads_optimizer else _STATE * self.share,
+            "optimizer": 0 if zero.offloads_optimizer else STATE_BYTES * self.share,
             "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
         }
         if self.teacher is not None:
@@ -262,18 +258,12 @@ class Layout:
 
     @property
     def _teacher_bytes(self) -> float:
-        """The bytes that a rank sends so that each of the ranks that share a teacher has gathered all but its LM head.
-
-        It gathers them once for each micro batch.
-        """
+        """The bytes that a rank sends for those that share a teacher: all but its LM head, for each micro batch."""
         gathered = self.sizes.teacher_bytes - self.sizes.teacher_head_bytes
         return (self.sharers - 1) / self.sharers * self.accumulation_steps * gathered
 
     def step_duration(self, work: Work, *, read_bytes: float = 0) -> Duration:
-        """Return the time of an optimizer step.
-
-        `work` is what both models do for one micro batch, for which `read_bytes` are read from a teacher's cache.
-        """
+        """Return the time of a step from the work of both models on a micro batch, and what it reads of a cache."""
         zero, sizes, machine, steps = self.zero, self.sizes, self.machine, self.accumulation_steps
         share = sizes.trained / machine.ranks
         copied = 0.0

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,7 +25,6 @@ from llmdistill.models.adapters import add_lora, cast_parameters
 from llmdistill.models.learning import HeadLosses
 from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.models.quantized import fake_quantize
-from llmdistill.run.forecast.cached import CacheTrace
 from llmdistill.run.plan import Plan
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.engine import add_projectors, set_training
@@ -68,10 +68,7 @@ class StepTrace:
 
 
 def build_models(plan: Plan) -> ForecastModels:
-    """Build the models of a run on the meta device, in their dtypes.
-
-    Raises UserError if the student's sizes are known only from weights or data.
-    """
+    """Build the models of a run on the meta device; a UserError if only weights or data tell the student's sizes."""
     student = _build(plan.models.student, plan.models.student_head, plan.task)
     settings = plan.config.student
     if settings.model is None:
@@ -137,7 +134,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
 
 
 def trace_step(
-    models: ForecastModels, batch: Batch, *, checkpointing: bool, cached: CacheTrace | None = None
+    models: ForecastModels, batch: Batch, *, checkpointing: bool, cached: Teacher | None = None
 ) -> StepTrace:
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
@@ -151,15 +148,20 @@ def trace_step(
             student.gradient_checkpointing_disable()
         set_training(student, checkpointing=checkpointing)
     moments: list[Moment] = []
-    handles = [
-        parameter.register_post_accumulate_grad_hook(partial(_complete, moments, tracer))
+
+    def complete(parameter: Tensor) -> None:
+        parameter.grad = None  # where it goes depends on the ZeRO stage
+        moments.append(Moment((moments[-1].gradients if moments else 0) + parameter.numel(), tracer.take_peak()))
+
+    hooked: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(complete)
         for parameter in student.parameters()
         if parameter.requires_grad
     ]
     wired = partial(tapped, method, vocabulary=models.vocabulary)
     learner = wired("student", student, projectors=models.projectors)
-    hooked = [learner]
-    teacher: Teacher | None = cached
+    hooked.append(learner)
+    teacher = cached
     tracer.ignore(_tensors(student))
     if models.teacher is not None:
         models.teacher.eval().requires_grad_(False)
@@ -182,8 +184,6 @@ def trace_step(
     moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
     for each in hooked:
         each.remove()
-    for handle in handles:
-        handle.remove()
     return StepTrace(
         micro_batch_size=len(batch.input_ids),
         moments=moments,
@@ -204,32 +204,17 @@ def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace
         live = {name: one.live.get(name, 0) * (1 - share) + other.live.get(name, 0) * share for name in parts}
         return Moment(one.gradients, live)
 
-    def work_between(one: Work, other: Work) -> Work:
-        return Work().plus(one, 1 - share).plus(other, share)
-
     return StepTrace(
         micro_batch_size=micro_batch_size,
         moments=[bytes_between(*pair) for pair in zip(low.moments, high.moments, strict=True)],
-        student=work_between(low.student, high.student),
-        teacher=work_between(low.teacher, high.teacher),
+        student=Work().plus(low.student, 1 - share).plus(high.student, share),
+        teacher=Work().plus(low.teacher, 1 - share).plus(high.teacher, share),
     )
-
-
-def trained_parameters(model: nn.Module) -> int:
-    """Count the parameters that are trained."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def model_bytes(model: nn.Module | None) -> int:
     """Return the bytes of a model's parameters and buffers; 0 without a model."""
     return 0 if model is None else sum(each.untyped_storage().nbytes() for each in _tensors(model))
-
-
-def _complete(moments: list[Moment], tracer: Tracer, parameter: Tensor) -> None:
-    """Note the peak until a gradient is complete, and drop the gradient: where it goes depends on the ZeRO stage."""
-    before = moments[-1].gradients if moments else 0
-    parameter.grad = None
-    moments.append(Moment(before + parameter.numel(), tracer.take_peak()))
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -16,7 +16,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, refused_by_system, write_json
 from llmdistill.methods import METHODS
-from llmdistill.run.disk import DiskNeed, check_disk
+from llmdistill.run.checks import DiskNeed, check_disk
 from llmdistill.run.job import execute
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.distributed import World

@@ -18,10 +18,9 @@ from llmdistill.methods.makd import MakdConfig
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
-from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.finite import FiniteSteps, first_not_finite
 from llmdistill.run.callbacks.loss_watch import LossWatch, diverged, is_diverged
 from llmdistill.run.callbacks.uneven_terms import term_gradients, uneven_terms
-from llmdistill.run.origin import first_not_finite
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -171,7 +170,7 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
         with torch.no_grad():
             return teaching.teach(batch, lm_head=method.teacher_positions)
 
-    found = term_gradients(method, student, learner, teach, batch, batch.divisors())
+    found = term_gradients(method, learner, teach, batch)
     assert found.keys() == {name for name, weight in method.weights.items() if weight != 0}
     for name, norm in found.items():
         assert norm == pytest.approx(float(reference(method, student, learner, teach(), batch, name)), rel=1e-5), name

@@ -206,7 +206,7 @@ def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
         )
         with monitors(config, monitor, [], start, WORLD) as found:
             for step in range(start + (start > 0), until + 1):
-                found.write_events([("train/loss", 10.0 * number + step, step)])
+                found.add(step, {"loss": 10.0 * number + step})
         writer.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()

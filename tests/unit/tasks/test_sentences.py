@@ -21,7 +21,7 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
-from llmdistill.run import rotation
+from llmdistill.run import calibration
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
@@ -165,8 +165,8 @@ TEXTS = [f"{one} {other} {third}" for one in "abc" for other in "cdef" for third
 
 @pytest.mark.parametrize("most", [100, 12])
 def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(rotation, "_SENTENCES", most)
-    monkeypatch.setattr(rotation, "_BATCH_SIZE", 5)
+    monkeypatch.setattr(calibration, "_SENTENCES", most)
+    monkeypatch.setattr(calibration, "_SENTENCES_A_BATCH", 5)
     teacher = encoder(tmp_path)
     torch.manual_seed(1)
     student = BertModel(BertConfig(**{**teacher.config.to_dict(), "hidden_size": 8})).eval()
@@ -177,7 +177,7 @@ def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatc
     pooling = Pooling(("cls",))
     objective = Objective(tokens=False, sequences="embeddings", pooling=pooling)
     method = METHODS["embedding"].build(METHODS["embedding"].defaults(), teacher.config, student.config, objective)
-    found = rotation.nearest_rotation(
+    found = calibration.nearest_rotation(
         method,
         lambda: student,
         tapped(method, "teacher", teacher),

@@ -20,8 +20,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.run import cache
 from llmdistill.run.describe import estimate, headline
-from llmdistill.run.forecast.cached import PositionCounts
-from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
+from llmdistill.run.forecast.cache import CacheAsked, forecast_cache
 from llmdistill.run.forecast.layout import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
@@ -100,16 +99,16 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
 )
 def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
-    models, counts = build_models(plan), PositionCounts(**cache.count_examples(plan, data))
-    asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
-    vast = replace(asked, counts=counts.times(10**6))
+    models, counts = build_models(plan), cache.count_examples(plan, data)
+    vast = {place: 10**6 * number for place, number in counts.items()}
+    asked = [CacheAsked(settings=settings, counts=each) for each in (counts, vast)]
     sizes = Sizes.of(models.student, models.teacher)
-    found, large = (forecast_making(plan, each, trace, sizes, MachineConfig()) for each in (asked, vast))
+    found, large = (forecast_cache(plan, models, each, sizes, MachineConfig())[1] for each in asked)
     assert found.is_sensible
     assert not large.is_sensible, "far larger than its teacher, though the disk has room"
     folder = made(*words, settings=settings)
     record = json.loads((folder / "cache.json").read_text())
-    assert (counts.sequences, counts.tokens) == (record["examples"], record["tokens"])
+    assert (counts["sequences"], counts["tokens"]) == (record["examples"], record["tokens"])
     files = [folder / name for name in record["files"]]
     written = sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)
     shards = sum(file.parent.name == "shards" for file in files)
