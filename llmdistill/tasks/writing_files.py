@@ -81,10 +81,6 @@ class TextSet:
             references=[[example.target for example in several] for several in groups.values()],
         )
 
-    def first(self, limit: int | None) -> TextSet:
-        """Return the first examples, all without a limit."""
-        return TextSet(examples=self.examples[:limit], references=self.references[:limit])
-
     def to_json(self) -> dict[str, Any]:
         """Return the set as plain JSON values."""
         return {"examples": [astuple(each) for each in self.examples], "references": self.references}
