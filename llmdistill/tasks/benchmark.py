@@ -22,6 +22,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
 from llmdistill.tasks.base import ScoredModel, ScoreTable
 from llmdistill.tasks.stored import StoredTask
+from llmdistill.tasks.text_metrics import NAMES
 
 _HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
     "sequence": ("classifier", ("ForSequenceClassification",)),
@@ -181,13 +182,9 @@ class Benchmark(StoredTask):
         columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
         return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
-    def metric_name(self, metric: str) -> str:
-        """Return the name of a metric in sentences and tables."""
-        return metric
-
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(
-            f"{column} {self.metric_name(metric)} {value:.2f}"
+            f"{column} {NAMES.get(metric, metric)} {value:.2f}"
             for column, metrics in summary["dev"].items()
             for metric, value in metrics.items()
         )
@@ -202,7 +199,7 @@ class Benchmark(StoredTask):
         columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
         return ScoreTable(
             title=self.table_title,
-            columns=[f"{column} {self.metric_name(metric)}" for column, metric in columns],
+            columns=[f"{column} {NAMES.get(metric, metric)}" for column, metric in columns],
             rows={
                 name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
                 for name, result in results.items()

@@ -99,7 +99,6 @@ class MtebTask:
 
     @property
     def name(self) -> str:
-        """The name of the task."""
         return str(self.task.metadata.name)
 
     def decides(self) -> dict[str, Any]:
@@ -163,7 +162,6 @@ def _entry(split: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    """Return a score, 0 for one that is no number: the correlation of embeddings that are all the same."""
     return float(value) if math.isfinite(value) else 0.0
 
 

@@ -254,8 +254,10 @@ class Text(Task):
             title="The method's loss on the validation text",
             columns=["validation loss"],
             rows={name: ["" if loss is None else f"{loss:.4f}"] for name, loss in losses.items()},
-            legend="The validation loss is the method's own, so it says how far the student came and nothing between "
-            "methods.",
+            legend=(
+                "The validation loss is the method's own, so it says how far the student came and nothing between "
+                "methods."
+            ),
         )
         return self.texts.added(table, results)
 
@@ -270,9 +272,9 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     if exponent is None:
         return {"": settings.train}
     folder = Path(settings.train)
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    parts = {each.stem: str(each) for each in found if not each.name.startswith(".")}
-    if len(parts) < 2 or len(parts) < sum(not each.name.startswith(".") for each in found):
+    found = [each for each in sorted(folder.iterdir()) if not each.name.startswith(".")] if folder.is_dir() else []
+    parts = {each.stem: str(each) for each in found}
+    if len(parts) < max(2, len(found)):
         why = "has two parts of one name" if len(parts) > 1 else f"has {len(parts)} parts"
         raise UserError(
             f"data.text.sampling_exponent is {exponent}, but data.train {settings.train} "

@@ -18,7 +18,7 @@ NAMES: dict[str, str] = {
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
 }
-"""The metrics as papers write them."""
+"""The metrics as papers write them, in sentences and tables."""
 
 
 def text_metrics(

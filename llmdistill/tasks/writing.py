@@ -201,9 +201,6 @@ class Writing(Benchmark):
             write_text(scored.predictions / f"{name}.jsonl", text)
         return {"metrics": text_metrics(self.metrics, texts, references), "examples": len(examples)}
 
-    def metric_name(self, metric: str) -> str:
-        return NAMES[metric]
-
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
         found = skipped_questions(self.meta["skipped"], "their answer is not in their context")
@@ -215,7 +212,7 @@ class Writing(Benchmark):
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
                 f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
-                f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
+                f"{NAMES[self.metrics[0]]} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
             )
         return found
 
