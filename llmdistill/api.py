@@ -41,7 +41,7 @@ from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.in_memory import score_task, scored_benchmark
+from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.windows import cut_windows, score_windows
 

@@ -41,8 +41,8 @@ from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.runtime.hosts import read_hosts
 from llmdistill.tasks import squad_files, writing_files
 from llmdistill.tasks.chunk_files import read_sentences
-from llmdistill.tasks.glue_files import read_split
-from llmdistill.tasks.out_of_domain import read_further, table_rows
+from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
+from llmdistill.tasks.out_of_domain import read_set, table_rows
 from llmdistill.tasks.xnli import read_xnli
 from llmdistill.teacher.cache_folder import CacheFolder
 
@@ -141,7 +141,7 @@ def corpus(path: Path) -> None:
 def further(path: Path) -> None:
     labels = {"entailment": "1", "not_entailment": "0"}
     own = {"task": "rte", "data": str(path), "sentences": ["a", "b"], "label": "c", "labels": labels}
-    read_further({"Own": own}, "RTE", tuple(labels), 2)
+    read_set("Own", own, GLUE_TASKS["RTE"])
 
 
 def glue(path: Path) -> None:

@@ -23,7 +23,7 @@ from llmdistill.report.record import describe_versions
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
-from llmdistill.tasks.instructions import VALID
+from llmdistill.tasks.base import VALID
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:

@@ -23,7 +23,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.report.results import check_sets
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.run.plan import Plan, make_plan
-from llmdistill.tasks.instructions import VALID
+from llmdistill.tasks.base import VALID
 from llmdistill.tasks.windows import text_tests
 
 Planned = list[tuple[Variant, Trial]]

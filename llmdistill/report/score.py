@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmdistill.report.pages import figure
-from llmdistill.tasks.instructions import VALID
+from llmdistill.tasks.base import VALID
 from llmdistill.tasks.perplexity import show_perplexity
 
 Results = Mapping[str, Any]

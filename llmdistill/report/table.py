@@ -20,8 +20,7 @@ from llmdistill.report.record import make_record
 from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.base import ScoreTable
-from llmdistill.tasks.instructions import VALID
+from llmdistill.tasks.base import VALID, ScoreTable
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json -> the name in the table."""

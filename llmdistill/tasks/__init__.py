@@ -5,9 +5,9 @@ A new task is a class of `base.Task` in a file of its own, and an entry in TASKS
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
@@ -35,12 +35,9 @@ a class or its import path, so that a command imports only the tasks that it nee
 
 
 def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> Task:
-    """Create the task of a run.
+    """Create the task of a run that trains a student, or only scores models.
 
-    Args:
-        config: the run.
-        trains: whether the run trains a student; False if it only scores.
-        teacher_writes: whether the training set must consist of answers of the teacher.
+    teacher_writes: whether the training set must consist of answers of the teacher.
 
     Raises:
         UserError: the task does not exist, or its settings are invalid.
@@ -52,10 +49,7 @@ def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = 
 def task_class(key: str) -> type[Task]:
     """Return the class of a task by its key in TASKS."""
     found = TASKS[key]
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = cast("type[Task]", getattr(import_module(module), attribute))
-    return found
+    return resolve_name(found) if isinstance(found, str) else found
 
 
 def task_key(name: str, *, key: str = "data.task.name") -> str:
@@ -72,7 +66,7 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
 
 
 def is_task(name: str) -> bool:
-    """Return whether a name, in any spelling, is that of a task with a file of its own, such as rte or SST-2."""
+    """Return whether a name, in any spelling, is that of a task that data.task.name takes, such as rte or SST-2."""
     return plain_name(name) in TASKS.keys() - _KINDS
 
 

@@ -20,12 +20,7 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
     """Return the logarithms of a layer's attention distributions on each text: (H, T, T), fp64, -inf where not seen.
 
     They are computed from queries and keys, for stock and factorized models alike, and in logarithms, so that no share
-    is rounded to 0.
-
-    Args:
-        model: the model in evaluation mode.
-        items: the tokens of each text.
-        layer: the layer, counted from 0.
+    is rounded to 0. The model must be in evaluation mode; `layer` counts from 0.
     """
     maps = []
     with scoring_forward(model, {"query": frozenset({layer}), "key": frozenset({layer})}) as forward:
@@ -54,12 +49,7 @@ def mean_map(log_HTT: Tensor) -> Tensor:
 
 
 def map_divergence(teacher_HTT: Tensor, student_HTT: Tensor) -> Tensor:
-    """Return KL(A^T‖A^S) of each head in nats, mean over the queries (MiniLM eq. 5): (H,).
-
-    Args:
-        teacher_HTT: logarithms of distributions over the last axis.
-        student_HTT: the same of the other model.
-    """
+    """Return KL(A^T‖A^S) of each head in nats, mean over the queries (MiniLM eq. 5), of logarithms: (H,)."""
     shares_HTT = teacher_HTT.exp()
     terms_HTT = torch.where(shares_HTT > 0, shares_HTT * (teacher_HTT - student_HTT), 0.0)
     return terms_HTT.sum(-1).mean(-1)

@@ -1,7 +1,6 @@
 """The interface of a task: its learning objective, its batches, and the scoring of a model.
 
-A task is a class in its own file and an entry in `tasks.TASKS`. The code that uses it (plan, trainer, reports) calls
-this interface and does not name any task.
+Plan, trainer and reports call this interface and do not name any task.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
+
+VALID = "valid"
+"""The name of the validation set in the scores and predictions of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,10 @@ class Task(TaskData):
         Raises:
             UserError: the settings of the task are invalid.
         """
+        if self.validation_metric is not None and VALID in config.data.tests:
+            raise UserError(
+                f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
+            )
         self.config = config
         self.trains = trains
         self.teacher_writes = teacher_writes

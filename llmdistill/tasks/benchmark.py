@@ -1,6 +1,6 @@
 """What a study of fine-tuning asks of a task: its title, its metrics on dev, and the models that are fine-tuned on it.
 
-Such a task is a class of `Benchmark`. One class may serve several tasks, which differ in their names.
+One class of `Benchmark` may serve several tasks, which differ in their names.
 """
 
 from __future__ import annotations
@@ -8,27 +8,28 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import RunConfig
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig, TrainConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.load import Head
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
 from llmdistill.tasks.base import ScoredModel, ScoreTable
 from llmdistill.tasks.stored import StoredTask
+from llmdistill.tasks.text_metrics import NAMES
 
-HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
+_HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
     "sequence": ("classifier", ("ForSequenceClassification",)),
     "span": ("head for spans", ("ForQuestionAnswering",)),
     "lm_head": ("language-model head", ("ForMaskedLM", "ForPreTraining")),
 }
-"""What the heads of tasks are called, and how the names of the classes end that have them."""
-_NAMED = 3
-"""The number of skipped questions that a warning names."""
+"""What the heads of tasks are called, and how the names of the classes end that have them, the usual one first."""
 
 
 class Benchmark(StoredTask):
@@ -101,7 +102,7 @@ class Benchmark(StoredTask):
         Raises:
             UserError: it has another head; the message contains `named`.
         """
-        (head, endings), name = HEADS[cls.head], (config.architectures or [""])[0]
+        (head, endings), name = _HEADS[cls.head], (config.architectures or [""])[0]
         if not name.endswith(endings):
             raise UserError(
                 f"{named}: it is a {name or config.model_type} without {head}; give a model that is fine-tuned on "
@@ -181,14 +182,9 @@ class Benchmark(StoredTask):
         columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
         return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
-    def metric_name(self, metric: str) -> str:
-        """Return the name of a metric in sentences and tables."""
-        return metric
-
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See Task: every metric of every column."""
         shown = "  ".join(
-            f"{column} {self.metric_name(metric)} {value:.2f}"
+            f"{column} {NAMES.get(metric, metric)} {value:.2f}"
             for column, metrics in summary["dev"].items()
             for metric, value in metrics.items()
         )
@@ -199,12 +195,11 @@ class Benchmark(StoredTask):
         """Return what the columns of `table` are."""
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See Task: every metric of every column."""
         dev = next(iter(results.values()))["dev"] if results else {}
         columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
         return ScoreTable(
             title=self.table_title,
-            columns=[f"{column} {self.metric_name(metric)}" for column, metric in columns],
+            columns=[f"{column} {NAMES.get(metric, metric)}" for column, metric in columns],
             rows={
                 name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
                 for name, result in results.items()
@@ -213,36 +208,91 @@ class Benchmark(StoredTask):
         )
 
 
-def benchmark_class(key: str) -> type[Benchmark]:
-    """Return the class of a task in `tasks.TASKS`, without the tasks that are kinds of data (instructions, text)."""
-    found = task_class(key)
-    assert issubclass(found, Benchmark), f"{key} is no benchmark"
-    return found
-
-
 def find_benchmarks(names: Iterable[str], *, setting: str) -> list[str]:
     """Return the titles of the tasks that the user typed (rte, sst2, squad2) as a setting.
 
     Raises:
         UserError: a task does not exist, or is named twice.
     """
-    keys = [task_key(name, key=setting) for name in names]
-    found = [benchmark_class(key).title(key) for key in keys]
+    found = [task.title(key) for task, key in (named_benchmark(name, setting=setting) for name in names)]
     twice = next((name for name in found if found.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{setting}: {twice} is named twice; name each task once")
     return found
 
 
-def named_benchmark(title: str) -> tuple[type[Benchmark], str]:
-    """Return the class of a task and its key in `tasks.TASKS` by its title."""
-    key = task_key(title)
-    return benchmark_class(key), key
+def named_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type[Benchmark], str]:
+    """Return the class and the key in `tasks.TASKS` of a task by its title, or as the user typed it as a setting.
+
+    Raises:
+        UserError: the task does not exist.
+    """
+    key = task_key(name, key=setting)
+    found = task_class(key)
+    assert issubclass(found, Benchmark), f"{key} is no benchmark"
+    return found, key
+
+
+def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
+    """Return the class of the tasks that one model is scored on.
+
+    Raises:
+        UserError: a task does not exist, or the tasks need different heads.
+    """
+    found = {named_benchmark(name, setting="data")[0] for name in names}
+    if len({each.head for each in found}) > 1:
+        raise UserError("data holds tasks that need different heads: evaluate them one by one")
+    return found.pop()
+
+
+def score_task(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    *,
+    data_dir: str | None,
+    max_length: int,
+    batch_size: int,
+    predictions: Path | None = None,
+) -> dict[str, Any]:
+    """Score a fine-tuned model in evaluation mode on the dev splits of a task, in this process alone.
+
+    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
+    None keeps none. The result is that of the task's `TaskData.summary`.
+
+    Raises:
+        UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
+    """
+    found, key = named_benchmark(task, setting="data")
+    found.check_folder(data_dir, key, setting="data_dir")
+    head, (ending, *_) = _HEADS[found.head]
+    if not type(model).__name__.endswith(ending):
+        raise UserError(
+            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
+        )
+    found.check_fine_tuned(model.config, key, named="model")
+    with TemporaryDirectory() as scratch:
+        asked = TaskConfig(name=key, dir=data_dir)
+        settings = DataConfig(kind="task", max_length=max_length, task=asked, cache_dir=scratch)
+        train, scoring = TrainConfig(micro_batch_size=batch_size), GenerationConfig(batch_size=batch_size)
+        benchmark = found(RunConfig(ds_config="", data=settings, train=train, scoring=scoring), trains=False)
+        benchmark.only_scores = True
+        if found.head == "lm_head":  # the name of a class does not tell whether a model can write
+            benchmark.check_model("model", "in memory", model.config)
+        data = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
+        scored = ScoredModel(
+            model=model,
+            tokenizer=tokenizer,
+            predictions=Path(scratch) / "predictions" if predictions is None else predictions,
+            world=World(rank=0, size=1, device=model.device),
+            sharded=False,
+        )
+        return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:
     """Return the warning about training questions that are left out, with the places of the first; none without any."""
     if not places:
         return []
-    more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
-    return [f"{len(places):,} training questions are skipped, because {because}: {', '.join(places[:_NAMED])}{more}"]
+    more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
+    return [f"{len(places):,} training questions are skipped, because {because}: {', '.join(places[:3])}{more}"]

@@ -77,7 +77,6 @@ def read_sentences(path: str | Path) -> list[Sentence]:
 
 
 def _check(fields: Sequence[str], before: str, place: str) -> None:
-    """Check the fields of a line and its tag after the tag of the word before."""
     if len(fields) != 3:
         raise UserError(f"{place}: {len(fields)} fields, expected word, part of speech and chunk tag; fix the line")
     found = _TAG.fullmatch(fields[2])
@@ -100,18 +99,13 @@ def _spans(tags: Sequence[str]) -> tuple[Span, ...]:
 
 
 def located(sentences: Sequence[Sentence]) -> list[Located]:
-    """Return the spans of all sentences."""
     return [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
 
 
 def draw_spans(spans: Sequence[Located], *, chunks: int, unlabeled: int, seed: int) -> list[Located]:
-    """Draw spans without replacement, in random order: a pure function of the arguments.
+    """Draw so many chunks and so many spans outside of chunks, without replacement and in random order.
 
-    Args:
-        spans: the spans of a file.
-        chunks: the number of chunks; all of them if there are fewer.
-        unlabeled: the number of spans outside of chunks; all of them if there are fewer.
-        seed: the seed.
+    All of a kind are drawn if there are fewer. This is a pure function of the arguments.
     """
     rng = np.random.default_rng(seed)
     drawn: list[Located] = []

@@ -87,13 +87,7 @@ def end_vectors(
 ) -> np.ndarray:
     """Return every layer's output at the first and the last token of each span: (layers, spans, 2, width), fp32.
 
-    Args:
-        model: an encoder in evaluation mode.
-        items: the tokens of each sentence.
-        tokens: the first and the last token of the words of each sentence, see `encode_sentences`.
-        drawn: the spans.
-        pad_token_id: the padding token.
-        batch_size: sentences in a forward pass.
+    The model is an encoder in evaluation mode; `encode_sentences` returns `items` and `tokens`.
     """
     layers = range(shape_of(model.config).num_layers)
     needed = sorted({each.sentence for each in drawn})
@@ -116,7 +110,6 @@ def end_vectors(
 
 
 def _ends(drawn: Located, tokens: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Return the first and the last token of a span."""
     words = tokens[drawn.sentence]
     return int(words[drawn.span.first, 0]), int(words[drawn.span.last, 1])
 
@@ -135,14 +128,8 @@ def represent(ends_N2W: np.ndarray) -> np.ndarray:
 def cluster_score(features: np.ndarray, labels: Sequence[str], *, held_out: int, seed: int) -> float:
     """Return the normalized mutual information of labels and clusters, from 0 to 1.
 
-    k-means with as many clusters as there are labels sees all rows but the last `held_out`, and these are scored; with
-    0 it sees and scores all rows.
-
-    Args:
-        features: (rows, width).
-        labels: the label of each row.
-        held_out: the number of rows at the end that are scored.
-        seed: the seed of the first centers.
+    k-means with as many clusters as there are labels sees all rows of the features (rows, width) but the last
+    `held_out`, and these are scored; with 0 it sees and scores all rows. `seed` is that of the first centers.
     """
     cut = len(labels) - held_out
     means: Any = KMeans(n_clusters=len(set(labels)), n_init=_STARTS, random_state=seed).fit(features[:cut])

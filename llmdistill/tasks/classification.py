@@ -1,52 +1,19 @@
-"""The predictions of a classifier, GLUE's metrics, and the averages over its tasks as papers report them."""
+"""GLUE's metrics, the files for its server, and the averages over its tasks as papers report them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
-from llmdistill.batch import Batch
 from llmdistill.data.pairs import EncodedPair, PairExample
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks.forward import Forward, values_of
 from llmdistill.tasks.glue_files import BEST_SCORE, GLUE_TASKS, TABLES, GlueTask, Metric
-
-
-def predict(
-    forward: Forward,
-    items: Sequence[EncodedPair],
-    collate: Callable[[Sequence[EncodedPair]], Batch],
-    task: GlueTask,
-    *,
-    batch_size: int,
-    world: World,
-) -> np.ndarray:
-    """Predict the class or score of each item: (items,), in order and on every rank, for any number of items.
-
-    Every rank must call this function, and the model must be in evaluation mode.
-    """
-
-    def take(logits: Tensor, _: Sequence[int]) -> list[float]:
-        return (logits.argmax(-1) if task.classes else logits[:, 0].float()).tolist()
-
-    return np.array(values_of(forward, items, collate, take, batch_size=batch_size, world=world))
-
-
-def write_answers(path: Path, examples: Sequence[PairExample | EncodedPair], predictions: np.ndarray) -> None:
-    """Write one line per example: its number, the prediction and the target; classes are written as numbers."""
-    rows = [
-        f"{example.index}\t{value}\t{example.target}\n"
-        for example, value in zip(examples, predictions.tolist(), strict=True)
-    ]
-    write_text(path, "".join(["index\tprediction\ttarget\n", *rows]))
 
 
 def write_submission(
@@ -81,24 +48,11 @@ def _submitted(task: GlueTask, value: float, place: str) -> str:
 def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """Compute the metrics that GLUE reports for a task, times 100.
 
-    F1 is the F1 score of class 1. A correlation, including Matthews's, is undefined if the predictions or the targets
-    are constant or not finite; F1 is undefined if class 1 is neither predicted nor a target. An undefined metric is 0,
-    without a warning.
-
-    Args:
-        task_name: a task of GLUE.
-        predictions: (examples,), classes or, for STS-B, scores.
-        targets: (examples,), all known.
-
-    Raises:
-        ValueError: predictions and targets differ in length or are empty, or a target is unknown.
+    Predictions and targets are classes or, for STS-B, scores: (examples,). F1 is that of class 1. A correlation,
+    including Matthews's, is undefined if the predictions or the targets are constant or not finite; F1 is undefined if
+    class 1 is neither predicted nor a target. An undefined metric is 0, without a warning.
     """
-    task = GLUE_TASKS[task_name]
-    if predictions.shape != targets.shape or predictions.ndim != 1 or len(targets) == 0:
-        raise ValueError(f"predictions of shape {predictions.shape} but targets of shape {targets.shape}")
-    if not (np.isin(targets, range(len(task.classes))) if task.classes else np.isfinite(targets)).all():
-        raise ValueError(f"{task_name}: a target is unknown")
-    return {name: 100 * _metric(name, predictions, targets) for name in task.metrics}
+    return {name: 100 * _metric(name, predictions, targets) for name in GLUE_TASKS[task_name].metrics}
 
 
 def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float:

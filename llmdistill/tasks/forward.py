@@ -48,15 +48,8 @@ def values_of(
 ) -> list[Value]:
     """Return a value for each item, in order and on every rank, for any number of items.
 
-    Every rank must call this function, and the model must be in evaluation mode.
-
-    Args:
-        forward: the forward pass.
-        items: the items.
-        collate: makes a batch of some items.
-        take: makes the values of a batch of its `sequence_logits` and of the indices of its items.
-        batch_size: the number of items in a forward pass.
-        world: the ranks.
+    Every rank must call this function, and the model must be in evaluation mode. `take` makes the values of a batch of
+    its `sequence_logits` and of the indices of its items.
     """
     batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     mine: list[tuple[int, Value]] = []

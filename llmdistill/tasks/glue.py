@@ -8,24 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
 from llmdistill.data.columns import SplitWriter, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
 from llmdistill.errors import UserError
+from llmdistill.files import write_text
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark
-from llmdistill.tasks.classification import (
-    chance_score,
-    predict,
-    targets_of,
-    task_metrics,
-    write_answers,
-    write_submission,
-)
-from llmdistill.tasks.forward import scoring_forward
+from llmdistill.tasks.classification import chance_score, targets_of, task_metrics, write_submission
+from llmdistill.tasks.forward import scoring_forward, values_of
 from llmdistill.tasks.glue_files import (
     DEV,
     GLUE_TASKS,
@@ -37,10 +32,10 @@ from llmdistill.tasks.glue_files import (
     Split,
     column_of,
     glue_name,
-    read_task,
+    read_split,
     task_paths,
 )
-from llmdistill.tasks.out_of_domain import check_further, read_further, sets_of
+from llmdistill.tasks.out_of_domain import check_set, read_set, sets_of
 from llmdistill.tasks.stored import TaskFiles
 
 
@@ -50,10 +45,7 @@ class Glue(Benchmark):
     head = "sequence"
     usual_length = 128
     layout = PAIRS
-
-    @property
-    def hub(self) -> str:
-        return HUB_NAME
+    hub = HUB_NAME
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its folder; raise UserError if there is none."""
@@ -65,7 +57,6 @@ class Glue(Benchmark):
 
     @classmethod
     def title(cls, key: str) -> str:
-        """See Benchmark: GLUE's name, which is that of its folder."""
         return glue_name(key)
 
     @classmethod
@@ -74,9 +65,8 @@ class Glue(Benchmark):
 
     @classmethod
     def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
-        task = GLUE_TASKS[glue_name(key)]
-        if task.classes:
-            check_further(asked, glue_name(key), task.classes, len(task.sentences))
+        for name, given in sets_of(asked, glue_name(key)).items():
+            check_set(name, given, GLUE_TASKS[glue_name(key)])
 
     @classmethod
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
@@ -96,27 +86,27 @@ class Glue(Benchmark):
         return config
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
-        settings, task = self.config.data.task, self.task
-        files = read_task(self.name, settings.dir, settings.limit, only_scores=self.only_scores)
-        further = read_further(self._further(), self.name, task.classes, len(task.sentences))
-        return TaskFiles(files.train, {**files.sets, **further})
+        settings, number = self.config.data.task, 2 if self.task.has_mismatched else 1
+        folder = None if settings.dir is None else Path(settings.dir) / self.name
+        has_test = folder is None or any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
+        splits = [*DEV[:number], *(TEST[:number] if has_test and not self.only_scores else ())]
+        train = [] if self.only_scores else read_split(self.name, "train", settings.dir)[: settings.limit]
+        sets: dict[str, PairSet] = {split: PairSet(read_split(self.name, split, settings.dir)) for split in splits}
+        sets |= {name: read_set(name, given, self.task) for name, given in self._further().items()}
+        return TaskFiles(train, sets)
 
     @property
     def task(self) -> GlueTask:
-        """The properties of the task in GLUE."""
         return GLUE_TASKS[self.name]
 
     @property
     def num_outputs(self) -> int:
-        """The number of classes, or 1 for a score."""
         return self.task.num_outputs
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: a class or a score for each sequence."""
         return Objective(tokens=False, sequences="classes" if self.task.classes else "scores")
 
     def configure(self, model: PreTrainedModel) -> None:
-        """See Task: the names of the classes."""
         classes = self.task.classes
         if classes:
             model.config.id2label = dict(enumerate(classes))
@@ -129,8 +119,7 @@ class Glue(Benchmark):
         return None if own is None or not all(path.is_file() for path in further) else [*own, *further]
 
     def _further(self) -> dict[str, dict[str, Any]]:
-        """Return the settings of the further sets of the task."""
-        return sets_of(self.config.data.task.out_of_domain, self.name) if self.task.classes else {}
+        return sets_of(self.config.data.task.out_of_domain, self.name)
 
     def decides(self) -> dict[str, Any]:
         settings = self.config.data
@@ -146,17 +135,13 @@ class Glue(Benchmark):
                 writer.add(name, pieces, PAIRS)
         return {"labels": {name: each.labels for name, each in files.sets.items() if each.labels}}
 
-    def about_training(self) -> str:
-        return f"{len(self.train):,} examples"
-
     @property
     def labels(self) -> Mapping[str, Sequence[int]]:
         """For each further set the label that each class of the task stands for."""
-        return cast("Mapping[str, Sequence[int]]", self.meta["labels"])
+        return self.meta["labels"]
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """See Benchmark: all metrics of GLUE."""
         first = self.config.data.task.metric or self.task.metrics[0]
         return (first, *(each for each in self.task.metrics if each != first))
 
@@ -169,13 +154,11 @@ class Glue(Benchmark):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See Task: the dev splits, and the further sets."""
         scored = [name for name in self.encoded if name in DEV or name in self.labels]
         return {name: {"examples": self.digest} for name in scored}
 
     @property
     def submissions(self) -> dict[str, str]:
-        """See Benchmark: the files for the GLUE server."""
         return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
 
     def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
@@ -191,19 +174,25 @@ class Glue(Benchmark):
         if labels is not None:
             answers = np.array(labels)[answers]
         if scored.world.is_main:
-            write_answers(scored.predictions / f"{name}.tsv", items, answers)
+            rows = zip(items, answers.tolist(), strict=True)
+            lines = [f"{item.index}\t{answer}\t{item.target}\n" for item, answer in rows]
+            write_text(scored.predictions / f"{name}.tsv", "".join(["index\tprediction\ttarget\n", *lines]))
         targets = targets_of(items)
         if labels is not None:
             return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
         return {"metrics": task_metrics(self.name, answers, targets), "examples": len(items)}
 
     def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
-        """Return the model's class or score of each item; every rank must call this method."""
+        """Return the model's class or score of each item: (items,); every rank must call this method."""
+
+        def take(logits: Tensor, _: Sequence[int]) -> list[float]:
+            return (logits.argmax(-1) if self.task.classes else logits[:, 0].float()).tolist()
+
         with scoring_forward(scored.model) as forward:
-            return predict(forward, items, self.collate, self.task, batch_size=self.batch_size, world=scored.world)
+            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size, world=scored.world)
+        return np.array(found)
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See Task: a warning if the teacher is not better than chance."""
         if teacher is None or teacher["score"] > teacher["chance"]:
             return []
         return [

@@ -11,7 +11,6 @@ import yaml
 from llmdistill.data.pairs import PairExample
 from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
-from llmdistill.tasks.stored import TaskFiles
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -57,8 +56,7 @@ class GlueTask:
 
 
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("glue.yaml").read_text(encoding="utf-8"))
-"""The published tasks, and the columns of the papers' tables."""
-
+"""The published tasks, the columns of the papers' tables, and sets of other data."""
 
 GLUE: tuple[str, ...] = tuple(TABLES["tasks"])
 """The names of the tasks of GLUE."""
@@ -96,24 +94,8 @@ def column_of(name: str, split: Split) -> str:
     return f"{name}-mm" if split.endswith("_mismatched") else f"{name}-m"
 
 
-def read_task(
-    name: str, data_dir: str | None, limit: int | None, *, only_scores: bool = False
-) -> TaskFiles[PairExample, PairSet]:
-    """Read the examples of a task, with only the first `limit` examples of the training set, or only those of dev.
-
-    Raises:
-        UserError: a file is missing or malformed.
-    """
-    number = 2 if GLUE_TASKS[name].has_mismatched else 1
-    folder = None if data_dir is None else Path(data_dir) / name
-    has_test = folder is None or any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
-    splits = [*DEV[:number], *(TEST[:number] if has_test and not only_scores else ())]
-    train = [] if only_scores else read_split(name, "train", data_dir)[:limit]
-    return TaskFiles(train, {split: PairSet(read_split(name, split, data_dir)) for split in splits})
-
-
 def task_paths(name: str, data_dir: str, *, setting: str) -> list[Path]:
-    """Return the files of a task's folder, of which `read_task` reads some; raise UserError if there is no folder."""
+    """Return the files of a task's folder, some of which are read; raise UserError if there is no folder."""
     folder = Path(data_dir) / name
     if not folder.is_dir():
         there = [name for name in GLUE if (Path(data_dir) / name).is_dir()]
@@ -139,7 +121,7 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
     rows = _hub_rows(named, split) if data_dir is None else _file_rows(named, split, Path(data_dir) / task)
     examples = [_example(named, split, row, number, place) for number, (row, place) in enumerate(rows)]
     if not examples:
-        where = f"{HUB_NAME}, {named.hub}" if data_dir is None else f"{Path(data_dir) / task}"
+        where = f"{HUB_NAME}, {named.hub}" if data_dir is None else Path(data_dir) / task
         raise UserError(f"{where}: {split} holds no example; take GLUE's own download, whole")
     return examples
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import GenerationConfig, RunConfig
+from llmdistill.config import GenerationConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.columns import MappedItems
@@ -34,13 +34,10 @@ from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.runtime.exchange import open_exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
+from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
-
-VALID = "valid"
-"""The name of the validation set in the scores and predictions of a run."""
 
 
 class Instructions(Task):
@@ -66,14 +63,6 @@ class Instructions(Task):
     """The test sets of instructions."""
     data_warnings: Sequence[str] = ()
 
-    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Raise UserError if a test set has the name of the validation set."""
-        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        if VALID in config.data.tests:
-            raise UserError(
-                f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
-            )
-
     def changing_examples(self, *, causal: bool) -> str | None:
         if self.config.data.streaming:
             return "data.streaming reads the examples while it trains"
@@ -81,7 +70,6 @@ class Instructions(Task):
         return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. The models must be decoders."""
         if not is_causal(config):
             raise UserError(
                 f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
@@ -90,7 +78,6 @@ class Instructions(Task):
         self.check_positions(key, reference, config)
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: the tokens of the answers."""
         return TOKENS
 
     def check_files(self) -> None:
@@ -172,9 +159,8 @@ class Instructions(Task):
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
 
     def _generation(self, name: str) -> GenerationConfig:
-        return (
-            replace(self.config.scoring, seeds=self.config.scoring.seeds[:1]) if name == VALID else self.config.scoring
-        )
+        scoring = self.config.scoring
+        return replace(scoring, seeds=scoring.seeds[:1]) if name == VALID else scoring
 
     def _asked(self, name: str) -> dict[str, Any]:
         reference = self.config.data.valid if name == VALID else self.config.data.tests[name]
@@ -217,21 +203,15 @@ class Instructions(Task):
 
     def validation(self, share: Share) -> list[Batch]:
         padding: Any = self.tokenizer.pad_token_id
-        batches = scoring_batches(
-            self.valid_items,
-            partial(collate, pad_token_id=padding),
-            batch_size=share.micro_batch_size,
-            rank=share.rank,
-            world_size=share.world_size,
-        )
+        one_by_one, rank = partial(collate, pad_token_id=padding), {"rank": share.rank, "world_size": share.world_size}
+        batches = scoring_batches(self.valid_items, one_by_one, batch_size=share.micro_batch_size, **rank)
         return [batch for _, batch in batches]
 
     def validation_score(self, scored: ScoredModel) -> float:
-        """See Task: ROUGE-L of the generated answers, as `score_set` measures it."""
         return float(self._score(VALID, scored)["rougeL"])
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See Task: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
+        """See Task: ROUGE-L of the generated answers, for the validation set also the comparison with chance."""
         if name in self.texts.texts:
             return self.texts.score(name, scored)
         score = self._score(name, scored)
@@ -269,12 +249,12 @@ class Instructions(Task):
             "rougeL_std": {name: scores[name]["std"] for name in self.tests},
             "generation_tokens_per_second": tokens / seconds if scores else 0.0,
         }
-        measured = {name: score["perplexity"] for name, score in scores.items() if "perplexity" in score}
-        if self.tests and measured.keys() >= set(self.tests):
-            summary["perplexity"] = {name: measured[name] for name in self.tests}
-        if self.tests:
+        tests = {name: scores[name] for name in self.tests}
+        if tests and all("perplexity" in score for score in tests.values()):
+            summary["perplexity"] = {name: score["perplexity"] for name, score in tests.items()}
+        if tests:
             summary["examples"] = {
-                name: {"scored": scores[name]["examples"], "total": scores[name]["total"]} for name in self.tests
+                name: {"scored": score["examples"], "total": score["total"]} for name, score in tests.items()
             }
         if VALID in scores:
             summary["valid"] = {key: scores[VALID][key] for key in ("rougeL", "chance", "above_chance")}
@@ -288,7 +268,6 @@ class Instructions(Task):
         return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}{perplexity}"
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See Task: warnings for answers of another teacher, and for a teacher that is not better than chance."""
         valid = None if teacher is None else teacher.get(VALID)
         if valid is None or valid["above_chance"]:
             return list(self.data_warnings)
@@ -322,7 +301,6 @@ class Instructions(Task):
         return self.texts.added(table, results)
 
     def after_training(self, loader: Loader) -> str | None:
-        """See Task: the examples of a streamed set that were left out."""
         return loader.report() if isinstance(loader, StreamLoader) else None
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.data.pairs import PairExample, encode_pairs
+from llmdistill.data.text_files import first_line
 from llmdistill.errors import UserError
 from llmdistill.models.sentences import SentenceSettings
 from llmdistill.runtime.distributed import World
@@ -47,23 +48,15 @@ class SentenceEncoder:
         inputs: Iterable[Mapping[str, Any]],
         *,
         task_metadata: Any,
-        hf_split: str,
-        hf_subset: str,
         prompt_type: Any = None,
         batch_size: int = 32,
         **_: Any,
     ) -> Tensor:
-        """Return the embeddings of texts, (texts, W), in fp32 on the CPU.
+        """Return the embeddings of the texts under "text" in MTEB's batches, (texts, W), in fp32 on the CPU.
 
-        Args:
-            inputs: MTEB's batches, each with its texts under "text".
-            task_metadata: the task, whose name and type choose the prompt.
-            hf_split: not used.
-            hf_subset: not used.
-            prompt_type: "query" or "document" where the task has these.
-            batch_size: the number of texts in a forward pass.
+        The name and the type of the task, and "query" or "document" where it has these, choose the prompt.
         """
-        names = prompt_names(task_metadata, None if prompt_type is None else str(prompt_type.value))
+        names = _prompt_names(task_metadata, None if prompt_type is None else str(prompt_type.value))
         prompts = self._settings.prompts
         prompt = next((prompts[name] for name in names if name in prompts), self._settings.prompt)
         settings = replace(self._settings, prompt=prompt)
@@ -88,7 +81,7 @@ def _rows(embeddings: Any) -> Tensor:
     return rows[None] if rows.dim() == 1 else rows
 
 
-def prompt_names(task_metadata: Any, prompt_type: str | None) -> list[str]:
+def _prompt_names(task_metadata: Any, prompt_type: str | None) -> list[str]:
     """Return the names under which a model may keep the prompt of a task, the most special first, in MTEB's order."""
     names = [str(task_metadata.name), str(task_metadata.type)]
     if prompt_type is None:
@@ -106,7 +99,6 @@ class MtebTask:
 
     @property
     def name(self) -> str:
-        """The name of the task."""
         return str(self.task.metadata.name)
 
     def decides(self) -> dict[str, Any]:
@@ -126,9 +118,9 @@ class MtebTask:
             for part in _parts(copy.deepcopy(self.task)):
                 part.load_data()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             raise UserError(
-                f"--tasks {self.name}: the data are not loaded ({reason}); check the network, or leave the task out"
+                f"--tasks {self.name}: the data are not loaded ({first_line(error)}); check the network, or leave the "
+                "task out"
             ) from error
 
     def score(self, encoder: SentenceEncoder, *, batch_size: int) -> dict[str, Any]:
@@ -170,7 +162,6 @@ def _entry(split: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    """Return a score, 0 for one that is no number: the correlation of embeddings that are all the same."""
     return float(value) if math.isfinite(value) else 0.0
 
 

@@ -60,8 +60,9 @@ class ScoreBook:
             score = self.data.score_set(set_name, scored)
             if self.world.is_main:
                 others = {file for each in kept.values() for file in each["files"]}
-                own = [file for file in _files(predictions) if file not in others]
-                kept[set_name] = {"asked": asked, "score": score, "files": entries_of(predictions, own)}
+                files = (path.relative_to(predictions).as_posix() for path in predictions.rglob("*") if path.is_file())
+                own = entries_of(predictions, [each for each in files if each not in others])
+                kept[set_name] = {"asked": asked, "score": score, "files": own}
                 write_json(file, kept)
         kept = broadcast_object(kept)
         summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
@@ -77,7 +78,3 @@ class ScoreBook:
         if damage is not None:
             warn_main(f"{damage}: the model is scored again", self.world)
         return {} if damage is not None or kept is None else dict(kept)
-
-
-def _files(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

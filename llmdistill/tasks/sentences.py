@@ -33,13 +33,10 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.sentences import SentenceSettings, has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.base import ScoredModel, ScoreTable
+from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
 from llmdistill.tasks.forward import scoring_forward, values_of
 from llmdistill.tasks.stored import StoredTask, TaskFiles
-
-VALID = "valid"
-"""The name of the validation set in the scores and predictions of a run."""
 
 
 class Sentences(StoredTask):
@@ -51,12 +48,8 @@ class Sentences(StoredTask):
     layout = PAIRS
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Raise UserError if a test set has the name of the validation set, or the settings need another teacher."""
+        """Raise UserError if there are assistants."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        if VALID in config.data.tests:
-            raise UserError(
-                f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
-            )
         if config.student.assistants:
             raise UserError("student.assistants: assistants do not learn sentences (data.kind); leave them out")
 
@@ -84,7 +77,6 @@ class Sentences(StoredTask):
         return replace(found, pooling=pooling, max_length=min(longest, found.max_length or longest))
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. The models must be encoders."""
         if is_causal(config):
             raise UserError(
                 f"{key} {reference} is a decoder ({config.model_type}), and embeddings of sentences are learned by "
@@ -99,7 +91,6 @@ class Sentences(StoredTask):
             )
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: an embedding for each sentence."""
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
@@ -168,7 +159,6 @@ class Sentences(StoredTask):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See Task: the validation set and the test sets."""
         pooling = self.settings.pooling
         asked = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
         return dict.fromkeys(self.meta["sets"], asked)
@@ -192,15 +182,11 @@ class Sentences(StoredTask):
         return examples, self.collate
 
     def validation(self, share: Share) -> list[Batch]:
-        """See Task: the sentences of the validation set."""
-        if VALID not in self.encoded:
-            return []
-        rank = {"rank": share.rank, "world_size": share.world_size}
-        batches = scoring_batches(self.encoded[VALID], self.collate, batch_size=share.micro_batch_size, **rank)
+        sentences, rank = self.encoded.get(VALID, ()), {"rank": share.rank, "world_size": share.world_size}
+        batches = scoring_batches(sentences, self.collate, batch_size=share.micro_batch_size, **rank)
         return [batch for _, batch in batches]
 
     def validation_score(self, scored: ScoredModel) -> float:
-        """See Task: Spearman's correlation on the validation set, times 100."""
         return float(self.score_set(VALID, scored)["spearman"])
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
@@ -221,7 +207,6 @@ class Sentences(StoredTask):
         return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See Task: ``{"spearman": {SET: -100 to 100}}``."""
         return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:

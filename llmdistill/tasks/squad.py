@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
+from llmdistill.batch import Batch
+from llmdistill.data.collate import padded
 from llmdistill.data.columns import SplitWriter
 from llmdistill.data.windows import (
+    NO_ANSWER,
     WINDOWS,
+    EncodedWindow,
     QuestionExample,
     WindowLimits,
     encode_in_pieces,
@@ -22,10 +28,10 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.models.families import is_causal
 from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, skipped_questions
-from llmdistill.tasks.forward import scoring_forward
-from llmdistill.tasks.spans import Spans, predict_spans
+from llmdistill.tasks.forward import Forward, scoring_forward, values_of
 from llmdistill.tasks.squad_files import (
     SQUAD_TASKS,
     QuestionSet,
@@ -39,6 +45,19 @@ from llmdistill.tasks.squad_files import (
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
 
+_NO_SPAN = 1e4
+"""The null odds of a question of whose context the tokenizer made no token."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The answers to the questions of a set, each by the id of its question, in order."""
+
+    texts: dict[str, str]
+    """The text of the best span, also where no answer is more probable."""
+    null_odds: dict[str, float]
+    """The score of no answer minus that of the best span; the score of a span is the sum of the logits of its ends."""
+
 
 class Squad(Benchmark):
     """One task of question answering, whose answers are spans of the context."""
@@ -47,10 +66,11 @@ class Squad(Benchmark):
     usual_length = 384
     layout = WINDOWS
     has_classes = False
+    num_outputs = 2
+    """The outputs of the head at each token: its chances to be the start, and to be the end."""
 
     @classmethod
     def title(cls, key: str) -> str:
-        """See Benchmark: SQuAD1, SQuAD2 or MLQA."""
         return SQUAD_TASKS[key].title
 
     @classmethod
@@ -69,13 +89,7 @@ class Squad(Benchmark):
     def hub(self) -> str:
         return self.task.hub
 
-    @property
-    def num_outputs(self) -> int:
-        """The outputs of the head at each token: its chances to be the start, and to be the end."""
-        return 2
-
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. Both models are encoders; the teacher is fine-tuned."""
         if is_causal(config):
             raise UserError(
                 f"{key} {reference}: {self.task.title} needs an encoder, because the tokens of a "
@@ -84,7 +98,6 @@ class Squad(Benchmark):
         super().check_model(key, reference, config)
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: the start and the end of a span."""
         return Objective(tokens=False, sequences="spans")
 
     def configure(self, model: PreTrainedModel) -> None:
@@ -106,7 +119,7 @@ class Squad(Benchmark):
     def write(
         self, files: TaskFiles[QuestionExample, QuestionSet], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
-        """See StoredTask. The questions of the sets that models are scored on are kept too."""
+        """See StoredTask. The questions of the scored sets are kept too."""
         if files.train:
             writer.add("train", encode_in_pieces(files.train, tokenizer, self.limits, learned=True), WINDOWS)
         sets = {}
@@ -125,25 +138,17 @@ class Squad(Benchmark):
 
     @property
     def limits(self) -> WindowLimits:
-        """The sizes of the windows."""
         settings = self.config.data.task
         return WindowLimits(self.config.data.max_length, settings.stride, settings.max_question_length)
 
     @property
     def about(self) -> Mapping[str, Mapping[str, Any]]:
-        """The fields of QuestionSet of each set that models are scored on, without its questions.
-
-        And `size`, the number of its questions, and `unanswerable`, that of those without an answer.
-        """
-        return cast("Mapping[str, Mapping[str, Any]]", self.meta["sets"])
-
-    def questions(self, name: str) -> list[QuestionExample]:
-        """Read the questions of a set."""
-        return from_json(self.text(name))
+        """The fields of QuestionSet of each set that models are scored on, with the numbers of its questions as `size`
+        and of those without an answer as `unanswerable`."""
+        return self.meta["sets"]
 
     @property
     def task(self) -> SquadTask:
-        """The properties of the task."""
         return SQUAD_TASKS[self.key]
 
     @property
@@ -153,7 +158,6 @@ class Squad(Benchmark):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """See Benchmark: F1 and exact match."""
         return self.metrics[:2]
 
     @property
@@ -187,7 +191,7 @@ class Squad(Benchmark):
         predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
         are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
         """
-        questions = self.questions(name)
+        questions = from_json(self.text(name))
         with scoring_forward(scored.model) as forward:
             spans = predict_spans(
                 forward,
@@ -199,23 +203,19 @@ class Squad(Benchmark):
                 world=scored.world,
             )
         if scored.world.is_main:
-            self._write(scored, name, spans)
+            folder, answers = scored.predictions / name, spans.texts
+            if self.task.has_unanswerable:
+                answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
+                write_json(folder / "null_odds.json", spans.null_odds)
+                write_json(folder / "spans.json", spans.texts)
+            write_json(folder / "predictions.json", answers)
         references = {question.id: [answer.text for answer in question.answers] for question in questions}
-        scores: dict[str, Any]
-        if self.task.has_unanswerable:
-            scores = squad2_scores(spans.texts, spans.null_odds, references)
-        else:
-            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
+        scores: Mapping[str, float | None] = (
+            squad2_scores(spans.texts, spans.null_odds, references)
+            if self.task.has_unanswerable
+            else squad1_scores(spans.texts, references, language=self.about[name]["language"])
+        )
         return {"metrics": scores, "examples": len(questions)}
-
-    def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
-        folder = scored.predictions / name
-        answers = spans.texts
-        if self.task.has_unanswerable:
-            answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
-            write_json(folder / "null_odds.json", spans.null_odds)
-            write_json(folder / "spans.json", spans.texts)
-        write_json(folder / "predictions.json", answers)
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See Task.
@@ -254,8 +254,67 @@ class Squad(Benchmark):
         return found
 
     def legend(self) -> str:
-        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
-        text += f"{self.sizes['train']:,} questions."
+        asked = f"{self.sizes['train']:,} questions."
+        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; {asked}"
         if self.task.has_unanswerable:
             text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
         return text
+
+
+def predict_spans(
+    forward: Forward,
+    windows: Sequence[EncodedWindow],
+    collate: Callable[[Sequence[EncodedWindow]], Batch],
+    questions: Sequence[QuestionExample],
+    *,
+    max_answer_length: int,
+    batch_size: int,
+    world: World,
+) -> Spans:
+    """Answer each question by the best span of up to max_answer_length tokens in any of its windows (Devlin et al.).
+
+    Every rank must call this function. A question is unanswered as a whole only as far as each window says so: its
+    score of no answer is the lowest of its windows.
+    """
+
+    def take(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
+        return best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
+
+    found = values_of(forward, windows, collate, take, batch_size=batch_size, world=world)
+    best: dict[int, tuple[float, str]] = {}
+    null: dict[int, float] = {}
+    for window, (no_answer, score, first, last) in zip(windows, found, strict=True):
+        question = window.question
+        null[question] = min(no_answer, null.get(question, float("inf")))
+        if score > best.get(question, (float("-inf"), ""))[0]:
+            assert window.characters is not None
+            start, end = int(window.characters[first, 0]), int(window.characters[last, 1])
+            best[question] = score, questions[question].context[start:end].strip()
+    texts, odds = {}, {}
+    for question, example in enumerate(questions):
+        score, texts[example.id] = best.get(question, (null[question] - _NO_SPAN, ""))
+        odds[example.id] = null[question] - score
+    return Spans(texts, odds)
+
+
+def best_spans(
+    logits_B2T: Tensor, windows: Sequence[EncodedWindow], max_answer_length: int
+) -> Iterable[tuple[float, float, int, int]]:
+    """Return for each window the score of no answer, the best score of a span, and its first and last token.
+
+    Only tokens of the context can be the ends of a span. The score is -inf if the window has no such token.
+    """
+    starts_BT, ends_BT = logits_B2T.float().cpu().unbind(1)
+    no_answer_B = starts_BT[:, NO_ANSWER] + ends_BT[:, NO_ANSWER]
+    assert all(window.characters is not None for window in windows), "the windows are encoded for training"
+    rows = [torch.from_numpy(window.characters[:, 0] >= 0) for window in windows]  # type: ignore[index]
+    outside_BT = padded(rows, 0) == 0
+    starts_BT = starts_BT.masked_fill(outside_BT, float("-inf"))
+    ends_BT = ends_BT.masked_fill(outside_BT, float("-inf"))
+    length = min(max_answer_length, ends_BT.shape[1])
+    beyond = ends_BT.new_full((len(ends_BT), length - 1), float("-inf"))
+    ends_BTL = torch.cat([ends_BT, beyond], dim=1).unfold(1, length, 1)  # [b, t, l]: the end l tokens after t
+    best_BT, more_BT = ends_BTL.max(-1)
+    score_B, first_B = (starts_BT + best_BT).max(-1)
+    last_B = first_B + more_BT.gather(1, first_B[:, None])[:, 0]
+    return zip(no_answer_B.tolist(), score_B.tolist(), first_B.tolist(), last_B.tolist(), strict=True)

@@ -36,8 +36,6 @@ SQUAD_TASKS: dict[str, SquadTask] = {
 }
 """The tasks of question answering, by their keys in `tasks.TASKS`."""
 
-_ENGLISH = "en"
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -57,7 +55,7 @@ class Pair:
         return f"{split}-context-{self.context}-question-{self.question}.json"
 
 
-ENGLISH = Pair(_ENGLISH, _ENGLISH)
+ENGLISH = Pair("en", "en")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,6 @@ def to_json(questions: Sequence[QuestionExample]) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> list[QuestionExample]:
-    """Return the questions of a value of `to_json`."""
     contexts = value["contexts"]
     return [
         QuestionExample(key, question, contexts[context], tuple(Answer(*answer) for answer in answers))
@@ -125,7 +122,6 @@ def test_files(key: str, settings: TaskConfig) -> list[Path]:
 
 
 def _read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
-    """Read the sets that models are scored on."""
     task = SQUAD_TASKS[key]
     if not task.is_multilingual:
         if settings.languages is not None:
@@ -135,9 +131,8 @@ def _read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
     sets = {}
     for name, split, pair in [("dev", "dev", ENGLISH), *((each.column, "test", each) for each in _pairs(settings))]:
         rows, place = _split_rows(key, settings.dir, split, pair)
-        column = f"{pair.column} dev" if name == "dev" else name
         sets[name] = QuestionSet(
-            column=column,
+            column=f"{pair.column} dev" if name == "dev" else name,
             language=pair.context,
             is_averaged=name != "dev" and pair.context == pair.question,
             questions=_checked(rows, place, key),
@@ -243,7 +238,6 @@ def _train_file(folder: str, key: str) -> Path:
 
 
 def _dev_file(folder: str, key: str) -> Path:
-    """Return the file by which settings are chosen."""
     if SQUAD_TASKS[key].is_multilingual:
         path = _mlqa_folder(folder, "dev") / ENGLISH.file("dev")
         if not path.is_file():
@@ -259,7 +253,7 @@ def _mlqa_folder(folder: str, split: str) -> Path:
 
 
 def _only_file(folder: str, pattern: str) -> Path:
-    found: Sequence[Path] = sorted(Path(folder).glob(pattern))
+    found = sorted(Path(folder).glob(pattern))
     if len(found) != 1:
         there = ", ".join(path.name for path in found) or "no such file"
         raise UserError(

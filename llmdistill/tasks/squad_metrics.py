@@ -6,9 +6,9 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 Normalize = Callable[[str], str]
 """Maps an answer to the words that are compared, separated by one space."""
@@ -60,8 +60,7 @@ def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-@dataclass(frozen=True)
-class RawScore:
+class RawScore(NamedTuple):
     """The scores of one answer against the best of its references, from 0 to 1."""
 
     em: float
@@ -96,13 +95,7 @@ def squad1_scores(
         answers: the text of each answer by the id of its question.
         references: the right answers, at least one for each question, in any order of questions.
         language: the language of the answers (one of LANGUAGES); None for SQuAD.
-
-    Raises:
-        ValueError: there is no question, or a question has no reference or no answer.
     """
-    _check(answers, references)
-    if not all(references.values()):
-        raise ValueError("a question has no reference")
     normalized: Normalize = normalize if language is None else partial(normalize_mlqa, language=language)
     scores = [score_answer(answers[key], texts, normalized) for key, texts in references.items()]
     return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
@@ -127,48 +120,31 @@ def squad2_scores(
         ``f1`` and ``em``; ``best_f1``, ``best_f1_threshold``, ``best_em`` and ``best_em_threshold``, at the best
         threshold of these questions; ``has_answer_f1``, ``has_answer_em`` and ``no_answer_f1`` of the questions with
         and without an answer, None if there are none; and ``total``, the number of questions.
-
-    Raises:
-        ValueError: there is no question, or one has no answer or no null odds.
     """
-    _check(answers, references)
-    _check(null_odds, references)
     raw = {key: score_answer2(answers[key], texts) for key, texts in references.items()}
     final = {
         key: score if null_odds[key] <= threshold else RawScore(*[float(not references[key])] * 2)
         for key, score in raw.items()
     }
-    means = {name: _means(final, references, name) for name in ("f1", "em")}
+    answerable = [score for key, score in final.items() if references[key]]
+    unanswerable = [score for key, score in final.items() if not references[key]]
     best = {name: _best(raw, answers, null_odds, references, name) for name in ("f1", "em")}
     return {
-        "f1": 100 * sum(each.f1 for each in final.values()) / len(final),
-        "em": 100 * sum(each.em for each in final.values()) / len(final),
+        "f1": _mean(final.values(), "f1"),
+        "em": _mean(final.values(), "em"),
         "best_f1": best["f1"][0],
         "best_f1_threshold": best["f1"][1],
         "best_em": best["em"][0],
         "best_em_threshold": best["em"][1],
-        "has_answer_f1": means["f1"][0],
-        "has_answer_em": means["em"][0],
-        "no_answer_f1": means["f1"][1],
+        "has_answer_f1": _mean(answerable, "f1"),
+        "has_answer_em": _mean(answerable, "em"),
+        "no_answer_f1": _mean(unanswerable, "f1"),
         "total": len(raw),
     }
 
 
-def _check(found: Mapping[str, object], references: Mapping[str, object]) -> None:
-    if not references:
-        raise ValueError("no questions to score")
-    missing = sorted(references.keys() - found.keys())
-    if missing:
-        raise ValueError(f"{len(missing)} questions have no answer, such as {missing[0]}")
-
-
-def _means(
-    scores: Mapping[str, RawScore], references: Mapping[str, Sequence[str]], name: str
-) -> tuple[float | None, float | None]:
-    """Return the mean score of the questions with and of those without an answer."""
-    parts = [[getattr(scores[key], name) for key in scores if bool(references[key]) is has] for has in (True, False)]
-    first, second = (100 * sum(part) / len(part) if part else None for part in parts)
-    return first, second
+def _mean(scores: Collection[RawScore], name: str) -> float | None:
+    return 100 * sum(getattr(each, name) for each in scores) / len(scores) if scores else None
 
 
 def _best(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -39,12 +39,11 @@ class TaskFiles(Generic[Example, Scored]):
     """The examples to learn, without the skipped ones; none if only the sets that score are read."""
     sets: Mapping[str, Scored]
     """The other sets by name: those that models are scored on, and test splits without targets."""
-    skipped: Sequence[str] = field(default=())
+    skipped: Sequence[str] = ()
     """The ids or places of training examples that cannot be learned."""
 
     @property
     def digest(self) -> str:
-        """A digest of the examples."""
         hashed = hashlib.sha256()
         for part in chain(self.train, self.sets.items(), [self.skipped]):
             hashed.update(repr(part).encode() + b"\n")
@@ -70,7 +69,6 @@ class StoredTask(Task):
     """Identifies the examples and their tokens."""
 
     def collate(self, items: Sequence[Any]) -> Batch:
-        """Collate encoded examples or windows."""
         padding: Any = self.tokenizer.pad_token_id
         return collate_pairs(items, padding)
 
@@ -102,9 +100,9 @@ class StoredTask(Task):
             UserError: the examples cannot be tokenized.
         """
 
-    @abstractmethod
     def about_training(self) -> str:
         """Return one sentence about the training set of the task once it is read."""
+        return f"{len(self.train):,} examples"
 
     @property
     def batch_size(self) -> int:
@@ -117,12 +115,10 @@ class StoredTask(Task):
         return self.encoded.get("train", ())
 
     def read(self, models: Models) -> Any:
-        """See Task. The examples are read and tokenized only if their tokens are not stored yet."""
-        tokenizer = load_tokenizer(models.tokenizer_path)
-        return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
+        return self.read_on_all(models, World.alone())
 
     def read_on_all(self, models: Models, world: World) -> Any:
-        """See Task. Rank 0 reads and tokenizes the examples, and all ranks map their tokens."""
+        """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
         tokenizer = load_tokenizer(models.tokenizer_path)
         folder = made_once(lambda: self.stored(tokenizer), world)
         return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher), world)

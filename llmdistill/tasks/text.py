@@ -61,7 +61,6 @@ class Text(Task):
         return None if causal else "data.kind text masks the sequences of an encoder anew in every epoch"
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. The sequences have `data.max_length` tokens."""
         self.check_positions(key, reference, config)
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
@@ -166,7 +165,8 @@ class Text(Task):
         train = {name: tokenized(part, fraction) for name, part in _parts(settings).items()}
         valid = None if settings.valid is None else tokenized(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
-        data = self.having(train=train, valid=valid, report=share + "; ".join(map(_counts, train.items())))
+        counts = (f"{name}: {text.report()}" if name else text.report() for name, text in train.items())
+        data = self.having(train=train, valid=valid, report=share + "; ".join(counts))
         if self.trains:
             sequences = data._train_sequences()  # raises UserError if the text is too short, also if steps are given
             if isinstance(sequences, MixedSequences):
@@ -177,11 +177,6 @@ class Text(Task):
         return -(-epochs * len(self._train_sequences()) // global_batch_size)
 
     def loader(self, share: Share) -> SequenceLoader:
-        """See Task.
-
-        Raises:
-            UserError: the text is too short for one sequence.
-        """
         return SequenceLoader(self._train_sequences(), share)
 
     def taught_examples(self) -> tuple[Sequence[TextInputs], Callable[[list[TextInputs]], Batch]]:
@@ -250,28 +245,21 @@ class Text(Task):
         return {name: {**result, **summaries.get(name, {})} for name, result in found.items()}
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        if all(result["valid_loss"] is None for result in results.values()):
+        losses = {name: result["valid_loss"] for name, result in results.items()}
+        if all(loss is None for loss in losses.values()):
             title = "Perplexity" if self.texts.texts else "The method's loss"
             empty = ScoreTable(title=title, columns=[], rows={name: [] for name in results}, legend="")
             return self.texts.added(empty, results)
         table = ScoreTable(
             title="The method's loss on the validation text",
             columns=["validation loss"],
-            rows={
-                name: ["" if result["valid_loss"] is None else f"{result['valid_loss']:.4f}"]
-                for name, result in results.items()
-            },
+            rows={name: ["" if loss is None else f"{loss:.4f}"] for name, loss in losses.items()},
             legend=(
                 "The validation loss is the method's own, so it says how far the student came and nothing between "
                 "methods."
             ),
         )
         return self.texts.added(table, results)
-
-
-def _counts(named: tuple[str, Corpus]) -> str:
-    name, corpus = named
-    return f"{name}: {corpus.report()}" if name else corpus.report()
 
 
 def _parts(settings: DataConfig) -> dict[str, str]:
@@ -284,9 +272,9 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     if exponent is None:
         return {"": settings.train}
     folder = Path(settings.train)
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    parts = {each.stem: str(each) for each in found if not each.name.startswith(".")}
-    if len(parts) < 2 or len(parts) < sum(not each.name.startswith(".") for each in found):
+    found = [each for each in sorted(folder.iterdir()) if not each.name.startswith(".")] if folder.is_dir() else []
+    parts = {each.stem: str(each) for each in found}
+    if len(parts) < max(2, len(found)):
         why = "has two parts of one name" if len(parts) > 1 else f"has {len(parts)} parts"
         raise UserError(
             f"data.text.sampling_exponent is {exponent}, but data.train {settings.train} "

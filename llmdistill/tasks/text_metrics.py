@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from llmdistill.tasks.rouge import rouge_scores
 
 TextMetric = Literal["bleu4", "meteor", "rouge1", "rouge2", "rougeL"]
 
-NAMES: dict[TextMetric, str] = {
+NAMES: dict[str, str] = {
     "bleu4": "BLEU-4",
     "meteor": "METEOR",
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
 }
-"""The metrics as papers write them."""
+"""The metrics as papers write them, in sentences and tables."""
 
 
 def text_metrics(
     metrics: Sequence[TextMetric], predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[TextMetric, float]:
-    """Compute metrics of texts, each from 0 to 100.
+    """Compute metrics of texts, each from 0 to 100, for one or more references of each text.
 
     BLEU-4 is that of the corpus (Papineni et al. 2002), as sacrebleu computes it on its own tokens in lower case, with
     its default smoothing, which changes nothing where a 4-gram matches. The others are means over the texts with the
     best reference of each: ROUGE as in `rouge_scores`, METEOR as in `meteor_scores`.
-
-    Args:
-        metrics: the metrics to compute.
-        predictions: the texts.
-        references: one or more references for each text.
-
-    Raises:
-        ValueError: the lengths differ or are zero, or a text has no reference.
     """
-    if len(predictions) != len(references) or not predictions or not all(references):
-        raise ValueError(f"{len(predictions)} predictions but {len(references)} references, each of one or more texts")
-    return {metric: _score(metric, predictions, references) for metric in metrics}
 
+    def score(metric: TextMetric) -> float:
+        if metric == "bleu4":
+            return _bleu4(predictions, references)
+        if metric == "meteor":
+            return statistics.fmean(meteor_scores(predictions, references))
+        return statistics.fmean(rouge_scores(predictions, references, metric))
 
-def _score(metric: TextMetric, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    if metric == "bleu4":
-        return _bleu4(predictions, references)
-    if metric == "meteor":
-        return statistics.fmean(meteor_scores(predictions, references))
-    return statistics.fmean(rouge_scores(predictions, references, metric))
+    return {metric: score(metric) for metric in metrics}
 
 
 def _bleu4(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -71,7 +62,8 @@ def meteor_scores(predictions: Sequence[str], references: Sequence[Sequence[str]
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     tokenize = Tokenizer13a()
-    synonyms = {} if has_synonyms() else {"wordnet": _NoSynonyms()}
+    # In place of WordNet: no word has a synonym.
+    synonyms = {} if has_synonyms() else {"wordnet": SimpleNamespace(synsets=lambda _word: [])}
 
     def words(text: str) -> list[str]:
         return str(tokenize(text)).split()
@@ -91,11 +83,3 @@ def has_synonyms() -> bool:
     except LookupError:
         return False
     return True
-
-
-class _NoSynonyms:
-    """Takes the place of WordNet: no word has a synonym."""
-
-    def synsets(self, _word: str) -> list[object]:
-        """The synsets of a word: none."""
-        return []

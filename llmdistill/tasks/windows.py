@@ -69,9 +69,6 @@ def cut_windows(
     """Tokenize a text in one piece, with the special tokens that the tokenizer adds, and cut it into windows.
 
     Args:
-        text: the text.
-        tokenizer: the tokenizer of the model.
-        config: the config of the model.
         name: the text's name in messages.
         window: tokens of a window; by default USUAL_WINDOW, or the model's positions if these are fewer.
         stride: tokens from window to window; by default those of a window, so that no two overlap.
@@ -112,16 +109,10 @@ def score_windows(
     world: World,
     name: str = "the text",
 ) -> dict[str, Any]:
-    """Return the perplexity of a decoder on the windows of a text.
+    """Return the perplexity of a decoder in evaluation mode on the windows of a text.
 
-    The ranks share the windows, and every rank must call this function; the result does not depend on their number.
-
-    Args:
-        model: the decoder, in evaluation mode.
-        windows: the windows.
-        batch_size: the largest number of windows in a forward pass, which reads at most about 8,192 tokens.
-        world: the ranks.
-        name: the text's name in the signs of life.
+    The ranks share the windows, and every rank must call this function; the result does not depend on their number. A
+    forward pass reads at most batch_size windows and about 8,192 tokens; `name` is the text's in the signs of life.
 
     Returns:
         ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
@@ -210,7 +201,6 @@ class TextTests:
         }
 
     def score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See `TaskData.score_set` and `score_windows`."""
         windows = windows_of({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
         return score_windows(scored.model, windows, batch_size=self.settings.batch_size, world=scored.world, name=name)
 
@@ -220,8 +210,8 @@ class TextTests:
 
     def sentence(self, summary: Mapping[str, Any]) -> str:
         """Return the texts' part of `TaskData.sentence`."""
-        shown = (f"{name} {show_perplexity(each['perplexity'])}" for name, each in summary.get("texts", {}).items())
-        return "  ".join(shown)
+        texts = summary.get("texts", {})
+        return "  ".join(f"{name} {show_perplexity(each['perplexity'])}" for name, each in texts.items())
 
     def added(self, table: ScoreTable, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         """Return a table with a column for each text."""
@@ -234,10 +224,10 @@ class TextTests:
         }
         read: Mapping[str, Any] = next(filter(None, found.values()), {})
         counts = (f"{name} {each['windows']:,} of {each['total']:,}" for name, each in read.items())
+        stride = "" if self.settings.stride is None else f", {self.settings.stride:,} from one to the next"
         legend = (
-            f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens"
-            + ("" if self.settings.stride is None else f", {self.settings.stride:,} from one to the next")
-            + f"; scored: {', '.join(counts)}."
+            f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens{stride}; scored: "
+            f"{', '.join(counts)}."
         )
         return replace(
             table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from llmdistill.config import RunConfig, WritingConfig
 from llmdistill.data.columns import SplitWriter, in_pieces
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.targets import (
-    TARGETS,
-    EncodedTarget,
-    Marks,
-    MaskedTargets,
-    TargetExample,
-    encode_targets,
-)
+from llmdistill.data.targets import TARGETS, EncodedTarget, Marks, MaskedTargets, TargetExample, encode_targets
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
@@ -30,13 +23,8 @@ from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, skipped_questions
 from llmdistill.tasks.stored import TaskFiles
-from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
-from llmdistill.tasks.writing_files import (
-    WRITING_TASKS,
-    TextSet,
-    read_files,
-    task_paths,
-)
+from llmdistill.tasks.text_metrics import NAMES, TextMetric, has_synonyms, text_metrics
+from llmdistill.tasks.writing_files import WRITING_TASKS, TextSet, read_files, task_paths
 
 _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
 """The settings of writing on which a score depends."""
@@ -51,6 +39,8 @@ class Writing(Benchmark):
     has_classes = False
     table_title = "Written texts: metrics from 0 to 100"
     decimals = 2
+    chance = 0.0
+    """One text for all sources has next to none of their 4-grams and words in order."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its files; raise UserError if there is none."""
@@ -93,7 +83,6 @@ class Writing(Benchmark):
         return config
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. Both models are encoders; the teacher is fine-tuned."""
         if is_causal(config):
             raise UserError(
                 f"{key} {reference}: on {WRITING_TASKS[self.key].title} an encoder learns to write; give one, or "
@@ -111,7 +100,6 @@ class Writing(Benchmark):
         return f"the targets of {WRITING_TASKS[self.key].title} are masked anew in every epoch"
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: the masked tokens of the targets."""
         return Objective(label_smoothing=self.settings.label_smoothing)
 
     def read_files(self) -> TaskFiles[TargetExample, TextSet]:
@@ -124,7 +112,7 @@ class Writing(Benchmark):
     def write(
         self, files: TaskFiles[TargetExample, TextSet], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
-        """See StoredTask. The texts of the sets that models are scored on are kept too."""
+        """See StoredTask. The texts of the scored sets are kept too."""
         limits = {"max_source": self._max_source, "max_target": self.settings.max_length}
         cut_sources = cut_targets = 0
 
@@ -152,36 +140,23 @@ class Writing(Benchmark):
 
     @property
     def settings(self) -> WritingConfig:
-        """How texts are learned and searched."""
         return self.config.data.task.writing
 
     @property
     def batch_size(self) -> int:
-        """See Benchmark: the number of sources that a rank writes for at once."""
         return self.config.scoring.batch_size
 
-    def texts(self, name: str) -> TextSet:
-        """Read the texts of a set."""
-        return TextSet.from_json(self.text(name))
-
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """See Benchmark: BLEU-4, METEOR and ROUGE-L of questions; ROUGE-L, ROUGE-1 and ROUGE-2 of summaries."""
+    def metrics(self) -> tuple[TextMetric, ...]:
         return WRITING_TASKS[self.key].metrics
 
     @property
-    def shown(self) -> tuple[str, ...]:
-        """See Benchmark: all metrics."""
+    def shown(self) -> tuple[TextMetric, ...]:
         return self.metrics
 
     def column(self, name: str) -> str:
         title = WRITING_TASKS[self.key].title
         return title if name == "dev" else f"{title}-{name}"
-
-    @property
-    def chance(self) -> float:
-        """See Benchmark: one text for all sources has next to none of their 4-grams and words in order."""
-        return 0.0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -190,14 +165,12 @@ class Writing(Benchmark):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See Task: dev, and test if there is one."""
         asked = {"examples": self.digest, **{name: getattr(self.settings, name) for name in _DECODING}}
         limit = self.config.scoring.limit
         counts = {name: len(range(len(self.encoded[name]))[:limit]) for name in self.meta["sets"]}
         return {name: {**asked, "sources": count} for name, count in counts.items()}
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See Task. The last step may hold examples of a further epoch."""
         return -(-epochs * len(self.train) // global_batch_size)
 
     def loader(self, share: Share) -> SequenceLoader:
@@ -205,10 +178,11 @@ class Writing(Benchmark):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See Task: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
-        found = self.texts(name).first(self.config.scoring.limit)
+        limit, texts_of_set = self.config.scoring.limit, TextSet.from_json(self.text(name))
+        examples, references = texts_of_set.examples[:limit], texts_of_set.references[:limit]
         rows = write_targets(
             scored.model,
-            [item.source_ids for item in self.encoded[name][: self.config.scoring.limit]],
+            [item.source_ids for item in self.encoded[name][:limit]],
             BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
             marks=Marks.of(self.tokenizer),
             # A text ends with the separator; no other special token is ever a label.
@@ -220,17 +194,12 @@ class Writing(Benchmark):
         texts = [text.strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
         if scored.world.is_main:
             lines = [
-                {"source": example.source, "answer": example.hint, "references": references, "prediction": text}
-                for example, references, text in zip(found.examples, found.references, texts, strict=True)
+                {"source": example.source, "answer": example.hint, "references": several, "prediction": text}
+                for example, several, text in zip(examples, references, texts, strict=True)
             ]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(scored.predictions / f"{name}.jsonl", text)
-        metrics = text_metrics(WRITING_TASKS[self.key].metrics, texts, found.references)
-        return {"metrics": dict(metrics), "examples": len(found.examples)}
-
-    def metric_name(self, metric: str) -> str:
-        """See Benchmark: BLEU-4, ROUGE-L and so on."""
-        return {str(key): name for key, name in NAMES.items()}[metric]
+        return {"metrics": text_metrics(self.metrics, texts, references), "examples": len(examples)}
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
@@ -243,24 +212,18 @@ class Writing(Benchmark):
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
                 f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
-                f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
+                f"{NAMES[self.metrics[0]]} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
             )
         return found
 
     def legend(self) -> str:
-        settings = self.settings
-        return (
-            f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
+        settings, synonyms = self.settings, "with WordNet's synonyms" if has_synonyms() else "without synonyms"
+        texts = {
+            "bleu4": "BLEU-4 is sacrebleu's, of the corpus, in lower case. ",
+            "meteor": f"METEOR is nltk's, {synonyms}; the papers' is the Java program, whose scores differ. ",
+        }
+        return "".join(texts.get(each, "") for each in self.metrics) + (
+            "ROUGE is rouge-score's F1 with stemming, each text as one sentence. "
+            f"{settings.beams} beams, length penalty {settings.length_penalty:g}, "
             f"at most {settings.max_length} tokens; {len(self.train):,} training examples."
         )
-
-
-def _legend(metrics: Iterable[str]) -> str:
-    """What each metric is."""
-    synonyms = "with WordNet's synonyms" if has_synonyms() else "without synonyms"
-    texts = {
-        "bleu4": "BLEU-4 is sacrebleu's, of the corpus, in lower case.",
-        "meteor": f"METEOR is nltk's, {synonyms}; the papers' is the Java program, whose scores differ.",
-    }
-    rouge = "ROUGE is rouge-score's F1 with stemming, each text as one sentence."
-    return " ".join([*(texts[each] for each in metrics if each in texts), rouge])

@@ -81,17 +81,11 @@ class TextSet:
             references=[[example.target for example in several] for several in groups.values()],
         )
 
-    def first(self, limit: int | None) -> TextSet:
-        """Return the first examples, all without a limit."""
-        return TextSet(examples=self.examples[:limit], references=self.references[:limit])
-
     def to_json(self) -> dict[str, Any]:
-        """Return the set as plain JSON values."""
         return {"examples": [astuple(each) for each in self.examples], "references": self.references}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TextSet:
-        """Return the set of a value of `to_json`."""
         return cls(examples=[TargetExample(*each) for each in value["examples"]], references=value["references"])
 
 
@@ -171,7 +165,6 @@ def _file(folder: str, key: str, split: Split) -> Path | None:
 
 
 def _files(folder: str, key: str, split: Split) -> list[Path]:
-    """The files that may hold a split."""
     inside = Path(task_folder(folder, key))
     return [inside / f"{name}{ending}" for name in _NAMES[split] for ending in READERS]
 

@@ -30,6 +30,10 @@ _COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label
 class Xnli(Glue):
     """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
 
+    hub = _HUB
+    main_column = NAME
+    """The mean over the languages."""
+
     @classmethod
     def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
         return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
@@ -39,15 +43,6 @@ class Xnli(Glue):
 
     def decides(self) -> dict[str, Any]:
         return {**super().decides(), "languages": self.config.data.task.languages}
-
-    @property
-    def hub(self) -> str:
-        return _HUB
-
-    @property
-    def main_column(self) -> str:
-        """See Benchmark: the mean over the languages."""
-        return NAME
 
     def column(self, name: str) -> str:
         return f"{NAME} {name}" if name == "dev" else name
@@ -74,8 +69,7 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
     """
     folder, train = settings.dir, list[PairExample]()
     if not only_scores:
-        rows = _hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder))
-        train = [_example(row, place, number) for number, (row, place) in enumerate(rows)]
+        train = _examples(_hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder)))
         if not train:
             raise UserError(f"{folder or _HUB}: holds no example of XNLI; take the official files, whole")
     dev, test = (_by_language(split, settings) for split in _SPLITS)
@@ -101,20 +95,20 @@ def _languages(settings: TaskConfig, found: Collection[str]) -> list[str]:
 
 
 def _by_language(split: str, settings: TaskConfig) -> dict[str, list[PairExample]]:
-    found: dict[str, list[PairExample]] = {}
     if settings.dir is None:
-        for language in settings.languages or LANGUAGES:
-            if language in LANGUAGES:
-                rows = _hub_rows(language, split)
-                found[language] = [_example(row, place, number) for number, (row, place) in enumerate(rows)]
-        return found
-    path = _split_file(settings.dir, split)
-    for row, place in tsv_rows(path):
+        asked = [each for each in settings.languages or LANGUAGES if each in LANGUAGES]
+        return {language: _examples(_hub_rows(language, split)) for language in asked}
+    found: dict[str, list[PairExample]] = {}
+    for row, place in tsv_rows(_split_file(settings.dir, split)):
         if not row.get("language"):
             raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
         examples = found.setdefault(row["language"], [])
         examples.append(_example(row, place, len(examples)))
     return found
+
+
+def _examples(rows: Rows) -> list[PairExample]:
+    return [_example(row, place, number) for number, (row, place) in enumerate(rows)]
 
 
 def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config.strict import did_you_mean
+from llmdistill.data.text_files import first_line
 from llmdistill.errors import UserError
 
 _MAIN_METRICS = ("acc_norm", "acc", "exact_match")
@@ -33,10 +34,9 @@ class ZeroShotTasks:
         try:
             self.manager.load(list(self.names))
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise UserError(
-                f"--tasks {','.join(self.names)}: the data are not loaded ({reason}); check the network, or name tasks "
-                "with local data by --task_dir"
+                f"--tasks {','.join(self.names)}: the data are not loaded ({first_line(error)}); check the network, or "
+                "name tasks with local data by --task_dir"
             ) from error
 
 
@@ -72,20 +72,16 @@ def score_zero_shot(
     tokenizer: PreTrainedTokenizerBase,
     tasks: ZeroShotTasks,
     *,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
-    max_length: int | None = None,
+    num_fewshot: int | None,
+    limit: int | None,
+    batch_size: int,
+    max_length: int | None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a decoder in evaluation mode, in this process alone.
+    """Score a decoder in evaluation mode on its device, in this process alone.
 
     Args:
-        model: the decoder, on the device on which it is scored.
-        tokenizer: its tokenizer.
-        tasks: the result of `find_zero_shot`.
         num_fewshot: the number of solved examples before each question; None takes each task's own.
         limit: the number of examples of each task; None takes all of them.
-        batch_size: the number of sequences in a forward pass.
         max_length: the largest number of tokens; None takes the model's positions.
 
     Returns:

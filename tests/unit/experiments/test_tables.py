@@ -16,7 +16,7 @@ from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
-from llmdistill.tasks.out_of_domain import known_sets
+from llmdistill.tasks.out_of_domain import KNOWN_SETS
 from llmdistill.tasks.squad_metrics import LANGUAGES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,7 +59,7 @@ def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> Non
         columns = [(each.column, each.metric) for each in table.columns]
         assert len(set(columns)) == len(columns)
         # A set of other data has a column of its own, and is scored by the models of one of the tasks.
-        further = {column: known_sets()[column]["task"] for column in table.out_of_domain}
+        further = {column: KNOWN_SETS[column]["task"] for column in table.out_of_domain}
         tasks = {**{column: task for task in table.tasks for column in COLUMNS[task]}, **further}
         metrics = {column: all_ for task in table.tasks for column, all_ in COLUMNS[task].items()}
         metrics |= {column: {"accuracy"} for column in further}

@@ -15,6 +15,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models
+from llmdistill.tasks.squad_files import from_json
 
 from support import write_rows
 
@@ -96,7 +97,7 @@ def test_questions_are_those_of_the_files(run):
                 np.testing.assert_array_equal(one, other)
                 assert one is other is None or (one.dtype == other.dtype and one.flags.writeable)
     for key, each in files.sets.items():
-        assert found.questions(key) == each.questions
+        assert from_json(found.text(key)) == each.questions
     without = [not question.answers for question in files.sets["dev"].questions]
     assert found.chance == 100 * sum(without) / len(without)
     assert found.sizes["train"] == len(files.train)

@@ -9,7 +9,7 @@ from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import collate_pairs
 from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits, encode_windows
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.spans import best_spans, predict_spans
+from llmdistill.tasks.squad import best_spans, predict_spans
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", *(f"w{n}" for n in range(30))]
