@@ -195,7 +195,7 @@ def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-_WITH_HEAD: dict[str, str] = {
+_WITH_HEAD: dict[Head, str] = {
     "lm_head": " with its language-model head (terms on hidden states, matrices and relations need none: set the "
     "weights of those on the output to 0)",
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",

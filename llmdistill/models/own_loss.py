@@ -32,6 +32,7 @@ class OwnLoss:
     has_plain_head: bool
     """Whether the logits are the output of the LM head's last linear, bit by bit, on all ranks."""
     tolerance: float
+    """How far `ours` may be from `own`, as a share of it or, of a loss below 1, in nats."""
 
     @property
     def is_ours(self) -> bool:

@@ -18,8 +18,6 @@ SEEN_NAMES = NAMES[::4]
 """The people in the student's training split; it never mentions the other people."""
 UNSEEN_NAMES = [name for name in NAMES if name not in SEEN_NAMES]
 ATTRIBUTES: tuple[str, ...] = tuple(WORLD["attributes"])
-
-
 Item = TypeVar("Item")
 
 
