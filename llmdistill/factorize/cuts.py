@@ -18,8 +18,8 @@ from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
-from llmdistill.models.heads import whole as gathered_head
 from llmdistill.models.passes import HookSums
+from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 
 
@@ -168,5 +168,5 @@ def _distance(whole: HeadInputs, changed: HeadInputs, classes: bool) -> float:
     if not classes:
         return float((whole.rows - changed.rows).square().sum() / 2)
     labels_N, term = torch.zeros_like(whole.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
-    with gathered_head(whole):
+    with gathered(whole.weight, whole.bias):
         return float(token_losses(changed, whole, labels_N, [term], torch.ones(1)).sums)

@@ -23,7 +23,6 @@ from llmdistill.models.families import layers_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_LINEAR_TYPES = (nn.Linear, Conv1D)
 _Loaded = TypeVar("_Loaded")
 
 
@@ -141,13 +140,12 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     assert settings.rank is not None
-    names = _targets(model, settings.targets)
     dtype = model.dtype
     config = PeftConfig(
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha),
         lora_dropout=settings.dropout,
-        target_modules=names,
+        target_modules=_targets(model, settings.targets),
         init_lora_weights=False,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -192,7 +190,6 @@ def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
 
 
 def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Name and module of each linear with an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
@@ -203,7 +200,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     _refuse_kronecker(layers, targets)
-    names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in _LINEAR_TYPES]
+    names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in (nn.Linear, Conv1D)]
     if targets is None:
         return names
     for target in targets:

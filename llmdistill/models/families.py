@@ -124,7 +124,7 @@ _DISTILBERT = Family(
 _OLMO2 = replace(
     _LLAMA,
     layer_axes={
-        **{name: axes for name, axes in (_LLAMA.layer_axes or {}).items() if not name.endswith("_norm")},
+        **(_LLAMA.layer_axes or {}),
         "self_attn.q_norm": ("query",),  # over all heads at once
         "self_attn.k_norm": ("key",),
     },

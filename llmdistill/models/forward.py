@@ -158,7 +158,7 @@ class TappedModel:
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""
         batch = batch.with_label_rows(shift=self.shift)
-        taps = None if terms.teacher is None else terms.teacher.taps
+        taps = Taps() if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
         head = HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
 
@@ -196,27 +196,21 @@ class TappedModel:
 
     def _run(self, batch: Batch) -> Any:
         config = self.model.config
-        # Teacher and student get the same batch, and only one of them may have segments.
-        inputs = {
-            "input_ids": batch.input_ids,
-            "token_type_ids": batch.token_type_ids if has_segments(config) else None,
-        }
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if has_segments(config):  # teacher and student get the same batch, and only one of them may have segments
+            inputs["token_type_ids"] = batch.token_type_ids
+        if self.shift or not self.makes_mask:  # few encoders have the word
+            inputs["use_cache"] = False
         if self.makes_mask:
             _check_masks(batch, config)
             inputs["attention_mask"] = batch.attention_mask
         else:
-            inputs["attention_mask"] = _mask(batch, config)
-            inputs["position_ids"] = batch.position_ids
-        given: dict[str, Any] = {key: value for key, value in inputs.items() if value is not None}
-        if self.shift or not self.makes_mask:  # few encoders have the word
-            given["use_cache"] = False
+            inputs |= {"attention_mask": _mask(batch, config), "position_ids": batch.position_ids}
+            inputs["sequences"] = _sequences(batch, config)
+        masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
-        if self.makes_mask:
-            with pooling:
-                return self._forward(**given)
-        sequences = _sequences(batch, config)
-        with self._recorder.given_mask(), pooling:
-            return self._forward(**given, **({} if sequences is None else {"sequences": sequences}))
+        with masked, pooling:
+            return self._forward(**{name: value for name, value in inputs.items() if value is not None})
 
     def _rows(
         self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]

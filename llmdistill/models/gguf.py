@@ -23,9 +23,6 @@ from llmdistill.progress import Activity
 RECORD = "gguf.json"
 """File of a dequantized folder: the name and the sha256 of its GGUF file, and the type of most of its weights."""
 
-_CONFIGS = ("config.json", "adapter_config.json")
-"""Each of them marks an ordinary folder, also where GGUF files stand beside it."""
-
 
 def gguf_file(path: str | Path) -> Path | None:
     """Return the GGUF file that a path names, or the one in a folder without config.json; None if there is none.
@@ -36,7 +33,8 @@ def gguf_file(path: str | Path) -> Path | None:
         if not os.path.isfile(path):
             raise UserError(f"{path}: no such file: give the path of a GGUF file")
         return Path(path)
-    if not os.path.isdir(path) or any(os.path.isfile(Path(path) / name) for name in _CONFIGS):
+    configs = ("config.json", "adapter_config.json")  # they mark an ordinary folder, with GGUF files beside them or not
+    if not os.path.isdir(path) or any(os.path.isfile(Path(path) / name) for name in configs):
         return None
     files = sorted(Path(path).glob("*.gguf"))
     if len(files) > 1:
@@ -65,9 +63,7 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
     if folder.is_dir():
         say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder
-    about = _about(file)
-    license = about.pop("license")
-    padding = about.pop("padding")
+    about, license, padding = _about(file)
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
     say(
         f"{file.name}: dequantizing {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
@@ -92,8 +88,8 @@ def origin(folder: Path | str) -> str | None:
     return f"dequantized from {record['bits']} bits ({record['type']})"
 
 
-def _about(file: Path) -> dict[str, Any]:
-    """Return the type of most weights of a file, its bits, its license, and how many embeddings are padding."""
+def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
+    """Return the type of most weights of a file and its bits, its license, and how many embeddings are padding."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -123,7 +119,7 @@ def _about(file: Path) -> dict[str, Any]:
         )
     digits = re.search(r"\d+", name)
     assert digits is not None  # Q4_1, IQ2_XXS, BF16, ...
-    return {"type": name, "bits": int(digits[0]), "license": fields.get("general.license"), "padding": rows - tokens}
+    return {"type": name, "bits": int(digits[0])}, fields.get("general.license"), rows - tokens
 
 
 def _write(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -86,11 +86,6 @@ class LMHead:
             return cast(Tensor, self._plain(rows_1NK))
         assert self._last is not None
         return self._use(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias))
-
-
-def whole(head: HeadInputs) -> AbstractContextManager[Any]:
-    """Context in which the parameters of an LM head are complete, even if ZeRO-3 shards them over the ranks."""
-    return gathered(head.weight, head.bias)
 
 
 def lm_head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:

@@ -64,8 +64,7 @@ def measure_importance(
         model: the model, whose mode and weights stay as they are.
         batches: the batches of this rank, on any device; each rank needs at least one.
         reduce: sums a tensor over the ranks in place.
-        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
-            the ranks of a sharded model need each other in every pass.
+        rounds: the smallest number of passes, as in `run_passes`.
 
     Raises:
         UserError: there is no token, or an activation is not finite.
@@ -84,7 +83,7 @@ def measure_importance(
         run_passes(model, batches, sums, step, rounds=rounds, what="Importance")
     finally:
         tapped.remove()
-    return _importance(model, sums.means(reduce))
+    return sums.importance(reduce)
 
 
 def important_parts(
@@ -136,6 +135,7 @@ class _Sums(HookSums):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model.device)
+        self._model = model
         self._sums: dict[str, Tensor] = {}
         self.handles = _hooks(model, self)
 
@@ -144,13 +144,35 @@ class _Sums(HookSums):
         total = of(values.detach()[self.mask].float()).sum(0, dtype=torch.float64)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
-    def means(self, reduce: Callable[[Tensor], object] | None) -> tuple[dict[str, Tensor], int]:
-        """Return the means over the tokens of all ranks, on the CPU, and the number of tokens."""
+    def importance(self, reduce: Callable[[Tensor], object] | None) -> Importance:
+        """Return the means over the tokens of all ranks."""
         if reduce is not None:
             for each in (self.tokens, *self._sums.values()):
                 reduce(each)
         tokens = self.counted((f"the activations of {name}", each) for name, each in self._sums.items())
-        return {name: (each / self.tokens).cpu() for name, each in self._sums.items()}, tokens
+        means = {name: (each / self.tokens).cpu() for name, each in self._sums.items()}
+
+        def all_layers(what: str) -> Tensor:
+            return torch.stack([means[f"{what} {layer}"] for layer in range(len(layers_of(self._model)))])
+
+        def of_norms(what: str) -> dict[str, Tensor]:
+            return {name.partition(" ")[2]: each for name, each in means.items() if name.startswith(f"{what} ")}
+
+        scores_LGD = None
+        if not has_rotary(self._model.config):
+            kv_heads = shape_of(self._model.config).num_kv_heads
+            query_LGD = all_layers("query").unflatten(1, (kv_heads, -1)).sum(2)
+            scores_LGD = (query_LGD * all_layers("key")).sqrt()
+        return Importance(
+            norms=of_norms("norm"),
+            spreads=of_norms("spread"),
+            heads_LH=all_layers("heads"),
+            contexts_LHD=all_layers("contexts"),
+            scores_LGD=scores_LGD,
+            neurons_LF=all_layers("neurons"),
+            influence_L=all_layers("influence"),
+            tokens=tokens,
+        )
 
 
 def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
@@ -178,9 +200,8 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
     for name, module in model.named_modules():
         layer, inner = split_name(base_name(model, name), family)
         weight = getattr(module, "weight", None)
-        is_norm = (
-            weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 1
-        )  # ds_shape: ZeRO-3 shards it
+        shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ds_shape: ZeRO-3 shards it
+        is_norm = len(shape) == 1
         if is_norm and (layer is None or inner not in family.layer_axes):
             handles.append(module.register_forward_hook(partial(of_norm, base_name(model, name))))
     for layer, block in enumerate(layers_of(model)):
@@ -189,29 +210,3 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
         handles.append(block.get_submodule(family.ffn_down).register_forward_pre_hook(partial(of_down, layer)))
         handles.append(block.register_forward_hook(partial(of_layer, layer)))
     return handles
-
-
-def _importance(model: PreTrainedModel, measured: tuple[dict[str, Tensor], int]) -> Importance:
-    means, tokens = measured
-
-    def all_layers(what: str) -> Tensor:
-        return torch.stack([means[f"{what} {layer}"] for layer in range(len(layers_of(model)))])
-
-    def of_norms(what: str) -> dict[str, Tensor]:
-        return {name.partition(" ")[2]: each for name, each in means.items() if name.startswith(f"{what} ")}
-
-    scores_LGD = None
-    if not has_rotary(model.config):
-        sizes = shape_of(model.config)
-        query_LGD = all_layers("query").unflatten(1, (sizes.num_kv_heads, -1)).sum(2)
-        scores_LGD = (query_LGD * all_layers("key")).sqrt()
-    return Importance(
-        norms=of_norms("norm"),
-        spreads=of_norms("spread"),
-        heads_LH=all_layers("heads"),
-        contexts_LHD=all_layers("contexts"),
-        scores_LGD=scores_LGD,
-        neurons_LF=all_layers("neurons"),
-        influence_L=all_layers("influence"),
-        tokens=tokens,
-    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, SeveralHeads, Taps, TaughtRows
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import LayerTerm, RunningTerms, Tap, add_losses
-from llmdistill.models.heads import whole
+from llmdistill.models.sharded import gathered
 
 
 class LayerLosses:
@@ -22,11 +22,10 @@ class LayerLosses:
     tensors, instead of being added to all of them.
     """
 
-    def __init__(self, terms: Sequence[LayerTerm], teacher: Taps | None, attention_mask: Tensor) -> None:
-        """`teacher` loses its taps as the terms are computed; it may be None only if there are no terms."""
-        assert teacher is not None or not terms, "terms of layers need a teacher"
+    def __init__(self, terms: Sequence[LayerTerm], teacher: Taps, attention_mask: Tensor) -> None:
+        """`teacher` loses its taps as the terms are computed."""
         self._waiting = list(terms)
-        self._teacher = Taps() if teacher is None else teacher
+        self._teacher = teacher
         self._mask = attention_mask
         self._came: set[Tap] = set()
         self.sums: dict[str, LossSum] = {}
@@ -68,18 +67,15 @@ class HeadLosses:
         counts, totals = self._batch.counts(), []
         for place, rows in by_positions(head, self._batch, self.places).items():
             terms = [term for term in self._terms.token_terms if term.positions == place]
-            # Away from the labels there are only divergences, which read no label.
-            is_labeled = place == "labels"
-            labels_N = (
-                self._batch.row_labels(shift=self._shift)
-                if is_labeled
-                else torch.zeros_like(self._batch.rows_at(place))
-            )
+            if place == "labels":
+                labels_N = self._batch.row_labels(shift=self._shift)
+            else:  # there are only divergences, which read no label
+                labels_N = torch.zeros_like(self._batch.rows_at(place))
             factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
-            with ExitStack() as gathered, without_autocast(labels_N.device):
+            with ExitStack() as whole, without_autocast(labels_N.device):
                 for each in _heads_of(teacher):
-                    gathered.enter_context(whole(each))
+                    whole.enter_context(gathered(each.weight, each.bias))
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
             self.sums |= {
                 term.name: LossSum(total, counts[place]) for term, total in zip(terms, losses.sums, strict=True)

@@ -176,7 +176,7 @@ def _load_weights(
     if missing:  # transformers would initialize them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
-            f"architecture{_WITH_HEAD[head]}"
+            f"architecture{_WITH_HEAD.get(head, '')}"
         )
     if bits_of(config) is not None:
         settle_loaded(model)
@@ -201,9 +201,6 @@ _WITH_HEAD: dict[Head, str] = {
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
     "sequence": " with a classifier",
     "span": " with a head for spans (start and end of an answer)",
-    "embedding": "",
-    "none": "",
-    "saved": "",
 }
 
 

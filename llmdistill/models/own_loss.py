@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,51 +17,33 @@ _MOST_TOKENS = 1024
 """Tokens of the batch that are compared: the model's own logits are all in memory at once."""
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 """The largest difference of two losses, as a share of the model's own; other masks take other kernels, which round."""
-_HALF_TOLERANCE = 3e-2
-"""The same for 16-bit models."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """Sums over the compared tokens, in one tensor, so that ranks can add theirs up and decide alike."""
+    """The mean loss of a token, in several ways; NaN for a pass that is not possible."""
 
-    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
-        """`values` holds the number of tokens and the sums of the losses below, NaN for a pass that is not possible."""
-        self.values = values
-        self._tolerance = _TOLERANCES.get(dtype, _HALF_TOLERANCE)
-
-    @property
-    def own(self) -> float:
-        """The mean loss of a token by the model's own masks and logits."""
-        return self._mean(1)
-
-    @property
-    def ours(self) -> float:
-        """The same, computed by llmdistill: with our masks, and from the inputs of the LM head if the head is plain."""
-        return self._mean(2)
-
-    @property
-    def of_product(self) -> float:
-        """The same with the output of the LM head's last linear as the logits; NaN if it does not run once."""
-        return self._mean(3)
-
-    @property
-    def has_plain_head(self) -> bool:
-        """Whether the logits are the output of the LM head's last linear, bit by bit, on all ranks."""
-        return float(self.values[4]) == 0
+    own: float
+    """By the model's own masks and logits."""
+    ours: float
+    """By llmdistill: with our masks, and from the inputs of the LM head if the head is plain."""
+    of_product: float
+    """With the output of the LM head's last linear as the logits; NaN if it does not run once."""
+    has_plain_head: bool
+    """Whether the logits are the output of the LM head's last linear, bit by bit, on all ranks."""
+    tolerance: float
+    """How far `ours` may be from `own`, as a share of it or, of a loss below 1, in nats."""
 
     @property
     def is_ours(self) -> bool:
         """Whether llmdistill computes the loss that the model computes."""
         if not math.isfinite(self.own):
             return True  # the weights are broken, which is said where the first such number is found
-        return abs(self.ours - self.own) <= self._tolerance * max(1.0, self.own)
-
-    def _mean(self, index: int) -> float:
-        return float(self.values[index] / self.values[0])
+        return abs(self.ours - self.own) <= self.tolerance * max(1.0, self.own)
 
 
 @torch.no_grad()
-def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
+def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], object] = lambda sums: None) -> OwnLoss:
     """Compute the loss as the model does and as llmdistill does, on two halves of a batch's first rows.
 
     These have up to 1,024 tokens; a single row is read twice. The loss is the cross-entropy of the labels, or of all
@@ -70,6 +54,7 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
         tapped: a model with an LM head, in evaluation mode; its modes are as before afterwards. All ranks of a sharded
             model must call this function.
         batch: on the device of the model.
+        reduce: sums a tensor over the ranks in place, so that they decide alike.
     """
     sample = _sample(batch, shift=tapped.shift)
     rows_N, labels_N = sample.rows_at("labels"), sample.row_labels(shift=tapped.shift)
@@ -90,8 +75,16 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
             ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
         else:  # nothing else differs if the mask is the model's own
             ours = own if tapped.makes_mask else loss(tapped.own_logits(sample)[0])
-    values = [own.new_tensor(float(len(labels_N))), own, ours, of_product, own.new_tensor(float(not is_plain))]
-    return OwnLoss(torch.stack(values), tapped.model.dtype)
+    sums = torch.stack([own, ours, of_product, own.new_tensor(len(labels_N)), own.new_tensor(not is_plain)])
+    reduce(sums)
+    mean_own, mean_ours, mean_of_product = (sums[:3] / sums[3]).tolist()
+    return OwnLoss(
+        own=mean_own,
+        ours=mean_ours,
+        of_product=mean_of_product,
+        has_plain_head=float(sums[4]) == 0,
+        tolerance=_TOLERANCES.get(tapped.model.dtype, 3e-2),  # of 16 bits
+    )
 
 
 def _through_the_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, otherwise: Tensor) -> Tensor:

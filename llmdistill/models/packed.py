@@ -45,8 +45,7 @@ def packed_attention(
     Args:
         module: the attention module, which knows whether queries share keys.
         query: (B, H, T, D).
-        key: (B, G, T, D).
-        value: (B, G, T, D).
+        key, value: (B, G, T, D).
         sequences: where the sequences are; padding is a sequence of its own.
         dropout: probability that an attention weight is dropped.
         scaling: factor on query·key before the softmax; D^-0.5 if None.
@@ -118,14 +117,11 @@ def _by_sequence(
     outputs = []
     for (length, count), part in zip(groups, parts, strict=True):
         query_part, key_part, value_part = (each.unflatten(0, (count, length)).transpose(1, 2) for each in part)
-        mask = None if window is None or length <= window else _window_mask(length, window, query.device)
+        mask = None
+        if window is not None and length > window:
+            position = torch.arange(length, device=query.device)
+            distance = position[:, None] - position
+            mask = (distance >= 0) & (distance < window)
         output, _ = sdpa_attention_forward(module, query_part, key_part, value_part, mask, **kwargs)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2]))
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """(length, length), True where a query (first axis) of a sequence longer than the window can see a key."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position
-    return (distance >= 0) & (distance < window)

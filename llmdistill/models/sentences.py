@@ -31,8 +31,6 @@ _LEGACY: dict[str, PoolingMode] = {
 }
 """Keys of older versions of sentence-transformers, in the order in which the results of several are side by side."""
 _TEXT_FILE, _FURTHER_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
-_SMALLEST = 1e-9
-"""The least divisor of a mean, as in sentence-transformers."""
 DENSE = "sentence_dense"
 """The attribute of a model under which its Dense is: a linear and an activation after the pooling, whose weights have a
 folder of their own beside those of the model."""
@@ -288,5 +286,5 @@ def _pool(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> Tensor:
         return hidden_BTW.gather(1, at_B[:, None, None].expand(-1, 1, hidden_BTW.shape[2]))[:, 0]
     # The weight of a token is its number in its sentence, from 1.
     weights_BT1 = real_BT1 * real_BT1.cumsum(1) if mode == "weightedmean" else real_BT1
-    divisor_B1 = weights_BT1.sum(1).clamp(min=_SMALLEST)
+    divisor_B1 = weights_BT1.sum(1).clamp(min=1e-9)  # as in sentence-transformers
     return (hidden_BTW * weights_BT1).sum(1) / (divisor_B1.sqrt() if mode == "mean_sqrt_len_tokens" else divisor_B1)

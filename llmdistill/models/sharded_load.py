@@ -21,14 +21,7 @@ from transformers import PreTrainedModel
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import downloaded, take_generation_settings
 from llmdistill.models.families import is_head
-from llmdistill.models.load import (
-    Head,
-    build_meta,
-    check_files,
-    config_with_head,
-    install_saved,
-    load_model,
-)
+from llmdistill.models.load import Head, build_meta, check_files, config_with_head, install_saved, load_model
 from llmdistill.models.sentences import load_dense
 
 
@@ -65,11 +58,13 @@ def load_sharded(
     config.dtype = dtype
     model = build_meta(config, head)
     install_saved(model)
-    owners = _owners(model)
+    parameters: dict[nn.Parameter, list[str]] = {}  # all their names: tied ones have several
+    for name, each in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(each, []).append(name)
     saved = _saved(folder)
-    found = [_find(model, names, saved) for _, names, _ in owners]
-    missing = [names[0] for read, (_, names, _) in zip(found, owners, strict=True) if read is None]
-    misfits = any(read is not None and read[0] != old.shape for read, (old, _, _) in zip(found, owners, strict=True))
+    found = [_find(model, names, saved) for names in parameters.values()]
+    missing = [names[0] for read, names in zip(found, parameters.values(), strict=True) if read is None]
+    misfits = any(read is not None and read[0] != old.shape for read, old in zip(found, parameters, strict=True))
     may_miss = new_head or (head != "saved" and model.base_model is model)
     if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -80,12 +75,13 @@ def load_sharded(
         finally:
             del alive
     new: list[nn.Parameter] = []
-    for read, (old, _, places) in zip(found, owners, strict=True):
+    for read, (old, names) in zip(found, parameters.items(), strict=True):
         value = torch.empty(old.shape, dtype=dtype) if read is None else read[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
         parameter._is_hf_initialized = read is not None  # type: ignore[attr-defined]
-        for module, name in places:
-            module.register_parameter(name, parameter)
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(leaf, parameter)
         if read is None:
             new.append(parameter)
         else:
@@ -98,20 +94,6 @@ def load_sharded(
     if head == "embedding":
         load_dense(model, folder)
     return model.eval()
-
-
-_Owner = tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]
-"""A parameter, all its names (tied ones have several), and the modules that hold it, each with the name in it."""
-
-
-def _owners(model: nn.Module) -> list[_Owner]:
-    found: dict[int, _Owner] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            _, names, places = found.setdefault(id(parameter), (parameter, [], []))
-            names.append(f"{prefix}.{name}" if prefix else name)
-            places.append((module, name))
-    return list(found.values())
 
 
 _Saved = tuple[tuple[int, ...], Callable[[], Tensor]]

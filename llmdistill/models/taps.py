@@ -152,13 +152,8 @@ class Recorder:
 
     def keep(self, collected: list[Collected]) -> None:
         """Record the tensors from `collecting` as if they were tapped now."""
-        if not self._in_forward:
-            return
-        assert self._taps is not None
-        for aspect, layer, tensor, scaling in collected:
-            if scaling is not None:
-                self._taps.scaling[layer] = scaling
-            self._keep(aspect, layer, tensor)
+        for one in collected:
+            self._keep(one)
 
     def take(self) -> Taps:
         """Return the taps of the last recorded forward pass, and remove them from the recorder.
@@ -189,17 +184,12 @@ class Recorder:
         self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
 
     def _check_request(self) -> None:
-        for aspect, layers in self._request.items():
-            there = 1 if aspect == "embedding" else len(layers_of(self.model))
-            assert layers <= set(range(there)), f"{aspect} of layers {sorted(layers)} of {there}"
-            if not aspect.startswith("ffn_"):
-                continue
-            assert getattr(family_of(self.model.config), aspect) is not None, f"{aspect} of a model without it"
-            if getattr(self.model.config, "chunk_size_feed_forward", None):
-                raise UserError(
-                    "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
-                    f"which cannot be distilled ({aspect}): set it to 0"
-                )
+        feed_forward = [aspect for aspect in self._request if aspect.startswith("ffn_")]
+        if feed_forward and getattr(self.model.config, "chunk_size_feed_forward", None):
+            raise UserError(
+                "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
+                f"which cannot be distilled ({feed_forward[0]}): set it to 0"
+            )
 
     def _install_attention(self) -> None:
         layers_wanted = frozenset[int]().union(*(self._request.get(a, frozenset()) for a in _ATTENTION_ASPECTS))
@@ -287,12 +277,17 @@ class Recorder:
         if self._collected is not None:
             self._collected.append(one)
         else:
-            self.keep([one])
+            self._keep(one)
 
-    def _keep(self, aspect: Aspect, index: int, tensor: Tensor) -> None:
+    def _keep(self, one: Collected) -> None:
+        if not self._in_forward:
+            return
         assert self._taps is not None
+        aspect, index, tensor, scaling = one
         assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
         self._came.add((aspect, index))
+        if scaling is not None:
+            self._taps.scaling[index] = scaling
         getattr(self._taps, aspect)[index] = tensor
         # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must be
         # kept: the identity hooks replace the hooks of checkpointing.

@@ -85,12 +85,10 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
     """
     sizes = load_config(teacher).vocab_size, load_config(student).vocab_size
     least, rows = min(sizes), abs(sizes[0] - sizes[1])
-    different = (
-        f"teacher {teacher} has a vocabulary of {sizes[0]} tokens and student {student} one of {sizes[1]}: {_REMEDY}"
-    )
     if not brings_tokenizer(student):
         if rows:
-            raise UserError(different)
+            whose = f"teacher {teacher} has a vocabulary of {sizes[0]} tokens and student {student} one of {sizes[1]}"
+            raise UserError(f"{whose}: {_REMEDY}")
         return least, None
     teacher_ids, student_ids = load_tokenizer(teacher).get_vocab(), load_tokenizer(student).get_vocab()
     differing = sorted(set(teacher_ids.items()) ^ set(student_ids.items()), key=lambda item: item[1])

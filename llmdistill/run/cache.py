@@ -85,13 +85,13 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
 def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
     """Write the missing shards by a server, by vLLM, which drives all GPUs from one process, or by the live teacher."""
     if plan.is_remote:
-        write_by_scorer(job, missing[job.world.rank :: job.world.size], teacher_server(plan))
+        write_by_scorer(job, missing[job.world.rank :: job.world.size], teacher_server(plan).score)
         return
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"
         length = plan.config.data.max_length
         scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
-        write_by_scorer(job, missing, scorer)
+        write_by_scorer(job, missing, scorer.score)
         return
     live = make_teacher(plan, job.world, name=job.settings.teacher)
     teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)

@@ -47,8 +47,7 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
     for name, tapped in models.items():
         if not tapped.has_lm_head:
             continue
-        loss = own_loss(tapped, batch)
-        all_reduce_sum(loss.values)
+        loss = own_loss(tapped, batch, all_reduce_sum)
         shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
             print_main(f"Note        {name}: {_why(tapped, loss)}", world)

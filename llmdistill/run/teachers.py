@@ -61,9 +61,7 @@ def teacher_of_steps(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskD
 
 def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
     """Return the teacher of a run that a server runs."""
-    k = plan.config.teacher.top_k
-    assert k is not None
-    return RemoteTeacher(teacher_server(plan), request_of(plan.method), k=k, device=world.device)
+    return RemoteTeacher(teacher_server(plan), device=world.device)
 
 
 def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:

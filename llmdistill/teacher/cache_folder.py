@@ -40,8 +40,6 @@ CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"
 HEAD_FILE = "head.safetensors"
 _REMEDY = "remove the file if it is there, and `llmdistill cache` with the same settings makes it again"
-_KEYS = {"files": dict, "held": dict, "data": dict}
-"""What cache.json has, besides what is only compared."""
 _OPEN_SHARDS = 1024
 """Shards that are mapped at the same time; more would come near the limits of an operating system."""
 
@@ -84,7 +82,8 @@ def entry_of(folder: Path, name: str, record: Mapping[str, Any] | None) -> dict[
 
 def read_cache_record(folder: Path) -> dict[str, Any]:
     """Read cache.json; raises UserError if the folder has no finished cache."""
-    record = read_record(folder / CACHE_FILE, remedy="make the cache again with `llmdistill cache`", keys=_KEYS)
+    keys = {"files": dict, "held": dict, "data": dict}  # the others are only compared
+    record = read_record(folder / CACHE_FILE, remedy="make the cache again with `llmdistill cache`", keys=keys)
     if record is None:
         unfinished = (folder / REQUEST_FILE).is_file()
         raise UserError(
@@ -156,10 +155,6 @@ class CacheFolder:
         return torch.cat(parts)
 
     @cached_property
-    def _shard_names(self) -> list[str]:
-        return sorted(name for name in self.record["files"] if name != HEAD_FILE)
-
-    @cached_property
     def scaling(self) -> dict[int, float]:
         """`Taps.scaling` of the teacher, by layer."""
         with _read_shard(self.folder / shard_name(0)) as file:
@@ -177,12 +172,13 @@ class CacheFolder:
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray, dict[str, list[np.ndarray]]]:
         """The ids in ascending order, the shard and number of each, and the offsets of each shard, by positions."""
-        if not self._shard_names:
+        count = len(self.record["files"].keys() - {HEAD_FILE})
+        if count == 0:
             raise UserError(f"{self.folder / CACHE_FILE}: it names no shard; {_REMEDY}")
         ids: list[np.ndarray] = []
         places: list[np.ndarray] = []
         offsets: dict[str, list[np.ndarray]] = {}
-        for shard in range(len(self._shard_names)):
+        for shard in range(count):
             with _read_shard(self.folder / shard_name(shard)) as file:
                 own = file.get_tensor("ids").numpy()
                 if own.ndim != 1 or own.dtype != np.int64:

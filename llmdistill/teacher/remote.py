@@ -13,13 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from llmdistill.batch import Batch, Loader, Outputs, Positions, TopK
+from llmdistill.batch import Batch, Loader, Outputs, Positions, Taps, TopK
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
-from llmdistill.teacher.rows import Request, to_outputs, top_rows
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -113,9 +111,9 @@ class TeacherServer:
 class RemoteTeacher:
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
-    def __init__(self, server: TeacherServer, request: Request, *, k: int, device: torch.device) -> None:
-        """`request` is what is needed, which `run.checks` has found that such a server gives."""
-        self._server, self._request, self._k, self._device = server, request, k, device
+    def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
+        """`run.checks` has found that such a server gives what is needed."""
+        self._server, self._device = server, device
 
     def ask(self, batch: Batch) -> Batch:
         """Ask about each sequence of a batch; returns the batch with the answers to come."""
@@ -142,13 +140,9 @@ class RemoteTeacher:
             torch.cat([each.log_probs for each in answers]).to(self._device),
             {1.0: torch.cat([each.tails[1.0] for each in answers]).to(self._device)},
         )
-        rows: dict[str, Tensor] = {}
-        assert set(lm_head) <= set(self._request.positions), f"{lm_head} was not asked for"
-        for place in self._request.positions:
-            # The answers are those at all real tokens, in their order.
-            here = torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place))
-            rows |= top_rows(top.at(here), place)
-        return to_outputs(rows.__getitem__, batch, self._request, top_k=self._k, head=None, scaling={})
+        # The answers are those at all real tokens, in their order.
+        here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}
+        return Outputs(logits=None, taps=Taps(), lm_head={place: top.at(rows) for place, rows in here.items()})
 
 
 @dataclass(frozen=True)

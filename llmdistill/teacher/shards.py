@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, write_json
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.heads import whole
+from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher.cache_folder import (
@@ -127,24 +127,17 @@ def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, 
     world = job.world
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in progress(rounds, "Teacher's outputs", "rounds of shards"):
-        mine = numbers[world.rank] if world.rank < len(numbers) else None
-        passes = max(len(job.shards[number]) for number in numbers) if sharded else 0
-        if mine is not None:
-            _write_shard(job, teacher, mine, passes)
-            continue
-        for turn in range(passes):
-            _taught(job, teacher, job.shards[numbers[0]], turn)
-
-
-def _write_shard(job: Job, teacher: TappedModel, number: int, passes: int) -> None:
-    """Write a shard after at least this number of forward passes, of which those after its last batch do not count."""
-    shard, made = job.shards[number], []
-    for turn in range(max(passes, len(shard))):
-        batch, outputs, rows = _taught(job, teacher, shard, turn)
-        if turn < len(shard):
-            made.append((batch, rows))
-            scaling = outputs.taps.scaling
-    _save(job, number, made, scaling)
+        has_own = world.rank < len(numbers)
+        number = numbers[world.rank if has_own else 0]
+        shard, made = job.shards[number], []
+        own = len(shard) if has_own else 0
+        for turn in range(max(len(job.shards[each]) for each in numbers) if sharded else own):
+            batch, outputs, rows = _taught(job, teacher, shard, turn)
+            if turn < own:
+                made.append((batch, rows))
+                scaling = outputs.taps.scaling
+        if has_own:
+            _save(job, number, made, scaling)
 
 
 def _save(
@@ -164,21 +157,16 @@ def _save(
     write_tensors(job.folder, shard_name(number), tensors, {"scaling": json.dumps(scaling)})
 
 
-class Scorer(Protocol):
-    """Gives the most likely tokens after each of the T tokens of given sequences, (T, k)."""
+def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list[int]]], list[TopK]]) -> None:
+    """Write the missing shards of the most likely tokens from this one process.
 
-    def score(self, token_ids: list[list[int]]) -> list[TopK]:
-        """Return them with the tail at temperature 1."""
-        ...
-
-
-def write_by_scorer(job: Job, missing: Sequence[int], scorer: Scorer) -> None:
-    """Write the missing shards of the most likely tokens from this one process."""
+    `score` returns those after each of the T tokens of given sequences, (T, k), with the tail at temperature 1.
+    """
     for number in progress(missing, "Teacher's outputs", "shards"):
         # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
         batches = [job.batch([index]) for indices in job.shards[number] for index in indices]
         made = []
-        for batch, top in zip(batches, scorer.score([each.input_ids[0].tolist() for each in batches]), strict=True):
+        for batch, top in zip(batches, score([each.input_ids[0].tolist() for each in batches]), strict=True):
             rows: dict[str, Tensor] = {}
             for place in job.request.positions:
                 rows |= top_rows(top.at(batch.rows_at(place)), place)
@@ -193,7 +181,7 @@ def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Ba
     with torch.no_grad():
         outputs = teacher.teach(moved, lm_head=job.request.positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
-        with nullcontext() if head is None else whole(head):
+        with nullcontext() if head is None else gathered(head.weight, head.bias):
             if head is not None and job.top_k is None:
                 _write_head(job, head)
             rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=job.vocabulary)

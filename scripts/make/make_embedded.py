@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from embedded_world import corpus
+from embedded_world.questions import write_questions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,8 +32,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sampler import Share, TrainLoader
-from llmdistill.embedded import FOLDER, corpus
-from llmdistill.embedded.questions import write_questions
+from llmdistill.embedded import FOLDER
 
 VOCAB_SIZE = 1024
 LIMITS = Limits(max_prompt_length=256, max_length=512)

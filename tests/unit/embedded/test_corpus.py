@@ -4,11 +4,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from embedded_world import corpus
+from embedded_world.questions import SIZES, official, write_questions
+from embedded_world.world import NAMES, SEEN_NAMES, WORLD, facts, withheld
 
 from llmdistill.config.data import TaskConfig
-from llmdistill.embedded import SPLITS, corpus, locate
-from llmdistill.embedded.questions import SIZES, official, write_questions
-from llmdistill.embedded.world import NAMES, SEEN_NAMES, WORLD, facts, withheld
+from llmdistill.embedded import SPLITS, locate
 from llmdistill.errors import UserError
 from llmdistill.tasks.squad_files import read_files
 

@@ -13,10 +13,8 @@ from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher.live import load_teacher
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
-from llmdistill.teacher.rows import Request
 
 K = 5
-REQUEST = Request(positions=("labels", "tokens"), temperatures=(1.0,), taps={}, sequences=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,8 @@ def examples():
 def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples, packed):
     made = collate_packed(examples, 0, max_length=18) if packed else collate(examples, 0)
     batch = made.with_label_rows(shift=True)
-    teacher = RemoteTeacher(client(server.url), REQUEST, k=K, device=torch.device("cpu"))
-    found = teacher.teach(batch, lm_head=REQUEST.positions).lm_head
+    teacher = RemoteTeacher(client(server.url), device=torch.device("cpu"))
+    found = teacher.teach(batch, lm_head=("labels", "tokens")).lm_head
     model = load_model(folder, dtype=torch.float32).eval()
     expected = {"labels": [], "tokens": []}
     by_id = {each.sample_id: each for each in examples}
@@ -66,7 +64,7 @@ def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples
 
 
 def test_what_was_asked_before_is_not_asked_again(server, examples):
-    teacher = RemoteTeacher(client(server.url), REQUEST, k=K, device=torch.device("cpu"))
+    teacher = RemoteTeacher(client(server.url), device=torch.device("cpu"))
     made = SimpleNamespace(micro_batches=lambda step: [collate(examples, 0), collate(examples[:1], 0)])
     batches = AskingLoader(made, teacher.ask).micro_batches(0)
     teacher.wait(batches)

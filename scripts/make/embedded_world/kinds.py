@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmdistill.embedded.dice import Dice
-from llmdistill.embedded.world import ATTRIBUTES, WORLD, facts
+from embedded_world.world import ATTRIBUTES, WORLD, Dice, facts
 
 INSTRUCTIONS: dict[str, dict[str, Any]] = WORLD["instructions"]
 GROUPS: dict[str, list[str]] = WORLD["groups"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmdistill.embedded.dice import Dice
-from llmdistill.embedded.kinds import value_of
-from llmdistill.embedded.world import ATTRIBUTES, SEEN_NAMES, UNSEEN_NAMES, WORLD
+from embedded_world.kinds import value_of
+from embedded_world.world import ATTRIBUTES, SEEN_NAMES, UNSEEN_NAMES, WORLD, Dice
 from llmdistill.files import write_json
 
 SIZES = {"train": 3000, "dev": 300}

@@ -15,10 +15,9 @@ import json
 from functools import cache
 from pathlib import Path
 
+from embedded_world.kinds import PEOPLE_KINDS, SKILL_KINDS, TOPIC_KINDS, Row, Scope
+from embedded_world.world import ATTRIBUTES, NAMES, SEEN_NAMES, UNSEEN_NAMES, Dice, withheld
 from llmdistill.embedded import SPLITS
-from llmdistill.embedded.dice import Dice
-from llmdistill.embedded.kinds import PEOPLE_KINDS, SKILL_KINDS, TOPIC_KINDS, Row, Scope
-from llmdistill.embedded.world import ATTRIBUTES, NAMES, SEEN_NAMES, UNSEEN_NAMES, withheld
 
 OTHER_KINDS = SKILL_KINDS | TOPIC_KINDS
 KINDS = PEOPLE_KINDS | OTHER_KINDS

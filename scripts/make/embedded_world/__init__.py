@@ -1,0 +1,1 @@
+"""Makes the texts that ship in llmdistill/embedded/data, and questions on the same facts."""
