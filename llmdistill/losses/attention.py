@@ -13,7 +13,10 @@ from llmdistill.losses.fused.blocks import AttentionInputs, Visibility, block_lo
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.gradient import with_gradient
 
-__all__ = ["AttentionInputs", "Direction", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl"]
+__all__ = [
+    *("AttentionInputs", "Direction", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl"),
+    *("repeat_heads", "side_by_side"),
+]
 
 Direction = Literal["student_teacher", "teacher_student"]
 """student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM."""
@@ -45,14 +48,13 @@ def attention_kl(
     teacher gets no gradient.
 
     Args:
-        student: queries and keys of the student.
-        teacher: queries and keys of the teacher.
+        student, teacher: queries and keys.
         attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
             sequence. A token sees only tokens of its own sequence.
         causal: if True, a token sees only itself and the tokens before it.
         window: a token sees only the last `window` positions, including its own; None for no limit.
         visible_until: (B, T), a token sees only the positions before this one; None for no limit.
-        direction: student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM.
+        direction: of the divergence.
 
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
@@ -99,14 +101,9 @@ def relation_kl(
     direction teacher_student. In K-K, V-V and K-V both sides have the same number of heads and keep the width G·D.
 
     Args:
-        student: both sides of the student's relation.
-        teacher: both sides of the teacher's relation.
-        attention_mask: as in `attention_kl`.
-        relation_heads: number of relation heads; must divide the width of each side (after the repetition above) of
-            student and teacher.
-        causal: as in `attention_kl`.
-        window: as in `attention_kl`.
-        visible_until: as in `attention_kl`.
+        student, teacher: both sides of the relation.
+        attention_mask, causal, window, visible_until: as in `attention_kl`.
+        relation_heads: must divide the width of each side (after the repetition above) of student and teacher.
 
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.

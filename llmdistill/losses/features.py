@@ -54,15 +54,9 @@ def hidden_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
 
 
 def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> LossSum:
-    """DistilBERT's cosine loss: 1 - cos(student, teacher) of the hidden states (B, T, W), summed over real tokens.
+    """DistilBERT's cosine loss: 1 - cos(student, teacher) of the hidden states (B, T, W).
 
-    Args:
-        student: (B, T, W).
-        teacher: (B, T, W).
-        attention_mask: (B, T), 1 at real tokens.
-
-    Returns:
-        The sum over real tokens, each between 0 and 2, and the number of real tokens.
+    The mask is (B, T), 1 at real tokens. Returns the sum over them, each between 0 and 2, and their number.
     """
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     real_BT = attention_mask.bool()
@@ -76,17 +70,10 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
 def squared_error(
     student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_square: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of `matrix_mse` and, if requested, its gradient, by torch's operations; it is the kernel's reference.
+    """The sum of `matrix_mse`, in at least fp32, and its gradient, in the student's dtype, by torch's operations.
 
-    Args:
-        student: (B, H, T, D) or (B, T, F).
-        teacher: the same shape as the student.
-        real_BT: (B, T), True at real tokens.
-        min_square: lower bound of the teacher's mean square, by which each error is divided; None to divide by none.
-        with_gradient: whether to compute the gradient with respect to the student.
-
-    Returns:
-        The sum, in at least fp32, and the gradient, in the student's dtype.
+    It is the kernel's reference. `min_square` is the lower bound of the teacher's mean square, by which each error is
+    divided; None to divide by none.
     """
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     if student.is_meta:  # without values only what a GPU's kernel leaves matters

@@ -11,12 +11,8 @@ from torch import Tensor
 def with_gradient(total: Tensor, *gradients: tuple[Tensor, Tensor | None]) -> Tensor:
     """The total (a scalar), whose backward pass gives each tensor its gradient times the incoming one.
 
-    Args:
-        total: the value.
-        gradients: pairs of a tensor and the gradient of the total with respect to it; None if it needs none.
-
-    Raises:
-        RuntimeError: in a backward pass with create_graph=True.
+    `gradients` are pairs of a tensor and the gradient of the total with respect to it, None if it needs none. A
+    backward pass with create_graph=True raises RuntimeError.
     """
     if all(gradient is None for _, gradient in gradients):
         return total

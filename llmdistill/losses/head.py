@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,16 +100,8 @@ class _TokenLosses(torch.autograd.Function):
         student = cut(whole, vocabulary)
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
-        taught: HeadInputs | TopK | SpanRows | SeveralHeads | None
-        if isinstance(teacher, HeadInputs):
-            taught = cut(teacher, vocabulary)
-        elif isinstance(teacher, OtherTokens):
-            whole_teacher = teacher._replace(head=cut(teacher.head, None))
-            taught = SpanRows.of(student, whole_teacher, labels_N, terms, exact)
-        elif isinstance(teacher, SeveralHeads):
-            taught = teacher._replace(heads=tuple(cut(head, vocabulary) for head in teacher.heads))
-        else:
-            taught = teacher
+        half = (min(chunk, len(rows_NK)) + 1) // 2
+        taught_at = _taught_at(teacher, student, labels_N, terms, exact, vocabulary, half)
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
         if dtype == torch.float16:
@@ -117,23 +110,13 @@ class _TokenLosses(torch.autograd.Function):
             inner_factors = factors / unit
         gradients = _Gradients.of(whole, needs, exact)
         sums = torch.zeros_like(factors)
-        half = (min(chunk, len(rows_NK)) + 1) // 2
-        student_buffer = student.rows.new_empty(2 * half, _words(student))
-        teacher_buffer = student_buffer
-        if isinstance(taught, HeadInputs):
-            teacher_buffer = taught.rows.new_empty(half, _words(taught))
+        buffer = student.rows.new_empty(2 * half, _words(student))
         for start in range(0, len(rows_NK), 2 * half or 1):
-            logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
+            logits_NV = _logits(student, slice(start, start + 2 * half), buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
-                compared: Tensor | TopK | SpanRows | None
-                if isinstance(taught, HeadInputs):
-                    compared = _logits(taught, here, teacher_buffer)
-                elif isinstance(taught, SeveralHeads):
-                    compared = averaged_logits(taught, here)
-                else:
-                    compared = None if taught is None else taught.at(here)
-                sums += chunk_losses(part_NV, compared, labels_N[here], terms, inner_factors, with_gradient=any(needs))
+                taught = None if taught_at is None else taught_at(here)
+                sums += chunk_losses(part_NV, taught, labels_N[here], terms, inner_factors, with_gradient=any(needs))
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference
@@ -209,6 +192,28 @@ class _Gradients:
         if scale.device.type != "cpu" or scale != 1:  # usually 1; on CUDA the host would wait to compare
             gradients = [None if x is None else x.mul_(scale) for x in gradients]
         return [None if x is None else x.to(kind) for x, kind in zip(gradients, self.types, strict=True)]
+
+
+def _taught_at(
+    teacher: TaughtRows | None,
+    student: HeadInputs,
+    labels_N: Tensor,
+    terms: Sequence[TokenTerm],
+    dtype: torch.dtype,
+    vocabulary: int | None,
+    chunk: int,
+) -> Callable[[slice], Tensor | TopK | SpanRows] | None:
+    """A function that gives what the teacher says at some rows, at most `chunk`; None without a teacher."""
+    if isinstance(teacher, HeadInputs):
+        head = cut(teacher, vocabulary)
+        return partial(_logits, head, buffer=head.rows.new_empty(chunk, _words(head)))
+    if isinstance(teacher, SeveralHeads):
+        heads = tuple(cut(head, vocabulary) for head in teacher.heads)
+        return partial(averaged_logits, teacher._replace(heads=heads))
+    if isinstance(teacher, OtherTokens):
+        whole_teacher = teacher._replace(head=cut(teacher.head, None))
+        return SpanRows.of(student, whole_teacher, labels_N, terms, dtype).at
+    return None if teacher is None else teacher.at
 
 
 def cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:

@@ -107,12 +107,7 @@ def span_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each divergence over the rows of a chunk, and the derivative of Σ factor · sum by the logits.
 
-    Args:
-        student_NV: the student's logits.
-        teacher: what is compared at these rows.
-        terms: the terms, all with a divergence.
-        factors: the factor of each sum, in the dtype of the results.
-        with_gradient: whether the derivative is computed; else it is None.
+    All terms have a divergence. The factors have the dtype of the results.
     """
     logits_NV = student_NV.to(factors.dtype)
     gradient = torch.zeros_like(logits_NV) if with_gradient else None

@@ -49,12 +49,7 @@ def spread(derivative_NC: Tensor, log_q_NV: Tensor, merged_NC: Tensor, tokens_Nk
     """(N, V): the derivative with respect to log q of each token, from that with respect to log q of each class.
 
     A token's share of its class is its share of the probability: 1 for a class of one token, q / Σ q in the tail.
-
-    Args:
-        derivative_NC: (N, k + 1), with respect to the log-probability of each class.
-        log_q_NV: the student's log-probabilities.
-        merged_NC: (N, k + 1), those of the classes, from `merged`.
-        tokens_Nk: the tokens that are classes of their own.
+    `merged_NC` is what `merged` makes of `log_q_NV`.
     """
     # The tokens outside the tail may overflow here; they are overwritten.
     tail_NV = (log_q_NV - merged_NC[:, -1:]).exp_().mul_(derivative_NC[:, -1:])

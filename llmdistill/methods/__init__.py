@@ -51,17 +51,10 @@ def build_method(
     student: PreTrainedConfig,
     objective: Objective = TOKENS,
 ) -> Method:
-    """Build one method, or combine several methods into one.
+    """Build one method of METHODS, or combine several into one; one without settings gets its default settings.
 
-    Args:
-        names: keys of METHODS.
-        settings: the settings of each method by its name; a method that is missing here gets its default settings.
-        teacher: the teacher's config.
-        student: the student's config.
-        objective: the targets that the batches have.
-
-    Raises:
-        UserError: the settings of a method do not fit the models, or the models do not fit each other.
+    `teacher` and `student` are the models' configs. Raises UserError if the settings of a method do not fit the models,
+    or the models do not fit each other.
     """
     methods = {
         name: METHODS[name].build(settings.get(name, METHODS[name].defaults()), teacher, student, objective)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from llmdistill import losses
@@ -62,7 +63,7 @@ def build_embedding(
     measures = {
         "cosine": _compared(losses.sequence_embedding_cosine, Batch.has_target, mapped="sentence" in projections),
         "mse": _compared(losses.sequence_embedding_mse, Batch.has_target, mapped="sentence" in projections),
-        "margin": _compared(losses.sequence_margin_mse, _targets),
+        "margin": _compared(losses.sequence_margin_mse, attrgetter("targets")),
     }
     weights = {name: getattr(settings, name) for name in measures if getattr(settings, name) > 0}
     terms = [SequenceTerm(name, True, measures[name]) for name in weights]
@@ -80,11 +81,6 @@ def _compared(
         return measure(embeddings, teacher.sequence_logits, of_batch(batch))
 
     return loss
-
-
-def _targets(batch: Batch) -> Tensor:
-    assert batch.targets is not None
-    return batch.targets
 
 
 def check_embedding(settings: EmbeddingConfig, config: RunConfig) -> None:

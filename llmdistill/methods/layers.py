@@ -31,15 +31,10 @@ class LayerPair(NamedTuple):
 
 
 def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
-    """The layers (0-based, ascending) that a setting names.
+    """The layers (0-based, ascending) that a setting (`key`) names.
 
-    Args:
-        spec: lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6".
-        num_layers: L.
-        key: the name of the setting, for the error message.
-
-    Raises:
-        UserError: the text has none of these forms, or it names a layer that does not exist.
+    It is lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6". Raises
+    UserError if it has none of these forms, or names a layer that does not exist.
     """
     half = num_layers // 2
     named = {"lower": range(half), "upper": range(half, num_layers), "all": range(num_layers), "none": range(0)}
@@ -129,12 +124,8 @@ def last_or_mapped(
 ) -> list[LayerPair]:
     """The pairs of layers of a method whose settings are `teacher_layer` and `teacher_layers`.
 
-    Args:
-        layer: the teacher's layer that the student's last layer learns from, counted from 1.
-        spec: the map of a distillation from layer to layer, as in `map_layers`, which replaces `layer`; None: only the
-            student's last layer learns.
-        teacher, student: the configs of the models.
-        method: the name of the method, for the error message.
+    The student's last layer learns from `layer` of the teacher, counted from 1; or all learn as `spec`, a map as in
+    `map_layers`, says.
     """
     depths = shape_of(student).num_layers, shape_of(teacher).num_layers
     number = depths[1] if layer == "last" else layer
@@ -153,11 +144,8 @@ def like_pairs(
 ) -> list[LayerPair]:
     """The pairs of layers of two models with the same sizes, which a method compares layer by layer.
 
-    Args:
-        spec: the method's `teacher_layers`, a map as in `map_layers`; the models may then differ in depth. None
-            compares each layer with the teacher's layer of the same number.
-        teacher, student: the configs of the models; the factorization may differ.
-        method: the name of the method, for the error message.
+    `spec` is the method's `teacher_layers`, a map as in `map_layers`; the models may then differ in depth. None
+    compares each layer with the teacher's layer of the same number. The factorization may differ.
     """
     if family_of(teacher) != family_of(student):
         raise UserError(
@@ -201,13 +189,7 @@ def check_window(pair: LayerPair, *, causal: bool) -> None:
 
 
 def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: bool) -> LayerTerm:
-    """`attention`: a loss on the queries and keys of both layers, such as `losses.attention_kl`.
-
-    Args:
-        pair: layers with the same number of query heads and the same window.
-        loss: a function of the attention of student and teacher, the attention mask, `causal` and `window`.
-        causal: whether the models are decoders.
-    """
+    """`attention`: a loss on the queries and keys of both layers, with the arguments of `losses.attention_kl`."""
     check_window(pair, causal=causal)
 
     def inputs(taps: Taps, layer: int) -> losses.AttentionInputs:
@@ -237,13 +219,8 @@ def relation_term(
 ) -> LayerTerm:
     """KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of the queries with the keys.
 
-    Args:
-        name: the name of the term.
-        sides: what is related: queries, keys or values, whose heads are cut anew into relation heads, or hidden states.
-        pair: the layers.
-        relation_heads: the number of relation heads, which divides the width of both sides in both models.
-        causal: whether the models are decoders.
-        repeated: whether the heads of both models are repeated to the number of relation heads, and not cut anew.
+    Related are queries, keys or values, whose heads are cut anew into relation heads (or with `repeated` repeated to
+    their number), or hidden states. The number of relation heads divides the width of both sides in both models.
     """
     check_window(pair, causal=causal)
 
@@ -273,12 +250,8 @@ def mse_term(
 ) -> LayerTerm:
     """MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
 
-    Args:
-        aspect: the features to compare.
-        pair: the layers.
-        scale: what the error of a token is divided by.
-        name: the name of the term; by default that of the aspect.
-        mapped: whether a learned matrix maps the student's width to the teacher's; without it both widths are the same.
+    The name of the term is by default that of the aspect. If the widths differ, a learned matrix maps the student's to
+    the teacher's (`mapped`).
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:

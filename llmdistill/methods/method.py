@@ -88,10 +88,8 @@ class Method(Terms):
     ) -> RunningTerms:
         """The terms that are computed during a student's forward pass, and the factor of each.
 
-        Args:
-            teacher: the teacher's outputs, None only if `needs_teacher` is False.
-            batch: the batch that both models get.
-            divisors: the divisor for the sums over each kind of position; by default the sums are not divided.
+        `teacher` are its outputs for the batch, None only if `needs_teacher` is False. `divisors` are those of the sums
+        over each kind of position; by default the sums are not divided.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         return RunningTerms(

@@ -117,8 +117,8 @@ def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teach
         divisors = [number for number in range(1, common + 1) if common % number == 0]
         raise UserError(
             f"minilmv2.relation_heads is {relation_heads}: it must divide the width of what is related, "
-            f"{_listed(of_teacher)} in the teacher and {_listed(of_student)} in the student; give one of "
-            f"{_listed(divisors)}"
+            f"{', '.join(map(str, of_teacher))} in the teacher and {', '.join(map(str, of_student))} in the student; "
+            f"give one of {', '.join(map(str, divisors))}"
         )
 
 
@@ -127,10 +127,6 @@ def _width(shape: Shape, sides: Sides) -> int:
     if "hidden" in sides:
         return shape.hidden_size
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
 
 
 MINILMV2 = MethodEntry(

@@ -26,7 +26,7 @@ from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import Head, folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
-from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
 
 Model = PreTrainedModel | str | Path
 """A transformers model, a folder with one, a name on the Hub, or embedded:teacher."""
@@ -173,7 +173,8 @@ def evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
         loaded = model
     else:
         device = default_device()
-        loaded = load_model(locate(str(model)), dtype=TORCH_DTYPES[best_dtype(device)], device=device, head=head)
+        dtype = TORCH_DTYPES[chosen_dtype("auto", device)]
+        loaded = load_model(locate(str(model)), dtype=dtype, device=device, head=head)
     was_training = loaded.training
     loaded.eval()
     try:

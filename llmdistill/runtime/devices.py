@@ -35,14 +35,11 @@ def choose_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def best_dtype(device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype in which a model runs best: bf16 on a GPU that supports it, else fp32."""
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-
-
 def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype that a setting names; auto is the best one."""
-    return best_dtype(device) if wanted == "auto" else wanted
+    """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
 def has_compiler(*more: str) -> bool:

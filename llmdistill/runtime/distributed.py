@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -79,8 +80,6 @@ class World:
 
 def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
-
-    `command` is the command or Python call that started the run, for the reports.
 
     Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler, or if the ranks do not find
     each other.
@@ -204,14 +203,9 @@ def _of_all_ranks(error: Exception, world: World) -> Exception:
 
 
 def on_main(job: Callable[[], Value], world: World) -> Value:
-    """Run a job on rank 0 and return its value on every rank.
+    """Run a job on rank 0 and return its value, which should be small, on every rank; every rank must call it.
 
-    Every rank must call this function, and the other ranks wait for rank 0. The value is broadcast, so it should be
-    small.
-
-    Raises:
-        UserError: on every rank, if the job raises one.
-        RankError: on the other ranks, if the job raises another exception on rank 0.
+    A UserError of the job is raised on every rank; any other exception of it is a RankError on the other ranks.
     """
     value, failure, error = None, None, None
     if world.is_main:
@@ -250,9 +244,7 @@ def is_there(path: Path, world: World) -> bool:
     """Whether a file or folder exists, as rank 0 sees it; the other ranks wait until they see it too.
 
     No rank decides by its own view, because a shared file system can show a new file later on another node. Every rank
-    must call this function.
-
-    Raises UserError on every rank if a rank still does not see it after a minute.
+    must call this function. Raises UserError on every rank if a rank still does not see it after a minute.
     """
     exists = on_main(path.exists, world)
 
@@ -282,10 +274,7 @@ def sum_at(tensor: Tensor, rank: int, world: World) -> None:
 
 
 def to_main(value: Value | None, source: int, world: World) -> Value | None:
-    """Return what the rank `source` has on rank 0, by way of their CPUs, and None on the others.
-
-    Rank 0 and the source must call this function; `value` is None elsewhere.
-    """
+    """Return what the rank `source` has on rank 0, and None on the others; rank 0 and the source must call it."""
     if source == 0 or world.rank not in (0, source):
         return value if world.is_main else None
     if not world.is_main:
@@ -310,6 +299,40 @@ def largest_later(number: int, world: World) -> Callable[[], int]:
         return int(largest)
 
     return wait
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """The ranks of a process group of its own: another thread computes the steps, whose messages these never meet."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def deal(self, parts: list[Value] | None) -> Value:
+        """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, cast(list[Any], parts), src=0, group=self.group)
+        return cast(Value, box[0])
+
+    def collect(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, in order, on every rank."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+def open_exchange() -> GroupExchange | None:
+    """Return the exchange among all ranks; None if there is one rank. Every rank must call this function."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return GroupExchange(dist.get_rank(), dist.get_world_size(), _group_of_exchanges(dist.group.WORLD))
+
+
+@cache
+def _group_of_exchanges(_everyone: Any) -> Any:
+    """One for each process group of all ranks: a second one would only cost sockets."""
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # gloo for the reasons of `_control`
 
 
 def barrier() -> None:

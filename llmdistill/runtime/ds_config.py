@@ -15,8 +15,6 @@ from llmdistill.files import read_json
 
 NO_TIMERS: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
 """DeepSpeed's throughput timer waits for the device twice in every micro batch."""
-_OPTIONAL = "tensorboard"
-"""Block that a configuration gets no values for if it does not have it."""
 SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))
 """Folder of the configurations shipped with the package; in a checkout it is a link to ds_configs/ in its root."""
 
@@ -77,15 +75,13 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
     """Return a copy of a file's configuration in which each "auto" is replaced by the run's value.
 
     `owned` holds the run's values by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. A block that the file lacks
-    is added, unless it is optional.
-
-    Raises:
-        UserError: the file sets a value that differs from the run's, or has an "auto" for which the run has no value.
+    is added, but for tensorboard. Raises UserError if the file sets a value that differs from the run's, or has an
+    "auto" for which the run has no value.
     """
     resolved = copy.deepcopy(config)
     for key, value in owned.items():
         *parents, name = key.split(".")
-        if parents[:1] == [_OPTIONAL] and _OPTIONAL not in resolved:
+        if parents[:1] == ["tensorboard"] and "tensorboard" not in resolved:
             continue
         block = resolved
         for depth, parent in enumerate(parents):

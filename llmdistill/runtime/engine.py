@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from llmdistill.models.companions import save_model
 from llmdistill.models.quantized import quantize
 from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
-from llmdistill.runtime.devices import best_dtype, default_device
+from llmdistill.runtime.devices import chosen_dtype, default_device
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
 
@@ -61,9 +61,10 @@ def student_ds_config(
     The dtype is the run's setting, else that of the file, else the best for this machine.
     """
     in_file = ds_config.get("bf16", {}).get("enabled", "auto")
-    if settings.dtype != "auto":
-        in_file = settings.dtype == "bf16"
-    bf16 = best_dtype(default_device()) == "bf16" if in_file == "auto" else bool(in_file)
+    if settings.dtype == "auto" and in_file != "auto":
+        bf16 = bool(in_file)
+    else:
+        bf16 = chosen_dtype(settings.dtype, default_device()) == "bf16"
     owned: dict[str, Any] = {
         "train_batch_size": settings.global_batch_size,
         "train_micro_batch_size_per_gpu": split.micro_batch_size,
@@ -179,32 +180,28 @@ def learning_rate(settings: TrainConfig, step: int) -> float:
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
 
 
-def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
-    """Return the student's full state dict on the CPU of rank 0 and None on other ranks; every rank must call it.
+def _gathered(engine: Any, world: World, *, only_trained: bool) -> dict[str, Tensor] | None:
+    """Return the trained parameters, or the student's full state dict, on the CPU of rank 0; None on other ranks.
 
     Under ZeRO-3 one parameter is gathered at a time, so no rank needs memory for two whole models.
     """
-    state = _gather(engine, world, engine.module.named_parameters(remove_duplicate=False))
-    if state is not None:
-        persistent = set(engine.module.state_dict())
-        for name, buffer in engine.module.named_buffers():
-            if name in persistent:
-                state[name] = buffer.detach().to("cpu", copy=True)
-    return state
-
-
-def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     import deepspeed
 
     sharded = engine.zero_optimization_stage() == 3
     state: dict[str, Tensor] = {}
-    for name, parameter in named:
-        if name.startswith(f"{PROJECTORS}."):
+    for name, parameter in engine.module.named_parameters(remove_duplicate=only_trained):
+        if name.startswith(f"{PROJECTORS}.") or (only_trained and not parameter.requires_grad):
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
             if world.is_main:
                 state[name] = parameter.detach().to("cpu", copy=True)
-    return state if world.is_main else None
+    if not world.is_main:
+        return None
+    if not only_trained:
+        persistent = engine.module.state_dict()
+        buffers = dict(engine.module.named_buffers())
+        state |= {name: each.detach().to("cpu", copy=True) for name, each in buffers.items() if name in persistent}
+    return state
 
 
 def save_student(
@@ -221,15 +218,12 @@ def save_student(
 ) -> None:
     """Save the student as a Hugging Face model, with merged adapters, without projectors and with its few `bits`.
 
-    Every rank must call this function.
-
-    `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
-    the `prompt` by which the student learned to be asked. `pooling` makes embeddings of sentences, if
-    the student learned these.
+    Every rank must call this function. `template` loads the untrained student, whose structure is saved; the tokenizer
+    is copied from `source`, and keeps the `prompt` by which the student learned to be asked. `pooling` makes embeddings
+    of sentences, if the student learned these.
     """
     has_adapters = lora is not None and lora.rank is not None
-    trained = ((name, each) for name, each in engine.module.named_parameters() if each.requires_grad)
-    state = _gather(engine, world, trained) if has_adapters else full_state_dict(engine, world)
+    state = _gathered(engine, world, only_trained=has_adapters)
     dense = getattr(engine.module, DENSE, None)
 
     def write() -> None:

@@ -46,17 +46,9 @@ def print_finding(finding: Finding) -> None:
 
 
 def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
-    """Check this machine for runs.
-
-    Args:
-        folder: where the run will write; it need not exist.
-        needed_bytes: what the run will write there; None if it is not known.
-    """
-    yield libraries()
-    yield compiler()
-    yield gpus()
-    yield communication()
-    yield kernels()
+    """Check this machine for a run that writes so many bytes (None: not known) to a folder, which need not exist."""
+    for check in (libraries, compiler, gpus, communication, kernels):
+        yield check()
     yield disk(folder, needed_bytes)
 
 

@@ -20,10 +20,8 @@ def check_hosts(flags: Sequence[str]) -> None:
     """Check the hostfile that the launcher's flags name, if any: that it is read, and that its hosts answer to ssh.
 
     DeepSpeed itself goes on with this node alone if there is no such file, and asks its first host only: the ranks
-    would wait for the others.
-
-    Raises:
-        UserError: there is no such file, a line cannot be read, or a host does not answer.
+    would wait for the others. Raises UserError if there is no such file, a line cannot be read, or a host does not
+    answer.
     """
     words = [part for flag in flags for part in flag.split("=", 1)]
     given = dict(pairwise(words))

@@ -46,8 +46,7 @@ _ELSEWHERE = "203.0.113.1"
 def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into the launcher's flags with their values and the arguments of the run.
 
-    Raises:
-        UserError: --num_gpus is no number of ranks.
+    Raises UserError if --num_gpus is no number of ranks.
     """
     launcher: list[str] = []
     rest: list[str] = []
@@ -215,10 +214,8 @@ def is_busy(port: int) -> bool:
 def check_port() -> None:
     """Take another port where the launcher's is busy and the process is alone; several ranks have to agree on one.
 
-    To be called before the process group is joined: its first rank listens on the port then.
-
-    Raises:
-        UserError: the port is busy, and there are several ranks.
+    To be called before the process group is joined: its first rank listens on the port then. Raises UserError if the
+    port is busy, and there are several ranks.
     """
     port = int(os.environ["MASTER_PORT"])
     # The agent of torchrun listens on the port itself.
@@ -237,11 +234,8 @@ def check_port() -> None:
 def prepare_joining(gpus: int | None) -> None:
     """Check what the launcher has said, and choose the network interface on which ranks of several nodes talk.
 
-    Args:
-        gpus: the number of GPUs that this process sees; None if the run uses the CPU.
-
-    Raises:
-        UserError: the address of rank 0 has no meaning on this node, or this rank has no GPU.
+    `gpus` is the number of GPUs that this process sees; None if the run uses the CPU. Raises UserError if the address
+    of rank 0 has no meaning on this node, or this rank has no GPU.
     """
     rank, local_rank, master = (os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"))
     if gpus is not None and int(local_rank) >= gpus:
@@ -292,8 +286,7 @@ def _own_address(other: str) -> str | None:
 def joining(timeout: timedelta) -> Iterator[None]:
     """Join the process group in this block: the first rank of a node says after half a minute that others are missing.
 
-    Raises:
-        UserError: ranks are still missing after the timeout, or the ranks cannot connect to each other.
+    Raises UserError if ranks are still missing after the timeout, or the ranks cannot connect to each other.
     """
     ranks = launched_ranks()
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -24,10 +24,8 @@ class NodeRanks:
     def __init__(self, group: Any) -> None:
         """Every rank must call this at the same time; `group` has all ranks, and is not closed before this object."""
         namespace = ""
-        with suppress(OSError):
-            namespace = os.readlink(
-                "/proc/self/ns/pid"
-            )  # containers on one host have numbers of processes of their own
+        with suppress(OSError):  # containers on one host have numbers of processes of their own
+            namespace = os.readlink("/proc/self/ns/pid")
         node = f"{socket.gethostname()} {namespace}"
         own, name = tempfile.mkstemp(prefix="llmdistill-")
         everyone: list[Any] = [None] * dist.get_world_size()

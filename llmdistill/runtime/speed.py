@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
@@ -53,15 +52,8 @@ def measure_speed(
 ) -> dict[str, dict[str, Any]]:
     """Time forward passes over random tokens, for a single sequence and for whole batches.
 
-    All models get the same tokens, in turns; see `time_batches`.
-
-    Args:
-        models: the models by name; the others are compared with the first one.
-        batch_size: sequences in a whole batch.
-        length: tokens in each sequence, without padding.
-        repeats: the number of timed passes of each kind.
-        warmup: the number of passes before them that are not timed.
-        seed: the seed of the tokens.
+    All models get the same tokens, of a seed, in turns; see `time_batches`. A sequence has `length` tokens, without
+    padding. `repeats` passes of each kind are timed, after `warmup` others.
 
     Returns:
         For each model the `timing` in seconds of a single sequence, ``latency``, and of a whole batch, ``batch``; the
@@ -110,14 +102,17 @@ def time_batches(
 
     Args:
         models: the models by name.
-        batches: the batches of each model, equally many; each is on the model's device before the clock starts.
+        batches: equally many of each model; each is on the model's device before the clock starts.
         warmup: the number of first batches whose times are left out.
         training: time a training step instead of a forward pass: forward pass, backward pass and an update by AdamW,
             where the loss is the mean square of the model's output. This changes the weights.
     """
     seconds: dict[str, list[float]] = {name: [] for name in models}
     works: dict[str, Callable[[Inputs], None]] = {
-        name: _Step(model) if training else partial(_forward, model) for name, model in models.items()
+        name: partial(_step, model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+        if training
+        else partial(_forward, model)
+        for name, model in models.items()
     }
     modes = {name: model.training for name, model in models.items()}
     try:
@@ -128,7 +123,7 @@ def time_batches(
                 inputs = {key: value.to(model.device) for key, value in batches[name][turn].items()}
                 if is_causal(model.config):
                     inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
-                passed = _timed(model.device, partial(works[name], inputs))
+                passed = _timed(partial(works[name], inputs))
                 if turn >= warmup:
                     seconds[name].append(passed)
     finally:
@@ -137,17 +132,10 @@ def time_batches(
     return seconds
 
 
-class _Step:
-    """A training step of a model."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-
-    def __call__(self, inputs: Inputs) -> None:
-        self._model(**inputs)[0].float().square().mean().backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
+    model(**inputs)[0].float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @torch.inference_mode()
@@ -162,18 +150,10 @@ def check_length(name: str, config: PreTrainedConfig, length: int) -> None:
         raise UserError(f"length is {length}: {name} has positions for {positions} tokens; give {positions} or less")
 
 
-def _timed(device: torch.device, work: Callable[[], None]) -> float:
-    _wait(device)
-    start = time.perf_counter()
+def _timed(work: Callable[[], None]) -> float:
+    start = timer()  # waits for a GPU
     work()
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return timer() - start
 
 
 def timing(seconds: Sequence[float]) -> dict[str, float]:

@@ -30,10 +30,6 @@ class Work:
     operations: float = 0.0
     """Number of operations, each of which a GPU is told to do by the CPU."""
 
-    def __add__(self, other: Work) -> Work:
-        """Add the work of both."""
-        return self.plus(other)
-
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """Add a multiple of other work."""
         return Work(
@@ -133,9 +129,10 @@ class Tracer(TorchDispatchMode):
         moved = sum(_bytes_of(each) for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor))
         formula = _PRODUCTS.get(func._overloadpacket)
         if formula is None:
-            self.work += Work(other_bytes=moved, operations=1)
+            work = Work(other_bytes=moved, operations=1)
         else:
-            self.work += Work(flops=formula(*args, **kwargs, out_val=result), product_bytes=moved, operations=1)
+            work = Work(flops=formula(*args, **kwargs, out_val=result), product_bytes=moved, operations=1)
+        self.work = self.work.plus(work)
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -151,33 +148,29 @@ def on_gpu() -> Iterator[None]:
     """
     stock = functional.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # both kernels read grouped keys as they are
+    ) -> Tensor:
         if not query.is_meta:
-            return stock(query, key, value, attn_mask=attn_mask, **options)
-        return _fused(query, key, value, attn_mask, **options)
+            return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        # The kernel with a mask adds it to the scores, so it is a copy in the dtype of the queries.
+        bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
     functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = stock
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    del enable_gqa  # both kernels read grouped keys as they are
-    if mask is None:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    # The kernel with a mask adds it to the scores, so it is a copy in the dtype of the queries.
-    bias = (mask.to(query.dtype) if mask.dtype == torch.bool else mask).expand(*query.shape[:3], key.shape[2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]

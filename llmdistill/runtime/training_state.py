@@ -35,7 +35,7 @@ class Fragment:
     numel: int
     read: Callable[[], Tensor]
     """Returns its values, (numel,)."""
-    write: Callable[[Tensor], None]
+    write: Callable[[Tensor], object]
     """Replaces its values by a tensor of shape (numel,), from any device."""
 
 
@@ -139,10 +139,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _viewed(name: str, kind: str, start: int, view: Tensor) -> Fragment:
-    def write(values: Tensor) -> None:
-        view.data.copy_(values)
-
-    return Fragment(name=name, kind=kind, start=start, numel=view.numel(), read=lambda: view.data, write=write)
+    numel, data = view.numel(), view.data
+    return Fragment(name=name, kind=kind, start=start, numel=numel, read=lambda: data, write=data.copy_)
 
 
 def _whole(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:

@@ -17,10 +17,8 @@ def in_turns(job: Callable[[], Value], world: World) -> Value:
     """Run a job on every rank: first on rank 0, then on the first rank of each other node, then on all others.
 
     So a job that keeps what it finds on the disk, such as a download, does its work once on a disk, and the later ranks
-    find it there. Every rank must call this function, and the job must not wait for other ranks.
-
-    Raises:
-        UserError: on every rank, if one raises it.
+    find it there. Every rank must call this function, and the job must not wait for other ranks. A UserError of one
+    rank is raised on every rank.
     """
     mine = 0 if world.is_main else 1 if node_ranks(world)[0] == world.rank else 2
     found: list[Value] = []
@@ -33,10 +31,8 @@ def made_once(make: Callable[[], Path], world: World) -> Path:
     """Have rank 0 make a folder and return it on every rank; a node that does not see it makes its own.
 
     `make` returns the folder, which exists only when it is finished and whose name depends on its content, and makes it
-    if it is not there. Every rank must call this function.
-
-    Raises:
-        UserError: on every rank, if `make` raises it on one, or another node would make something else.
+    if it is not there. Every rank must call this function. Raises UserError on every rank, if `make` raises it on one,
+    or another node would make something else.
     """
     folder = on_main(make, world)
 

@@ -30,8 +30,7 @@ from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.runtime.distributed import World, on_every, on_main
-from llmdistill.runtime.exchange import open_exchange
+from llmdistill.runtime.distributed import World, on_every, on_main, open_exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task

@@ -36,7 +36,7 @@ from llmdistill.data.stream import StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import give_back_memory
-from llmdistill.runtime.exchange import open_exchange
+from llmdistill.runtime.distributed import open_exchange
 from llmdistill.runtime.launch import free_port
 
 GLOBAL_BATCH = 256

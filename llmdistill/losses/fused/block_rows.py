@@ -68,12 +68,12 @@ def hidden_keys(
     """The keys that a block's queries do not see; None if they see all keys.
 
     Args:
-        segments_ST: number of each token's segment, 0 at padding; None if all tokens are in one segment. Padding sees
-            padding, so that its softmax is not NaN.
-        visible_until_ST: the position before which the keys lie that each token sees; None for no limit.
+        segments_ST: of `visibility`, for the sequences of the block; None if all tokens are in one segment. Padding
+            sees padding, so that its softmax is not NaN.
+        visible_until_ST: of `visibility`, for the sequences of the block.
         rows: positions of the queries.
         keys: positions of the keys; if causal, none is after the last query.
-        visibility: whether the tokens see those after them, and how far they see.
+        visibility: that of the whole batch.
         like: tensor with the device and dtype of the result.
     """
     causal, window = visibility.causal, visibility.window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,15 +44,34 @@ def chunk_losses(
     if isinstance(teacher_NV, SpanRows):
         return _in_spans(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
-    if isinstance(teacher_NV, TopK):  # neither the kernels nor the short way know classes of tokens
-        return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, None, with_gradient=with_gradient)
-    if known and available(student_NV.device) and student_NV.element_size() <= 4:
+    fits = known and available(student_NV.device) and student_NV.element_size() <= 4
+    if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
         return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
+    size, short = max(1, len(labels_N)), None
     # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
-    short = _ShortWay.of(terms, factors) if student_NV.device.type == "cpu" else None
-    return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, short, with_gradient=with_gradient)
+    if student_NV.device.type == "cpu":
+        short = _ShortWay.of(terms, factors)
+        row_bytes = max(1, student_NV.shape[1] * factors.element_size())
+        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
+    sums = torch.zeros_like(factors)
+    for start in range(0, len(labels_N), size):
+        here = slice(start, start + size)
+        student, values = student_NV[here].to(factors.dtype), None
+        teacher: Tensor | TopK | None
+        if isinstance(teacher_NV, TopK):
+            teacher = teacher_NV.at(here)
+        else:
+            teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
+            if short is not None:
+                values = short(student, teacher, labels_N[here], with_gradient=with_gradient)
+        if values is None:
+            values = _any_way(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
+        if with_gradient and student.dtype != student_NV.dtype:
+            student_NV[here] = student
+        sums += values
+    return sums
 
 
 def _in_spans(
@@ -64,50 +84,15 @@ def _in_spans(
     with_gradient: bool,
 ) -> Tensor:
     """`chunk_losses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
-    sums, gradients = torch.zeros_like(factors), None
+    sums = torch.zeros_like(factors)
     soft = [place for place, term in enumerate(terms) if term.divergence is not None]
-    hard = [place for place in range(len(terms)) if place not in soft]
-    sums[soft], gradients = span_losses(
-        student_NV, teacher, [terms[place] for place in soft], factors[soft], with_gradient=with_gradient
-    )
-    on_labels = [terms[place] for place in hard]
+    hard = [place for place, term in enumerate(terms) if term.divergence is None]
+    on_spans, on_labels = ([terms[place] for place in places] for places in (soft, hard))
+    sums[soft], gradients = span_losses(student_NV, teacher, on_spans, factors[soft], with_gradient=with_gradient)
     if hard:
         sums[hard] = chunk_losses(student_NV, None, labels_N, on_labels, factors[hard], with_gradient=with_gradient)
     if gradients is not None:
         student_NV.copy_(student_NV + gradients if hard else gradients)
-    return sums
-
-
-def _in_blocks(
-    student_NV: Tensor,
-    teacher_NV: Tensor | TopK | None,
-    labels_N: Tensor,
-    terms: Sequence[TokenTerm],
-    factors: Tensor,
-    short: _ShortWay | None,
-    *,
-    with_gradient: bool,
-) -> Tensor:
-    """`chunk_losses` by torch's operations: on a CPU some rows at a time, and the short way where it is possible."""
-    size = max(1, len(labels_N))
-    if student_NV.device.type == "cpu":
-        row_bytes = max(1, student_NV.shape[1] * factors.element_size())
-        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
-    sums = torch.zeros_like(factors)
-    for start in range(0, len(labels_N), size):
-        here = slice(start, start + size)
-        student = student_NV[here].to(factors.dtype)
-        teacher: Tensor | TopK | None
-        if isinstance(teacher_NV, TopK):
-            teacher, values = teacher_NV.at(here), None
-        else:
-            teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
-            values = None if short is None else short(student, teacher, labels_N[here], with_gradient=with_gradient)
-        if values is None:
-            values = _any_way(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
-        if with_gradient and student.dtype != student_NV.dtype:
-            student_NV[here] = student
-        sums += values
     return sums
 
 
@@ -129,12 +114,10 @@ def _any_way(
         floored_log_q = log_q.clamp(min=LOG_FLOOR)
         here = [i for i in range(len(terms)) if temperatures[i] == temperature]
         kinds = {divergence.of_labels for i in here if (divergence := terms[i].divergence) is not None}
-        assert teacher is not None or not kinds, "a divergence needs a teacher"
-        found: dict[bool, _Compared] = {}
-        if teacher is not None and False in kinds:
-            found[False] = _Compared.of(teacher, log_q, floored_log_q, temperature)
-        if teacher is not None and True in kinds:
-            found[True] = _Compared.of_labels(teacher, labels, log_q, temperature)
+        found = {
+            of_labels: _compared(teacher, labels if of_labels else None, log_q, floored_log_q, temperature)
+            for of_labels in kinds
+        }
         derivatives = torch.zeros_like(student) if with_gradient else None
         for i in here:
             term = terms[i]
@@ -151,7 +134,10 @@ def _any_way(
             compared = found[term.divergence.of_labels]
             sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
             if derivatives is not None:
-                derivative = compared.derivative(term.divergence, log_q).masked_fill_(log_q < LOG_FLOOR, 0.0)
+                derivative = term.divergence.derivative(compared.log_p, compared.log_q)
+                if compared.tokens is not None:
+                    derivative = spread(derivative, log_q, compared.log_q, compared.tokens)
+                derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)
                 derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
         if gradient is not None and derivatives is not None:
             gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
@@ -160,8 +146,7 @@ def _any_way(
     return sums
 
 
-@dataclass(frozen=True)
-class _Compared:
+class _Compared(NamedTuple):
     """The log-probabilities that a divergence compares at one temperature: of tokens, or of their classes."""
 
     log_p: Tensor
@@ -169,24 +154,22 @@ class _Compared:
     tokens: Tensor | None
     """(n, k), the tokens that are classes of their own; None if every token is."""
 
-    @classmethod
-    def of(cls, teacher: Tensor | TopK, log_q: Tensor, floored_log_q: Tensor, temperature: float) -> _Compared:
-        if isinstance(teacher, TopK):
-            log_p = softened(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
-            return cls(log_p, merged(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
-        return cls((teacher / temperature).log_softmax(-1).clamp_(min=LOG_FLOOR), floored_log_q, None)
 
-    @classmethod
-    def of_labels(cls, teacher: Tensor | TopK, labels: Tensor, log_q: Tensor, temperature: float) -> _Compared:
-        assert isinstance(teacher, Tensor), "a label may be none of the most likely tokens"
-        tokens, log_p = labels[:, None], (teacher / temperature).log_softmax(-1)
-        log_p, log_q = (merged(each, tokens).clamp_(min=LOG_FLOOR) for each in (log_p, log_q))
-        return cls(log_p, log_q, tokens)
-
-    def derivative(self, divergence: Divergence, log_q: Tensor) -> Tensor:
-        """(n, V): the derivative of the divergence with respect to log q of each token."""
-        derivative = divergence.derivative(self.log_p, self.log_q)
-        return derivative if self.tokens is None else spread(derivative, log_q, self.log_q, self.tokens)
+def _compared(
+    teacher: Tensor | TopK | None, labels: Tensor | None, log_q: Tensor, floored_log_q: Tensor, temperature: float
+) -> _Compared:
+    """With labels, two classes are compared, each label and all other tokens."""
+    assert teacher is not None, "a divergence needs a teacher"
+    if isinstance(teacher, TopK):
+        assert labels is None, "a label may be none of the most likely tokens"
+        log_p = softened(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
+        return _Compared(log_p, merged(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
+    log_p = (teacher / temperature).log_softmax(-1)
+    if labels is None:
+        return _Compared(log_p.clamp_(min=LOG_FLOOR), floored_log_q, None)
+    tokens = labels[:, None]
+    log_p, log_q = (merged(each, tokens).clamp_(min=LOG_FLOOR) for each in (log_p, log_q))
+    return _Compared(log_p, log_q, tokens)
 
 
 @dataclass

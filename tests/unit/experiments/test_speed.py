@@ -27,7 +27,7 @@ def clock(monkeypatch):
     """Every pass takes one second more than the one before; gives the batches in the order of the passes."""
     seconds, passed = count(1), []
 
-    def timed(device, work):
+    def timed(work):
         work()
         passed.append(work.args[-1])
         return float(next(seconds))
