@@ -10,8 +10,9 @@ from typing import Any
 
 from llmdistill.embedded import locate
 from llmdistill.experiments.comparison import Findings
+from llmdistill.experiments.equal import size_label
 from llmdistill.experiments.launcher import shown_command
-from llmdistill.experiments.study import Study, size_label
+from llmdistill.experiments.study import Study
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
 from llmdistill.models.companions import downloaded
@@ -45,11 +46,13 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     windows = {name: (each["windows"], each["total"]) for name, each in measured.items() if name != VALID}
     on_text = study.score is PERPLEXITY
     sets = [name for name in study.recipe.data.tests if on_text or name not in windows]
+    counts = findings.base["teacher"].get("examples", {})
+    examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
     printed = paper.get(load_config(teacher).model_type)
     return Comparison(
         title=title,
         sets=sets,
-        examples=windows if on_text else _examples(findings, sets),
+        examples=windows if on_text else examples,
         texts={} if on_text else windows,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
@@ -113,14 +116,11 @@ def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
         return []
     rows = [replace(row, label=TABLE_SIZE) for row in table]
     for size, results in findings.sizes.items():
-        for row in table:
-            result = results.get(row.key)
-            if result is not None:
-                model = "student" if row.trained else "untrained"
-                params = None if result.metrics is None else result.metrics[model]["params"]
-                runs = [_run(study, row.key, result, model)]
-                label = size_label(size)
-                rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
+        for row in (row for row in table if row.key in results):
+            result, model = results[row.key], "student" if row.trained else "untrained"
+            params = None if result.metrics is None else result.metrics[model]["params"]
+            runs, label = [_run(study, row.key, result, model)], size_label(size)
+            rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
     return rows
 
 
@@ -131,10 +131,9 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
         made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
     found = []
     for start, size, result in made:
-        model = (result.metrics or {}).get("untrained")
-        scores = None if model is None else study.score.of_sets(model)
-        weighting = read_weighting(result.trial.folder)
-        if model is not None and scores and (start.name or weighting):
+        model = (result.metrics or {}).get("untrained", {})
+        scores, weighting = study.score.of_sets(model), read_weighting(result.trial.folder)
+        if scores and (start.name or weighting):
             found.append(
                 Beginning(
                     start=start.name,
@@ -147,12 +146,6 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
                 )
             )
     return found
-
-
-def _examples(findings: Findings, sets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return how many examples of each test set the teacher answered, and how many the set has."""
-    counts = findings.base["teacher"].get("examples", {})
-    return {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
 
 
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,23 +58,18 @@ class InProcess:
         if kept is not None:
             return progress.end(kept, kept=True)
         progress.start(trial)
-        began = time.perf_counter()
-        error = self._train(trial)
-        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
-        return progress.end(on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world))
-
-    def _train(self, trial: Trial) -> str | None:
-        """Run a trial; returns the reason of a failure, or None."""
+        began, reason = time.perf_counter(), None
         try:
             self.train(trial.config)
         except UserError as error:
-            return str(error)
+            reason = str(error)
         except Exception as error:
             if self.world.size > 1:  # the other ranks may be at any other point of the run
                 raise
             write_text(trial.log, traceback.format_exc())
-            return f"{type(error).__name__}: {error} (log {trial.log})"
-        return None
+            reason = f"{type(error).__name__}: {error} (log {trial.log})"
+        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
+        return progress.end(on_main(lambda: ended_result(trial, reason, time.perf_counter() - began), self.world))
 
 
 @dataclass
@@ -89,13 +84,12 @@ class _Running:
 class Launcher:
     """Runs each trial as a training run in its own process; trials_at_once trials run at the same time."""
 
-    flags: Sequence[str] = field(default_factory=tuple)
+    flags: Sequence[str] = ()
     """Flags for the deepspeed launcher, such as --num_gpus 8."""
     trials_at_once: int = 1
     """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
 
     def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
-        """Return the command that trains with a recipe."""
         return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
 
     def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
@@ -185,7 +179,6 @@ class Launcher:
 
 
 Runner = InProcess | Launcher
-"""Runs trials."""
 
 
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -233,7 +226,6 @@ def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
 
 
 def shown_command(command: Sequence[str]) -> str:
-    """Return a command as a user would type it."""
     names = {sys.executable: "python", str(Path(sys.executable).with_name("deepspeed")): "deepspeed"}
     return shlex.join(names.get(word, word) for word in command)
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.grid import choose
 from llmdistill.experiments.launcher import InProcess
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.files import write_json
@@ -53,13 +52,9 @@ def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Tri
     student = config.student.made_otherwise(model=str(part / "distil" / "student"))
 
     def trial(title: str, base: RunConfig, method: str, steps: int, output: Path) -> Trial:
+        warmup = min(config.train.warmup_steps, steps // 10)
         train = replace(
-            config.train,
-            steps=steps,
-            warmup_steps=min(config.train.warmup_steps, steps // 10),
-            save_every=steps,
-            validate_every=steps,
-            keep_best=None,
+            config.train, steps=steps, warmup_steps=warmup, save_every=steps, validate_every=steps, keep_best=None
         )
         run = replace(base, method=method, also=[], train=train, output_dir=str(output), resume="auto")
         return Trial(f"{title} of layer {layer}", {f"{name}.teacher_layer": layer}, config.seed, run)
@@ -73,18 +68,19 @@ def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Tri
 
 def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
     """Write and print the scores of all layers, and return the layer with the lowest validation loss."""
-    losses = {each.trial.settings[f"{name}.teacher_layer"]: _last_valid_loss(each) for each in probes}
-    choice = choose(probes, lambda result: -_last_valid_loss(result))
-    assert choice is not None
-    best = int(choice.settings[f"{name}.teacher_layer"])
+    losses = {
+        each.trial.settings[f"{name}.teacher_layer"]: read_metrics_log(each.trial.folder)[-1]["valid_loss"]
+        for each in probes
+    }
+    best = min(losses, key=losses.__getitem__)
     values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
     write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
-    plot_layers(losses, folder)
-    print_layers(losses, folder)
+    _plot_layers(losses, folder)
+    _print_layers(losses, folder)
     return best
 
 
-def plot_layers(losses: Mapping[int, float], folder: Path) -> None:
+def _plot_layers(losses: Mapping[int, float], folder: Path) -> None:
     """Write layer_search.png and layer_search.svg; `losses`: validation loss by layer, counted from 1."""
     values = list(losses.values())
     style = method_styles(["student"])["student"]
@@ -93,12 +89,12 @@ def plot_layers(losses: Mapping[int, float], folder: Path) -> None:
     axes = figure.axes[0]
     axes.set_xlabel("layer of the teacher, from 1")
     figure.legends[0].remove()  # of a single line
-    best = min(losses, key=lambda layer: losses[layer])
+    best = min(losses, key=losses.__getitem__)
     axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
     save_plot(figure, folder, "layer_search")
 
 
-def print_layers(losses: Mapping[int, float], folder: Path, console: Console | None = None) -> None:
+def _print_layers(losses: Mapping[int, float], folder: Path) -> None:
     """Print the losses as a table with one bar per layer and a mark at the best layer."""
     best, worst = min(losses.values()), max(losses.values())
     rows = []
@@ -106,11 +102,6 @@ def print_layers(losses: Mapping[int, float], folder: Path, console: Console | N
         bar = "█" * round(30 * (worst - loss) / (worst - best)) if worst > best else ""
         chosen = " chosen" if loss == best else ""
         rows.append([str(layer), f"{loss:.4f}", f"{bar} {worst - loss:.4f}{chosen}".strip()])
-    out = console or Console()
     header = ["layer", "validation loss", "better than the worst by"]
-    print_table("Which layer of the teacher to learn from", header, rows, left=(2,), console=out)
-    out.print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
-
-
-def _last_valid_loss(result: Result) -> float:
-    return read_metrics_log(result.trial.folder)[-1]["valid_loss"]
+    print_table("Which layer of the teacher to learn from", header, rows, left=(2,))
+    Console().print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)

@@ -11,16 +11,13 @@ from llmdistill.config import RunConfig
 from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal import check_starts, equal_size, is_rank, steps_for_equal_tokens
-from llmdistill.experiments.grid import points
+from llmdistill.experiments.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
 from llmdistill.experiments.launcher import Launcher
-from llmdistill.experiments.trials import Result, Trial, make_trial
+from llmdistill.experiments.trials import Result, Trial, make_trial, points
 from llmdistill.experiments.variants import Start, Variant
 from llmdistill.fingerprints import digest
-from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
-from llmdistill.report.results import check_sets
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.tasks.instructions import VALID
@@ -51,12 +48,10 @@ class Study:
 
     @property
     def score(self) -> Score:
-        """What the models are scored by."""
         return PERPLEXITY if self.recipe.data.kind == "text" else ROUGE_L
 
     def trained(self) -> list[Variant]:
-        """Return the variants that train a student."""
-        return [variant for variant in self.variants if variant.trains]
+        return [variant for variant in self.variants if variant.method.trains]
 
     def points(self, variant: Variant) -> list[dict[str, Any]]:
         """Return every combination of the values in the common grid and in the variant's own grid."""
@@ -101,7 +96,7 @@ class Study:
         """Return the run that scores the untrained student of a start and of another size."""
         changes = {
             **start.settings,
-            **(equal_size(self.recipe, size) if start.name else _other_size(size)),
+            **(equal_size(self.recipe, size) if start.name else other_size(size)),
             **self._kept(start, self.base(start)),
             **self._scored_on(tests=True, valid=False),
             "scoring.models": ["untrained"],
@@ -168,23 +163,20 @@ class Study:
             "scoring.models": ["student"],
             **self._scored_on(tests=tests, valid=valid),
         }
-        if learns_answers(variant):
+        if variant.method.teacher_writes:
             changes["data.train"] = str(self.responses)
             changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
         return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
 
     def grid_trials(self) -> Planned:
         """Return the trials of every grid point of every variant with the first seed."""
-        return [
+        planned = []
+        for variant in self.trained():
+            student, tried = self.untrained(variant.start), self.points(variant)
             # A single grid point needs no choice, so its run with the first seed is also a final run.
-            (
-                variant,
-                self.trial(variant, point, self.seeds[0], student, tests=len(self.points(variant)) == 1),
-            )
-            for variant in self.trained()
-            for student in [self.untrained(variant.start)]
-            for point in self.points(variant)
-        ]
+            tests = len(tried) == 1
+            planned += [(variant, self.trial(variant, point, self.seeds[0], student, tests=tests)) for point in tried]
+        return planned
 
     def untrained(self, start: Start) -> str:
         """Return the folder or name of the student with which all variants of a start begin."""
@@ -199,16 +191,18 @@ class Study:
         return self.score.merit(value)
 
     def check(self) -> None:
-        """Check all settings, so that a mistake does not stop the comparison after hours.
-
-        Raises:
-            UserError: a setting is invalid; the message names the setting and the remedy.
-        """
+        """Raises UserError if a setting is invalid, so that a mistake does not stop the comparison after hours."""
         tests, valid = self.recipe.data.tests, self.recipe.data.valid
         chooses = any(len(self.points(each)) > 1 for each in self.trained())
         if self.score is PERPLEXITY:
             self._check_text(chooses)
-        check_sets([name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)])
+        sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
+        if not sets:
+            raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
+        if "average" in sets:
+            raise UserError(
+                "data.tests has a set of the name average, which is the mean of all sets: call it otherwise"
+            )
         if valid is None and chooses:
             raise UserError(
                 "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
@@ -235,11 +229,7 @@ class Study:
         return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
 
     def _check_text(self, chooses: bool) -> None:
-        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose.
-
-        Raises:
-            UserError: as `check`.
-        """
+        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""
         data = self.recipe.data
         teacher = str(self.recipe.teacher.model)
         config = load_config(locate(teacher))
@@ -249,7 +239,7 @@ class Study:
                 "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
             )
         for each in self.trained():
-            if learns_answers(each) or "data.on_policy" in {**each.settings, **each.grid}:
+            if each.method.teacher_writes or "data.on_policy" in {**each.settings, **each.grid}:
                 raise UserError(
                     f"{each.name} learns from answers that a model writes to instructions, but data.kind is text: give "
                     "--methods without it"
@@ -261,24 +251,3 @@ class Study:
                 f"data.valid {data.valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
                 "--learning_rates with a single value and methods that have no grid of their own"
             )
-
-
-def size_label(size: str) -> str:
-    """Return the text of a further size, which is a rank or a number of parameters."""
-    return f"rank {size}" if is_rank(size) else size
-
-
-def _other_size(size: str) -> dict[str, Any]:
-    """Return the settings of a further size for the recipe's own start, by dotted key."""
-    return {
-        "student.factorize.rank": int(size) if is_rank(size) else None,
-        "student.factorize.target_params": None if is_rank(size) else size,
-        "student.factorize.ranks": None,
-        # A rank for all matrices leaves no ranks to choose.
-        **({"student.factorize.allocation": "uniform"} if is_rank(size) else {}),
-    }
-
-
-def learns_answers(variant: Variant) -> bool:
-    """Return whether a variant trains on answers that the teacher generates."""
-    return METHODS[variant.settings["method"]].teacher_writes

@@ -22,7 +22,7 @@ from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.tasks import GridConfig
+from llmdistill.config.tasks import GridConfig, TasksConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -57,18 +57,16 @@ class TableStudy:
     launcher: Launcher
 
     def row(self, key: str) -> TableRow:
-        """Return a row by its key."""
         return next(row for row in self.table.rows if row.name == key)
 
     @property
-    def tasks(self) -> GridConfig:
+    def tasks(self) -> TasksConfig:
         """The settings of fine-tuning, which all rows share."""
         return next(iter(self.configs.values())).tasks
 
     @property
     def names(self) -> list[str]:
-        """The names of the tasks."""
-        return list(next(iter(self.configs.values())).tasks.names)
+        return self.tasks.names
 
     def trial(self, key: str) -> Trial:
         """Return the run of a row's recipe, which ends with the student: the tasks follow.
@@ -99,7 +97,7 @@ class TableStudy:
 
     def protocols(self) -> dict[str, FineTuningProtocol]:
         """Return the settings of fine-tuning that are tried, by the title of the task."""
-        return {title: protocol_of(self.tasks, title) for title in self.titles()}  # type: ignore[arg-type]
+        return {title: protocol_of(self.tasks, title) for title in self.titles()}
 
     def titles(self) -> list[str]:
         """Return the names of the tasks in tables, which are those of their folders."""
@@ -111,11 +109,9 @@ class TableStudy:
     def missing(self) -> list[str]:
         """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""
         folder, setting = self.tasks.data_dir, "tasks.data_dir"
-        models = dict.fromkeys(self.models.values())
-        configs = [self.configs[key] for key in self.recipes()]
         checks: list[Callable[[], object]] = [
-            *(partial(load_config, locate(model)) for model in models),
-            *(partial(text_files, locate(config.data.train)) for config in configs),
+            *(partial(load_config, locate(model)) for model in self.models.values()),
+            *(partial(text_files, locate(self.configs[key].data.train)) for key in self.recipes()),
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
             *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
@@ -150,13 +146,15 @@ class TableStudy:
 
 
 def conduct(study: TableStudy) -> dict[str, Measured]:
-    """Train, fine-tune and score what is not finished, and return the scores of each row that was asked for.
-
-    A row whose run fails does not stop the others; its reason is in its entry.
-    """
+    """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
     trials = {key: study.trial(key) for key in study.recipes()}
     runs = {trial.folder: trial for trial in trials.values()}
-    with Progress(len(runs), _describe) as shown:
+
+    def describe(metrics: Mapping[str, Any]) -> str:
+        loss = metrics["student"].get("valid_loss")
+        return "trained" if loss is None else f"validation loss {loss:.4f}"
+
+    with Progress(len(runs), describe) as shown:
         results = study.launcher.run(list(runs.values()), shown)
     by_folder = dict(zip(runs, results, strict=True))
     ended = {key: by_folder[trial.folder] for key, trial in trials.items()}
@@ -174,13 +172,7 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
     return found
 
 
-def _describe(metrics: Mapping[str, Any]) -> str:
-    loss = metrics["student"].get("valid_loss")
-    return "trained" if loss is None else f"validation loss {loss:.4f}"
-
-
 def _chunk_file(data_dir: str | None) -> Path:
-    """Return the file of CoNLL-2000; raise UserError if it is missing or malformed, or has too few spans."""
     if data_dir is None:
         raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
     chunks.check_file(Path(data_dir) / _CHUNKS)
@@ -272,11 +264,7 @@ def _words(study: TableStudy, key: str) -> list[str]:
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:
-    """Return the rows that can be run here and were asked for, in the table's order.
-
-    Raises:
-        UserError: there is no such row, or it cannot be run.
-    """
+    """Return the rows that can be run here and were asked for, in the table's order; UserError if one cannot be."""
     known = {row.name: row for row in table.rows}
     able = {key: row for key, row in known.items() if row.missing is None}
     for name in names or ():

@@ -20,7 +20,6 @@ _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
 
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
-    """Score each model on the tasks."""
     models.check_kind(causal=True, reason="the tasks of the harness need a decoder")
     tasks = find_zero_shot(config.tasks, config.task_dir)
     asked = {key: getattr(config, key) for key in _ASKED} | {"dtype": models.dtype}

@@ -35,12 +35,10 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Format a score with one decimal, or None as a dash."""
     return "–" if value is None else f"{value:.1f}"
 
 
 def precise(value: float | None) -> str:
-    """Format a number with three significant digits, or as a dash if it is None."""
     return "–" if value is None else f"{value:.3g}"
 
 
@@ -53,7 +51,6 @@ def signed(value: float | None, show: Callable[[float | None], str] = figure) ->
 
 
 def thousands(value: float | None) -> str:
-    """Format a large number in groups of three digits."""
     return "–" if value is None else f"{value:,.0f}"
 
 
@@ -66,24 +63,26 @@ def settings_text(settings: Mapping[str, Any] | None) -> str:
 
 
 def markdown(value: object) -> str:
-    """Escape a text for Markdown, including Markdown tables."""
+    """Escape a text for Markdown and its tables."""
     text = re.sub(r"([\\`*\[\]|~#])|((?<!\w)_|_(?!\w))", r"\\\g<0>", str(value))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "<br>".join(text.splitlines())
 
 
 def markdown_code(value: object) -> str:
-    """Format a text as inline code in Markdown, in one line."""
     text = " ".join(str(value).split("\n"))
-    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    fence = "`" * (_longest_fence(text) + 1)
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}"
 
 
 def markdown_block(text: str) -> str:
-    """Format a text as a fenced block in Markdown."""
-    fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    fence = "`" * max(3, _longest_fence(text) + 1)
     return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def _longest_fence(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def relative(path: str, folder: Path) -> str:
@@ -93,8 +92,6 @@ def relative(path: str, folder: Path) -> str:
 
 
 FILTERS: list[Callable[..., Any]] = [
-    *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code),
-    markdown_block,
+    *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code, markdown_block),
     *(describe_versions, relative, show_seeds, show_perplexity),
 ]
-"""The filters of the templates."""

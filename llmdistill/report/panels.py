@@ -28,13 +28,10 @@ from llmdistill.report.plots import (
 )
 from llmdistill.report.score import Score
 
-_MAX_COLUMNS = 2
-"""Maximum number of panels side by side."""
-
 
 def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any) -> tuple[Figure, list[Axes]]:
     """Return a figure with a panel for each title, two side by side; it is `edges` and `line` inches a line high."""
-    columns = min(_MAX_COLUMNS, len(titles))
+    columns = min(2, len(titles))
     lines = math.ceil(len(titles) / columns)
     figure = new_figure(WIDTH, edges + line * lines)
     grid = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
@@ -53,10 +50,7 @@ def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any
 def plot_size(
     points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str], size: str = "parameters"
 ) -> Figure:
-    """Plot the average score over sets against a model's size, such as the number of parameters.
-
-    There is one line per method, and a dashed line for the teacher.
-    """
+    """Plot the average score over sets against a model's size: a line for a method, a dashed one for the teacher."""
     figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     _draw_sizes(axes, points, teacher, bins=5)
@@ -72,14 +66,7 @@ def plot_size(
 def plot_sizes(
     panels: Mapping[str, Sequence[Line]], teacher: float | None, score: Score, sets: Sequence[str]
 ) -> Figure:
-    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start.
-
-    Args:
-        panels: the lines by title; all panels have lines of the same labels.
-        teacher: the teacher's score.
-        score: what is averaged.
-        sets: the names of the sets.
-    """
+    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start."""
     figure, grid = panel_grid(panels, 1.1, 1.7, sharex=True, sharey=True)
     for axes, points in zip(grid, panels.values(), strict=True):
         _draw_sizes(axes, points, teacher, bins=4, markersize=4)
@@ -87,9 +74,7 @@ def plot_sizes(
     scores = [value for points in panels.values() for value in _scores(points)]
     scale_scores(grid[0], "y", [*scores, teacher], score)  # which the others share
     figure.supylabel(score.label(sets), fontsize=9)
-    handles, labels = grid[0].get_legend_handles_labels()
-    # Below, the legend would lie upon the label of the axis.
-    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
+    _legend_above(figure, *grid[0].get_legend_handles_labels())
     return figure
 
 
@@ -116,10 +101,13 @@ def plot_panels(
         handles = {
             label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(
-            handles.values(), handles, loc="outside upper right", ncols=legend_columns(list(handles)), fontsize=8
-        )
+        _legend_above(figure, list(handles.values()), list(handles))
     return figure
+
+
+def _legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Add a legend where it does not lie upon the label of the x axis."""
+    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
 
 
 def _draw_sizes(axes: Axes, lines: Sequence[Line], teacher: float | None, *, bins: int, **look: Any) -> None:

@@ -1,12 +1,20 @@
-"""A paper's table of scores as data, in a module that --help loads without the libraries of the reports."""
+"""The papers' tables of scores (suites/PAPER-tableN.yaml): the published figures, and what runs each row here.
+
+--help loads this module, which needs none of the libraries of the reports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
+import yaml
+
 from llmdistill.config.tasks import ProtocolName
+
+_SUITES = resources.files("llmdistill") / "suites"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +79,35 @@ class PublishedTable:
     """Whether the last figure of a row is the mean of the others."""
     axis: str | None = None
     """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
+
+
+def suite_files(key: str) -> list[str]:
+    """Return the names of the files in suites/ that have a key: `methods` (a comparison) or `columns` (a table)."""
+    files = (item for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
+    # Names are asked for by --help, which does not wait until YAML has parsed every file.
+    return sorted(item.name.removesuffix(".yaml") for item in files if f"\n{key}:" in item.read_text(encoding="utf-8"))
+
+
+def read_suite(name: str) -> dict[str, Any]:
+    """Return the content of a file in suites/."""
+    content: dict[str, Any] = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def table_names() -> list[str]:
+    """Return the names of the tables, such as minilm-table2."""
+    return suite_files("columns")
+
+
+def load_table(name: str) -> PublishedTable:
+    """Load one of `table_names`."""
+    content = read_suite(name)
+    columns = [Column(**fields) for fields in content["columns"]]
+    # A figure of a paper may be a drawing without numbers.
+    none = [None] * (len(columns) + content.get("average", False))
+    rows = [
+        TableRow(name=key, **{**fields, "published": tuple(fields.get("published", none))})
+        for key, fields in content["rows"].items()
+    ]
+    parts = {"tasks": tuple(content["tasks"]), "columns": tuple(columns), "rows": tuple(rows)}
+    return PublishedTable(name=name, **{**content, **parts})

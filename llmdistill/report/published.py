@@ -47,8 +47,6 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedReport:
-    """A table beside our own figures."""
-
     table: PublishedTable
     measured: Mapping[str, Measured]
     """What the rows that were run scored, by their names."""
@@ -75,7 +73,6 @@ class PublishedReport:
 
     @property
     def explanation(self) -> str:
-        """What our figures are."""
         seeds = "the seeds of the fine-tuning" if self.fine_tuned else "seeds"
         choice = " The learning rate and the epochs of each task were chosen on the same dev sets, as in the papers."
         return f"Ours, x 100, mean ± sample standard deviation over {seeds}.{choice if self.fine_tuned else ''}"
@@ -90,7 +87,6 @@ class PublishedReport:
 
     @property
     def header(self) -> list[str]:
-        """The texts above the figures."""
         return [*(each.label for each in self.table.columns), *([AVERAGE] if self.table.average else [])]
 
 
@@ -173,7 +169,7 @@ def _distance(score: float | None, teacher: float | None) -> float | None:
     return None if score is None or teacher is None else score - teacher
 
 
-def print_published(report: PublishedReport, console: Console | None = None) -> None:
+def print_published(report: PublishedReport) -> None:
     """Print the rows that were run, each score with the published one in brackets."""
     table, run = report.table, [row for row in report.table.rows if row.name in report.measured]
     rows = []
@@ -181,8 +177,8 @@ def print_published(report: PublishedReport, console: Console | None = None) -> 
         texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(row, report).values()]
         rows.append([row.label, *texts])
     header = ["", *_shown(table.rows[0], report)]
-    print_table(f"{table.title}; in brackets the paper's", header, rows, turned=True, console=console)
+    print_table(f"{table.title}; in brackets the paper's", header, rows, turned=True)
     for row in run:
         error = report.measured[row.name].error
         if error is not None:
-            (console or Console()).print(f"{row.label} FAILED: {error}", highlight=False, markup=False)
+            Console().print(f"{row.label} FAILED: {error}", highlight=False, markup=False)

@@ -14,30 +14,19 @@ import llmdistill
 from llmdistill.runtime.devices import installed_versions
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
-"""The libraries whose versions a record names."""
 
 
 def make_record(command: str, world_size: int, libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
-    """Return the record of a run or study that ends now, as plain JSON values.
-
-    Args:
-        command: what the user typed.
-        world_size: the number of ranks.
-        libraries: the libraries whose versions are named, where they are installed.
-    """
+    """Return the record of a run or study that ends now, as plain JSON values; `command` is what the user typed."""
     return {
         "command": command,
         "hardware": describe_hardware(world_size),
-        "versions": {
-            "llmdistill": llmdistill.__version__,
-            **installed_versions(libraries),
-        },
+        "versions": {"llmdistill": llmdistill.__version__, **installed_versions(libraries)},
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
 def describe_versions(record: Mapping[str, Any]) -> str:
-    """Return the versions of a record in one line."""
     return ", ".join(f"{name} {number}" for name, number in record["versions"].items())
 
 

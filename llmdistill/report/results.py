@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmdistill.errors import UserError
 from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
@@ -22,11 +21,8 @@ TABLE_SIZE = "as in the table"
 """The text of the size of the models in the main table."""
 
 COSTS = (
-    "training_tokens",
-    "training_tokens_per_second",
-    "peak_memory_bytes",
-    "generation_tokens_per_second",
-    "seconds",
+    *("training_tokens", "training_tokens_per_second", "peak_memory_bytes"),
+    *("generation_tokens_per_second", "seconds"),
 )
 """The costs of a run, in the order of costs.json."""
 
@@ -103,7 +99,6 @@ class Row:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """The size of the files of its weights."""
         return None if self.checkpoint is None else self.checkpoint.size
 
     @property
@@ -151,7 +146,6 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        """The score on the validation set."""
         values = [run.valid for run in self.ended if run.valid is not None]
         return spread(values) if values else None
 
@@ -192,8 +186,7 @@ class Comparison:
     title: str
     sets: Sequence[str]
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By test set, how many of its examples (or windows) are scored, and how many it has; without the sets of older
-    runs."""
+    """By test set, how many of its examples (or windows) are scored, and how many it has."""
     texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By text beside the test sets, how many of its windows are scored, and how many it has."""
     rows: Sequence[Row]
@@ -209,15 +202,8 @@ class Comparison:
     paper: Mapping[str, Mapping[str, float]] | None = None
     """The scores in the paper, by row and set."""
 
-    def __post_init__(self) -> None:
-        """Check the test sets and the names of the rows."""
-        check_sets(self.sets)
-        keys = [row.key for row in self.rows]
-        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
-
     @property
     def score(self) -> Score:
-        """What the models are scored by."""
         return self.rows[0].score
 
     def score_of(self, name: str) -> Score:
@@ -251,7 +237,6 @@ class Comparison:
 
     @property
     def teacher(self) -> Row | None:
-        """The teacher's row."""
         return next((row for row in self.rows if row.name == TEACHER), None)
 
     def difference(self, row: Row) -> float | None:
@@ -259,18 +244,6 @@ class Comparison:
         if self.teacher is None or self.teacher.average is None or row.average is None:
             return None
         return row.average.mean - self.teacher.average.mean
-
-
-def check_sets(sets: Sequence[str]) -> None:
-    """Check that a report can show these test sets.
-
-    Raises:
-        UserError: there is no test set, or one has the name of a column.
-    """
-    if not sets:
-        raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
-    if "average" in sets:
-        raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
 def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float | None]:

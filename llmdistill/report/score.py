@@ -41,12 +41,10 @@ class Score:
     of_validation: Callable[[Results], float | None]
     """Returns a model's score on the validation set, None if there is none."""
     mean: Callable[[Iterable[float]], float]
-    """Returns the average over sets."""
+    """Over sets."""
     show: Callable[[float | None], str]
-    """Formats a score, or None as a dash."""
 
     def best(self, values: Iterable[float]) -> float | None:
-        """Return the best of some scores, None of no scores."""
         return (max if self.higher_is_better else min)(values, default=None)
 
     def merit(self, value: float) -> float:

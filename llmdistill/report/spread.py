@@ -16,12 +16,10 @@ class Spread(NamedTuple):
     values: list[float]
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return the mean and the standard deviation as plain JSON values."""
         return {"mean": self.mean, "std": self.std}
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the mean and the sample standard deviation of the values."""
     std = statistics.stdev(values) if len(values) > 1 else None
     return Spread(statistics.fmean(values), std, list(values))
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
-from llmdistill.config.tasks import FineTuningConfig, ProtocolName
+from llmdistill.config.tasks import GridConfig, ProtocolName
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.tasks import task_key
@@ -41,7 +41,6 @@ class FineTuningProtocol:
 
     @property
     def num_trials(self) -> int:
-        """The number of runs."""
         return len(self.learning_rates) * len(self.epochs) * len(self.seeds)
 
 
@@ -111,7 +110,7 @@ SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
 
 
-def protocol_of(config: FineTuningConfig, task: str) -> FineTuningProtocol:
+def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:
     """Return the protocol for a task; settings in the configuration replace those of the protocol."""
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
@@ -151,10 +150,8 @@ def metric_of(protocol: ProtocolName, task: str) -> str | None:
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
     """Return the folder or hub name of a task's teacher, or of another model that is fine-tuned on the task.
 
-    `teacher` is an earlier run's folder, a path that contains {task}, or a single model, which can teach only one task.
-
-    Raises:
-        UserError: the folder has no model for the task, or a single model is given for several tasks.
+    `teacher` is an earlier run's folder, a path that contains {task}, or a single model, which can teach only one task;
+    UserError if the folder has no model for the task, or there are several tasks for a single model.
     """
     if "{task}" in teacher:
         spellings = [task, task.lower(), task_key(task)]

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmdistill.experiments.grid import Choice, by_settings
-from llmdistill.experiments.trials import Result
+from llmdistill.experiments.trials import Choice, Result, by_settings
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.tables import TitledTable

@@ -35,13 +35,23 @@ from llmdistill.experiments.fine_tuning.protocols import (
     recipe_of,
 )
 from llmdistill.experiments.fine_tuning.results import summarize
-from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
-from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
+from llmdistill.experiments.trials import (
+    Choice,
+    Progress,
+    Result,
+    Trial,
+    changed_values,
+    choose,
+    may_be_best,
+    points,
+    trial_title,
+)
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run.artifacts import finished_metrics
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
@@ -54,7 +64,6 @@ SUBMISSION = "predictions"
 
 
 def dev_score(result: Result) -> float:
-    """Return the score of a trial on dev, by which settings are chosen."""
     assert result.metrics is not None
     return float(result.metrics["student"]["score"])
 
@@ -76,43 +85,28 @@ class TaskStudy:
 
     @property
     def folder(self) -> Path:
-        """The folder of all files of the task."""
         return self.root / self.task
 
     @cached_property
     def protocol(self) -> FineTuningProtocol:
-        """The settings that are tried."""
         return protocol_of(self.config, self.task)
 
     def read(self, world: World) -> Benchmark:
-        """Read the task's examples; every rank must call this method.
-
-        Raises:
-            UserError: a file is missing or malformed, or examples do not fit the models.
-        """
+        """Read the task's examples; every rank must call this method. Raises UserError if they are missing or wrong."""
         return self.benchmark.read_on_all(self.plan.models, world)
 
     @property
     def benchmark(self) -> Benchmark:
-        """The task of the runs."""
         assert isinstance(self.plan.task, Benchmark)
         return self.plan.task
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the first trial, checked from configurations alone; the other trials differ only in numbers.
-
-        Raises:
-            UserError: the settings are invalid.
-        """
+        """The plan of the first trial, checked from configurations alone; the other trials differ only in numbers."""
         return make_plan(self.trials()[0].config, pending=self.pending)
 
     def trials(self) -> list[Trial]:
-        """Return all trials; the trials that differ only in the seed are adjacent.
-
-        Raises:
-            UserError: two settings contradict each other.
-        """
+        """Return all trials; the trials that differ only in the seed are adjacent."""
         seeds = self.protocol.seeds
         return [self._trial(settings, seed) for settings in points(self.protocol.grid) for seed in seeds]
 
@@ -171,15 +165,12 @@ class TaskStudy:
     def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
-        `data` are the examples that `read` returns. Every rank must call this method.
-
-        Raises:
-            UserError: the folder belongs to a run with other settings, scoring the teacher fails, or no settings have
-                a score for every seed.
+        `data` are the examples that `read` returns. Every rank must call this method. Raises UserError if the folder
+        belongs to a run with other settings, scoring the teacher fails, or no settings have a score for every seed.
         """
         trials = self.trials()
         # All folders are checked first, so that a mistake in the settings is reported before hours of training.
-        on_main(lambda: [trial.metrics() for trial in trials], world)
+        on_main(lambda: [finished_metrics(trial.config) for trial in trials], world)
         teacher, warnings = None, []
         if self.teacher is not None:
             (scored,) = runner.run([self._teacher_trial()])
@@ -211,7 +202,7 @@ class TaskStudy:
         }
 
     def _progress(self, metric: str, total: int) -> Progress:
-        """Return what follows the trials: it prints their scores, and removes models that can no longer be the best."""
+        """Return what prints the scores of the trials, and removes models that can no longer be the best."""
         ended: list[Result] = []
 
         def drop(result: Result) -> None:
@@ -227,10 +218,8 @@ class TaskStudy:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
-        kept = on_main(
-            lambda: (best / "config.json").is_file() and read_result(best / RESULT_FILE, asked) is not None, world
-        )
-        if kept:
+        has_model = (best / "config.json").is_file
+        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None, world):
             return
         if not on_main((student / "config.json").is_file, world):
             print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more", world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
-from llmdistill.report.plots import COLORS, MARKERS, STYLE, frame_panel, new_figure, save_plot
+from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import targets_of
 from llmdistill.tasks.glue_files import PairSet
 from llmdistill.tasks.stored import TaskFiles
@@ -40,16 +40,6 @@ _PERPLEXITY = 30.0
 
 _MAX_PANELS = 4
 """Maximum number of panels side by side."""
-
-
-class Cloud(NamedTuple):
-    """One panel."""
-
-    title: str
-    note: str
-    """Text below the title."""
-    points: np.ndarray
-    """(rows, 2)."""
 
 
 def draw(
@@ -79,14 +69,11 @@ def draw(
         aspect: the features of the layer, of the model's width.
         max_length: maximum number of tokens of an example.
         dtype: number format of the models.
-        device: the device on which the models run.
+        device: where the models run.
 
     Returns:
         The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
         features before t-SNE, from -1 to 1; None for a regression task.
-
-    Raises:
-        UserError: a model cannot be loaded.
     """
     file = folder / f"{name}.json"
     prints = {title: fingerprint(path) for title, path in models.items()}
@@ -98,7 +85,9 @@ def draw(
     if kept is not None and (folder / f"{name}.png").is_file():
         return _summary(kept)
     dev = data.sets["dev"].examples
-    rows = _chosen(len(dev))
+    rows = list(range(len(dev)))
+    if len(dev) > EXAMPLES:  # at random, as files are often sorted
+        rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
     examples = [dev[row] for row in rows]
     targets = targets_of(examples)
     found, clouds = {}, []
@@ -111,7 +100,7 @@ def draw(
         apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
         found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
-        clouds.append(Cloud(title, f"layer {number}{note}", points))
+        clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
     return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
 
@@ -119,13 +108,6 @@ def draw(
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
     models = {title: {key: model[key] for key in ("layer", "silhouette")} for title, model in result["models"].items()}
     return {"examples": len(result["rows"]), "models": models}
-
-
-def _chosen(count: int) -> list[int]:
-    """Return the indices of the dev examples in the plot: all, or a random sample, as files are often sorted."""
-    if count <= EXAMPLES:
-        return list(range(count))
-    return sorted(np.random.default_rng(0).choice(count, EXAMPLES, replace=False).tolist())
 
 
 def middle_layer(path: str) -> int:
@@ -147,9 +129,6 @@ def layer_features(
     """Return a layer's features (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
 
     A decoder's first token cannot represent the example, because it attends only to itself.
-
-    Raises:
-        UserError: the model cannot be loaded.
     """
     model = load_model(path, dtype=dtype, device=device, head="sequence")
     tokenizer: Any = load_tokenizer(path)
@@ -173,13 +152,10 @@ def embed(features: np.ndarray) -> np.ndarray:
 
 
 @rc_context(STYLE)
-def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Plot the clouds side by side, colored by class or score (KroneckerBERT Figure 4).
+def plot_clusters(clouds: Sequence[Panel], targets: np.ndarray, classes: Sequence[str]) -> Figure:
+    """Plot the clouds (rows, 2) of the same examples side by side, colored by class or score (KroneckerBERT Figure 4).
 
-    Args:
-        clouds: one cloud per model, all of the same examples.
-        targets: (rows,), the class or the score of each example.
-        classes: the names of the classes; empty if targets are scores, which are shown by a color scale.
+    `targets` (rows,) are indices of `classes`, or scores if there are no classes.
     """
     columns = min(len(clouds), _MAX_PANELS)
     lines = -(-len(clouds) // columns)
@@ -190,10 +166,10 @@ def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequenc
         if classes:
             for index, name in enumerate(classes):
                 look = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
-                axes.scatter(*cloud.points[targets == index].T, **look, **small)
+                axes.scatter(*cloud.values[targets == index].T, **look, **small)
         else:
-            axes.scatter(*cloud.points.T, c=targets, cmap="viridis", **small)
-        frame_panel(axes, cloud.title, cloud.note)
+            axes.scatter(*cloud.values.T, c=targets, cmap="viridis", **small)
+        frame_panel(axes, cloud)
         # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
         axes.set_xticks([])
         axes.set_yticks([])
