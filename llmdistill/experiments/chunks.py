@@ -18,7 +18,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.panels import plot_panels
-from llmdistill.report.plots import Curve, Drawing, method_styles
+from llmdistill.report.plots import Drawing, curve_of, method_styles
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
 from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
@@ -32,7 +32,6 @@ _TOKENS = 512
 
 
 def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
-    """Score each layer of each model, with the same spans for all models."""
     models.check_kind(causal=False, reason="the first word of a span must see the words after it: give an encoder")
     sentences = read_sentences(config.data)
     tokenizers: dict[str, Any] = {name: load_tokenizer(path) for name, path in models.paths.items()}
@@ -79,15 +78,10 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
 
 
 def check_file(path: Path) -> None:
-    """Check that a file has spans enough for the default settings.
-
-    Raises:
-        UserError: the file is missing or malformed, or has too few spans.
-    """
-    drawn = draw_spans(
-        located(read_sentences(path)), chunks=ChunksConfig.chunks, unlabeled=ChunksConfig.unlabeled, seed=0
-    )
-    _check_count(str(path), ChunksConfig.held_out, drawn)
+    """Raises UserError if a file is missing or malformed, or has too few spans for the default settings."""
+    usual = ChunksConfig
+    drawn = draw_spans(located(read_sentences(path)), chunks=usual.chunks, unlabeled=usual.unlabeled, seed=0)
+    _check_count(str(path), usual.held_out, drawn)
 
 
 def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
@@ -121,16 +115,12 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:
-    """Return a row for each layer, and a column for each model."""
     models = results["models"]
     depth = max(len(each["nmi"]) for each in models.values())
-    rows = [
-        [
-            str(layer + 1),
-            *(show_seeds(each["nmi"][layer], 3) if layer < len(each["nmi"]) else "" for each in models.values()),
-        ]
-        for layer in range(depth)
-    ]
+    rows = []
+    for layer in range(depth):
+        scores = [each["nmi"][layer : layer + 1] for each in models.values()]  # none, where a model has fewer layers
+        rows.append([str(layer + 1), *(show_seeds(*score, 3) if score else "" for score in scores)])
     scored = f"{results['held_out']} held-out spans" if results["held_out"] else "the clustered spans themselves"
     seeds = count_seeds(len(results["seeds"]))
     title = f"Normalized mutual information of the clusters and the types of the chunks on {scored}, {seeds}."
@@ -141,10 +131,8 @@ def _draw(models: Mapping[str, Any]) -> Drawing:
     styles = method_styles(list(models))
     curves = []
     for name, each in models.items():
-        seeds = [value["seeds"] for value in each["nmi"]]
-        layers = [float(layer) for layer in range(1, len(seeds) + 1)]
-        means = [value["mean"] for value in each["nmi"]]
-        curves.append((name, styles[name], Curve(layers, means, list(map(min, seeds)), list(map(max, seeds)))))
+        by_layer = {float(layer): value["seeds"] for layer, value in enumerate(each["nmi"], start=1)}
+        curves.append((name, styles[name], curve_of(by_layer)))
     caption = "Mean over seeds; the band goes from the lowest to the highest seed."
     figure = plot_panels({"normalized mutual information": curves}, "layer", scores=True)
     return Drawing("layers", "Phrases by layer", caption, figure)

@@ -28,7 +28,6 @@ from llmdistill.tasks.instructions import VALID
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
-    """Return the whole comparison as plain data."""
     teacher = locate(str(study.recipe.teacher.model))
     first = findings.bases[study.starts[0].name]
     rows = [

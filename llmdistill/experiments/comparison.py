@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.launcher import shown_command
+from llmdistill.experiments.launcher import words_of
 from llmdistill.experiments.study import Planned, Study
 from llmdistill.experiments.trials import Progress, Result, choose
 from llmdistill.experiments.variants import Variant
-from llmdistill.files import write_text
 from llmdistill.generation.answers_file import read_provenance
 from llmdistill.messages import say
 from llmdistill.report.score import ROUGE_L, SCORES
@@ -94,7 +93,6 @@ def conduct(study: Study) -> Findings:
 
 
 def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untrained: Mapping[str, Result]) -> Planned:
-    """Return the runs of the chosen grid points from the untrained students of another size."""
     planned = []
     for variant in study.trained():
         base = untrained[variant.start.key("none")]
@@ -106,7 +104,6 @@ def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untraine
 
 
 def describe_scores(metrics: Mapping[str, Any]) -> str:
-    """Return the scores of a run in one line."""
     parts = []
     for name, model in metrics.items():
         shown = []
@@ -124,9 +121,6 @@ def generate_responses(study: Study) -> str | None:
     if study.responses.is_file() and read_provenance(study.responses) is not None:
         return None
     arguments = {**study.response_arguments(), "output": str(study.responses)}
-    words = [word for key, value in arguments.items() if value is not None for word in (f"--{key}", str(value))]
     say("The teacher answers the training prompts for SeqKD ...")
-    command = study.launcher.command("llmdistill.cli", "generate", *words)
-    log = study.responses.with_suffix(".log")
-    write_text(study.responses.with_suffix(".command"), shown_command(command) + "\n")
-    return study.launcher.call(command, log)
+    command = study.launcher.command("llmdistill.cli", "generate", *words_of(arguments))
+    return study.launcher.call(command, study.responses.with_suffix(".log"))

@@ -22,10 +22,7 @@ def distill_plans(
     """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
     Finished runs are not repeated. `then` is called after the runs, while the folder is claimed, such as for the second
-    stage on tasks.
-
-    Raises:
-        UserError: bad input, the folder belongs to another run, or the loss is not finite.
+    stage on tasks. Raises UserError for bad input, a folder of another run, or a loss that is not finite.
     """
     for plan in plans:
         assemble.check_machine(plan, world)

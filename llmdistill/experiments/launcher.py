@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import shlex
 import signal
@@ -18,12 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmdistill.config import RunConfig
+from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
-from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result, last_line
+from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result, last_line, write_recipe
 from llmdistill.files import write_text
 from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World, on_main
@@ -109,7 +112,8 @@ class Launcher:
         self._slots()
 
     def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
+        """Run a command, which is written beside its log; returns None, or the reason of the failure."""
+        write_text(log.with_suffix(".command"), shown_command(command) + "\n")
         with Activity("Running", detail=lambda: last_line(log)), _ended([process := _start(command, log, {})]):
             code = process.wait()
         return None if code == 0 else _reason(log, code)
@@ -144,7 +148,7 @@ class Launcher:
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
         # Launchers that run at the same time must not use the same port.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
-        command = self.train_command(trial.write_recipe(), [*slot, *port])
+        command = self.train_command(write_recipe(trial.recipe, to_dict(trial.config)), [*slot, *port])
         began = time.perf_counter()
         return _Running(_start(command, trial.log, self._environment()), trial, slot, began)
 
@@ -223,6 +227,12 @@ def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as the words of a command, without those that are None or empty."""
+    shown = {f"--{key}": value for key, value in settings.items() if value is not None and value != {}}
+    return [word for key, each in shown.items() for word in (key, each if isinstance(each, str) else json.dumps(each))]
 
 
 def shown_command(command: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from llmdistill.files import write_json
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.families import shape_of
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.plots import Curve, method_styles, plot_curves, save_plot
+from llmdistill.report.plots import curve_of, method_styles, plot_curves, save_plot
 from llmdistill.report.tables import print_table
 from llmdistill.run.plan import Plan, make_plan, searched_by
 from llmdistill.runtime.distributed import World, on_main
@@ -82,9 +82,8 @@ def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
 
 def _plot_layers(losses: Mapping[int, float], folder: Path) -> None:
     """Write layer_search.png and layer_search.svg; `losses`: validation loss by layer, counted from 1."""
-    values = list(losses.values())
     style = method_styles(["student"])["student"]
-    curve = Curve([float(layer) for layer in losses], values, values, values)
+    curve = curve_of({float(layer): [loss] for layer, loss in losses.items()})
     figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
     axes = figure.axes[0]
     axes.set_xlabel("layer of the teacher, from 1")

@@ -7,15 +7,12 @@ is finished is kept, so that the same command goes on where it stopped.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from llmdistill.artifacts import read_record
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
@@ -28,9 +25,8 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments import chunks
 from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
-from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
-from llmdistill.files import write_text
+from llmdistill.experiments.launcher import Launcher, words_of
+from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial, write_recipe
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.progress import progress
@@ -188,8 +184,8 @@ def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[
     named, file = [f"{key}={study.model(key)}" for key in keys], str(_chunk_file(study.tasks.data_dir))
     seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
     config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-    words = ["--model", ",".join(named), "--data", file, "--output_dir", str(folder), "--dtype", config.dtype]
-    words += ["--seeds", ",".join(map(str, config.seeds))]
+    shown = {"model": ",".join(named), "data": file, "output_dir": str(folder), "dtype": config.dtype}
+    words = words_of({**shown, "seeds": ",".join(map(str, config.seeds))})
     command = f"llmdistill evaluate --suite {chunks.SUITE.name} {shlex.join(words)}"
     results = chunks.SUITE.evaluate(config, command=command)
     measured = {}
@@ -212,11 +208,9 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     folder, kept = study.folder(key), study.root / "tasks"
     if study.is_second_stage(key):
         config = changed_values(study.configs[key], {"output_dir": str(study.trial(key).folder)})
-        write_text(kept / f"{key}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-        command = study.launcher.train_command(kept / f"{key}.yaml")
+        command = study.launcher.train_command(write_recipe(kept / f"{key}.yaml", config))
     else:
         command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
-    write_text(kept / f"{key}.command", shown_command(command) + "\n")
     log = kept / f"{key}.log"
     error = study.launcher.call(command, log)
     results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
@@ -256,11 +250,7 @@ def _words(study: TableStudy, key: str) -> list[str]:
     }
     if study.launcher.trials_at_once > 1:
         values["trials_at_once"] = study.launcher.trials_at_once
-    words = ["--suite", "glue"]
-    for name, value in values.items():
-        if value is not None and value != {}:
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    return words
+    return ["--suite", "glue", *words_of(values)]
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:

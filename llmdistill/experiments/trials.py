@@ -49,11 +49,6 @@ class Trial:
         """The file with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
-    def write_recipe(self) -> Path:
-        """Write the recipe with which the trial is trained, and return its path."""
-        write_text(self.recipe, yaml.safe_dump(to_dict(self.config), sort_keys=False, allow_unicode=True))
-        return self.recipe
-
     def seconds(self) -> float | None:
         """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
         record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
@@ -191,12 +186,14 @@ def make_trial(
     return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
 
 
-def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with some settings changed by dotted key, as plain JSON values.
+def write_recipe(file: Path, settings: Mapping[str, Any]) -> Path:
+    """Write a recipe that a run is trained with, and return its path."""
+    write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return file
 
-    Raises:
-        UserError: a setting does not exist.
-    """
+
+def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with some settings changed by dotted key, as plain JSON values; UserError for no such."""
     values = to_dict(base)
     for key, value in changes.items():
         set_value(values, key, value)

@@ -22,7 +22,6 @@ def write_page(file: Path, template: str, **values: Any) -> None:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return the text of a template with these variables."""
     environment = Environment(
         loader=PackageLoader("llmdistill", "report/templates"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),
@@ -55,7 +54,6 @@ def thousands(value: float | None) -> str:
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:
-    """Format a grid point in one line."""
     if not settings:
         return "–"
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}

@@ -79,7 +79,6 @@ def plot_sizes(
 
 
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
-    """Plot the terms of one method's loss, one panel per term."""
     return plot_panels({name: [(name, style, curve)] for name, curve in terms.items()}, "step")
 
 

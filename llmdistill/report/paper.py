@@ -89,7 +89,6 @@ def suite_files(key: str) -> list[str]:
 
 
 def read_suite(name: str) -> dict[str, Any]:
-    """Return the content of a file in suites/."""
     content: dict[str, Any] = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
     return content
 

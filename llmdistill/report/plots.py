@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -98,11 +99,13 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
         value = row.get(key)
         if value is not None and math.isfinite(value):
             values.setdefault(row["step"], []).append(value)
-    if not values:
-        return None
+    return curve_of(values) if values else None
+
+
+def curve_of(values: Mapping[float, Sequence[float]]) -> Curve:
+    """Return the mean, lowest and highest of the values at each place of the x axis."""
     steps = sorted(values)
-    means = [math.fsum(values[step]) / len(values[step]) for step in steps]
-    return Curve(steps, means, [min(values[step]) for step in steps], [max(values[step]) for step in steps])
+    return Curve(steps, *([choose(values[step]) for step in steps] for choose in (statistics.fmean, min, max)))
 
 
 def is_line(curve: Curve | None) -> TypeGuard[Curve]:
@@ -220,7 +223,6 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
 
 
 def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float | None], score: Score) -> None:
-    """Make an axis logarithmic if scores such as these range over decades."""
     if score.over_decades:
         known = [value for value in scores if value is not None]
         _log_scale(axes, which, max(known) / min(known))

@@ -15,8 +15,8 @@ from llmdistill.report.drawings import save_drawings
 from llmdistill.report.pages import signed, write_page
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.paper import PublishedTable, TableRow
-from llmdistill.report.plots import DASHES, Curve, Drawing, Style, method_styles
-from llmdistill.report.spread import Spread, plus_minus, spread
+from llmdistill.report.plots import DASHES, Curve, Drawing, Style, curve_of, method_styles
+from llmdistill.report.spread import Spread, show_seeds, spread
 from llmdistill.report.tables import print_table
 
 AVERAGE, TEACHER = "average", "teacher"
@@ -113,35 +113,25 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
 
 def draw_rows(report: PublishedReport) -> list[Drawing]:
     """Return the plot of the scores over the numbers of the rows, a panel for each column with figures, if any."""
-    lines: dict[str, list[TableRow]] = {}
+    lines: dict[str, list[tuple[float, TableRow]]] = {}
     for row in report.table.rows:
         if row.at is not None:
-            lines.setdefault(row.line, []).append(row)
+            lines.setdefault(row.line, []).append((row.at, row))
     styles, panels = method_styles(list(lines)), dict[str, list[tuple[str, Style, Curve]]]()
     for index, title in enumerate(report.header):
         for name, rows in lines.items():
-            ours, paper = list[tuple[float, Spread]](), list[tuple[float, Spread]]()
-            for row in rows:
-                cell, figure = report.cells(row)[index], row.published[index]
-                assert row.at is not None
-                ours += [] if cell is None else [(row.at, cell)]
-                paper += [] if figure is None else [(row.at, spread([figure]))]
+            ours = {at: cell.values for at, row in rows if (cell := report.cells(row)[index]) is not None}
+            paper = {at: [figure] for at, row in rows if (figure := row.published[index]) is not None}
             hollow = styles[name]._replace(dashes=DASHES[1], fill="none")
             for who, style, points in (("ours", styles[name], ours), ("paper", hollow, paper)):
                 if points:
                     label = f"{name}, {who}" if name else who
-                    panels.setdefault(title, []).append((label, style, _curve(points)))
+                    panels.setdefault(title, []).append((label, style, curve_of(points)))
     if report.table.axis is None or not panels:
         return []
     caption = "Mean over seeds, with a band from the lowest to the highest seed. Hollow, dashed: the paper's figures."
     made = plot_panels(panels, report.table.axis, scores=True)
     return [Drawing("scores", f"Scores by {report.table.axis}", caption, made)]
-
-
-def _curve(points: Sequence[tuple[float, Spread]]) -> Curve:
-    places, cells = zip(*sorted(points, key=lambda point: point[0]), strict=True)
-    low, high = ([choose(cell.values) for cell in cells] for choose in (min, max))
-    return Curve(list(places), [cell.mean for cell in cells], low, high)
 
 
 def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]:
@@ -151,7 +141,7 @@ def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]
     """
     cells = report.cells(row)
     figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in row.published]
-    texts = ["–" if cell is None else plus_minus(cell.mean, cell.std) for cell in cells]
+    texts = ["–" if cell is None else show_seeds(cell.to_dict()) for cell in cells]
     shown = dict(zip(report.header, zip(texts, figures, strict=True), strict=True))
     if not report.table.average:
         return shown

@@ -31,7 +31,6 @@ def describe_versions(record: Mapping[str, Any]) -> str:
 
 
 def describe_hardware(world_size: int) -> str:
-    """Describe this machine in a few words, for reports."""
     if torch.cuda.is_available():
         return f"{world_size} x {torch.cuda.get_device_name()}"
     threads, info = torch.get_num_threads() * world_size, Path("/proc/cpuinfo")

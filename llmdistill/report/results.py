@@ -59,7 +59,6 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """The reason why the run has no scores."""
         return "it ended without scores" if self.error is None else self.error
 
 
@@ -207,7 +206,6 @@ class Comparison:
         return self.rows[0].score
 
     def score_of(self, name: str) -> Score:
-        """Return the score in the column of a test set or text."""
         return PERPLEXITY if name in self.texts else self.score
 
     def heading(self, name: str) -> str:

@@ -31,11 +31,7 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 def show_seeds(value: Mapping[str, Any], decimals: int = 1) -> str:
     """Format a result of `over_seeds`: the mean, with the standard deviation if there are several seeds."""
-    return plus_minus(value["mean"], value["std"], decimals)
-
-
-def plus_minus(mean: float, std: float | None, decimals: int = 1) -> str:
-    """Return "mean ± standard deviation" as text, or the mean alone if std is None."""
+    mean, std = value["mean"], value["std"]
     return f"{mean:.{decimals}f}" + ("" if std is None else f" ± {std:.{decimals}f}")
 
 

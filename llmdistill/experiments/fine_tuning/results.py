@@ -134,13 +134,11 @@ def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
 
 
 def _named(results: Mapping[str, Any]) -> str:
-    """Return "GLUE" if all tasks are GLUE's, else the names of the tasks."""
     tasks = results["tasks"]
     return "GLUE" if set(tasks) <= set(GLUE) else ", ".join(tasks)
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
-    """Write report.md."""
     table = results_table(results)
     write_page(
         folder / "report.md",
