@@ -19,13 +19,11 @@ from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.plots import Drawing, curve_of, method_styles
-from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import TitledTable
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
 from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import cluster_score, encode_sentences, end_vectors, is_read, represent
 
 _ASKED = ("data", "chunks", "unlabeled", "held_out", "seeds")
-"""The settings on which scores depend."""
 
 _TOKENS = 512
 """Largest number of tokens of a sentence, where a model has more positions."""

@@ -48,6 +48,10 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     counts = findings.base["teacher"].get("examples", {})
     examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
     printed = paper.get(load_config(teacher).model_type)
+    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
+    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
+    if findings.failed:
+        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
     return Comparison(
         title=title,
         sets=sets,
@@ -57,7 +61,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
         samples=_samples(study, findings),
-        warnings=_warnings(findings),
+        warnings=list(dict.fromkeys(warnings)),
         facts=_facts(study, findings, command),
         paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
     )
@@ -188,14 +192,6 @@ def _samples(study: Study, findings: Findings) -> list[Sample]:
         if ended is not None:
             folders[name] = ended.trial.folder / "predictions" / "student"
     return read_samples(folders, list(study.recipe.data.tests))
-
-
-def _warnings(findings: Findings) -> list[str]:
-    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
-    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
-    if findings.failed:
-        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
-    return list(dict.fromkeys(warnings))
 
 
 def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:

@@ -88,7 +88,6 @@ class Launcher:
     """Runs each trial as a training run in its own process; trials_at_once trials run at the same time."""
 
     flags: Sequence[str] = ()
-    """Flags for the deepspeed launcher, such as --num_gpus 8."""
     trials_at_once: int = 1
     """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
 

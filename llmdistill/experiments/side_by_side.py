@@ -37,7 +37,6 @@ class ComparedModels:
     """The models of a command, how they run, and where their results go."""
 
     paths: Mapping[str, Path]
-    """Folder or hub name of each model, by the name of its row."""
     folder: Path
     dtype: str
     device: torch.device
@@ -91,7 +90,6 @@ class ModelScores:
     """`models` with path and parameters of each, and further parts of results.json, such as `warnings`."""
     drawings: Sequence[Drawing] = ()
     details: Mapping[str, str] = field(default_factory=dict)
-    """Further facts of the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +97,8 @@ class ModelSuite:
     """What is measured or drawn of models side by side."""
 
     name: str
-    """Its name on the command line and of its folder in a run."""
     title: str
     asked: Sequence[str]
-    """The settings that results.json repeats."""
     score: Callable[[Any, ComparedModels], ModelScores]
     """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
     table: Callable[[Mapping[str, Any]], TitledTable]

@@ -24,7 +24,6 @@ from llmdistill.tasks.instructions import VALID
 from llmdistill.tasks.windows import text_tests
 
 Planned = list[tuple[Variant, Trial]]
-"""Trials with their variants."""
 
 
 @dataclass(frozen=True)

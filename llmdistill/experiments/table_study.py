@@ -25,6 +25,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments import chunks
 from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
+from llmdistill.experiments.fine_tuning.results import dev_columns
 from llmdistill.experiments.launcher import Launcher, words_of
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial, write_recipe
 from llmdistill.messages import say
@@ -216,12 +217,8 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
     if results is None:
         return Measured(folder=str(folder), error=error or f"it ended without its scores; see {log}")
-    scores = {
-        (column, metric): value["seeds"]
-        for task in results["tasks"].values()
-        for column, metrics in task["dev"].items()
-        for metric, value in metrics.items()
-    }
+    columns = dev_columns(results["tasks"].values())
+    scores = {(name, key): value["seeds"] for name, metrics in columns.items() for key, value in metrics.items()}
     return Measured(
         folder=str(folder),
         model=results["model"],

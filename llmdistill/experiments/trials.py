@@ -61,7 +61,6 @@ class Result:
 
     trial: Trial
     metrics: dict[str, Any] | None
-    """None if the trial failed."""
     error: str | None = None
     seconds: float | None = None
     """As `Trial.seconds`."""

@@ -16,7 +16,7 @@ from llmdistill.config.tasks import FineTuningConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import BEST, teacher_of
-from llmdistill.experiments.fine_tuning.results import shown_metrics
+from llmdistill.experiments.fine_tuning.results import dev_columns, shown_metrics
 from llmdistill.experiments.fine_tuning.run import check_drawable, check_layer, evaluate
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.files import write_json
@@ -26,8 +26,7 @@ from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.report.pages import write_page
-from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import TitledTable, print_table
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, print_table, show_seeds
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
@@ -35,7 +34,6 @@ from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 
 TEACHER = "teacher"
 """The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
-
 
 ROWS = {
     TEACHER: {"title": "teacher", "pretraining": "", "finetuning": "labels"},
@@ -55,17 +53,13 @@ class TasksPlan:
     last: Plan
     """The last run of the first stage; its student is fine-tuned."""
     tasks: list[str]
-    """The titles of the tasks, such as RTE or SQuAD2."""
     configs: Mapping[str, FineTuningConfig]
-    """The fine-tuning settings of each row, in order."""
     studies: Mapping[str, Mapping[str, TaskStudy]]
-    """The study of each row and task."""
     given: Mapping[str, str]
     """Folder or hub name of each task's teacher; empty if the user named no teacher."""
 
     @property
     def folder(self) -> Path:
-        """The folder of all outputs."""
         return self.last.folder / "tasks"
 
     def describe(self) -> dict[str, Any]:
@@ -230,7 +224,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
         row: {
             **ROWS[row],
             "params": each["params"]["model"]["total"],
-            "dev": {column: metrics for task in each["tasks"].values() for column, metrics in task["dev"].items()},
+            "dev": dev_columns(each["tasks"].values()),
             "average": each["averages"]["model"]["plain"],
         }
         for row, each in results.items()
@@ -260,11 +254,8 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 
 def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
-    dev = {
-        column: {metric: over_seeds([value]) for metric, value in metrics.items()}
-        for task in results["tasks"].values()
-        for column, metrics in task["teacher"]["dev"].items()
-    }
+    columns = dev_columns(task["teacher"] for task in results["tasks"].values())
+    dev = {name: {key: over_seeds([value]) for key, value in metrics.items()} for name, metrics in columns.items()}
     return {
         **ROWS[TEACHER],
         "params": results["params"]["teacher"]["total"],
@@ -273,7 +264,9 @@ def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stages_table(table: Mapping[str, Any]) -> TitledTable:
+def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
+    """Write report.md and report.json, and print the table."""
+    write_json(folder / "report.json", table)
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]
@@ -284,13 +277,7 @@ def _stages_table(table: Mapping[str, Any]) -> TitledTable:
         cells += [show_seeds(row["dev"][column["column"]][column["metric"]]) for column in columns]
         rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
     title = f"Dev sets x 100, {count_seeds(table['seeds'])}"
-    return TitledTable(title, [*header, "average"] if averaged else header, rows)
-
-
-def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
-    """Write report.md and report.json, and print the table."""
-    write_json(folder / "report.json", table)
-    shown = _stages_table(table)
+    shown = TitledTable(title, [*header, "average"] if averaged else header, rows)
     write_page(
         folder / "report.md",
         "two_stages.md.j2",

@@ -51,19 +51,16 @@ STARTS = {
         _start("loss", "weighted by gradients, ranks by predicted loss", "gradients", "loss"),
     )
 }
-"""The starts that can be compared."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train the student: changes to the recipe's settings, and a grid to choose from on the validation set."""
+    """A way to train the student: changed settings, and a grid to choose from on the validation set, by dotted key."""
 
     name: str
     label: str
     settings: Mapping[str, Any]
-    """The changed settings of the run, by dotted key."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values to try, by dotted key."""
     start: Start = OWN_START
 
     @property

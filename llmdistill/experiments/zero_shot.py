@@ -16,7 +16,6 @@ from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.zero_shot import find_zero_shot, is_share, main_metric, score_zero_shot
 
 _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
-"""The settings on which scores depend."""
 
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:

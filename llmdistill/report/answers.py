@@ -20,7 +20,6 @@ class Sample:
     prompt: str
     reference: str
     answers: Mapping[str, str]
-    """By the key of the model."""
 
 
 def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sample]:

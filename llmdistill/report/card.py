@@ -122,7 +122,6 @@ class Story:
     tags: Sequence[str]
     made: Sequence[tuple[str, str]]
     datasets: Sequence[str] = ()
-    """Names on the hub."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those that differ from the defaults, nested as in a recipe."""
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

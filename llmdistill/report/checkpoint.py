@@ -26,7 +26,6 @@ class Checkpoint:
     """The safetensors files of a model."""
 
     size: int
-    """Bytes of the files."""
     formats: Mapping[str, int]
     """Number of values by format, such as F32 or BF16."""
     parts: Mapping[str, int]

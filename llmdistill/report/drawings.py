@@ -14,8 +14,8 @@ from llmdistill.report.panels import plot_size, plot_sizes, plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
 from llmdistill.report.score import PERPLEXITY, Score
-from llmdistill.report.spread import Spread
 from llmdistill.report.starts import draw_predictions, draw_weighting
+from llmdistill.report.tables import Spread
 
 _CURVES = {
     "valid_loss": (

@@ -21,7 +21,6 @@ FIGURES = (
 """The columns that every run may have; every other column is a term of the loss."""
 
 Log = list[dict[str, float]]
-"""The rows of a run's log in order."""
 
 
 def read_metrics_log(folder: Path) -> Log:

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from llmdistill.files import byte_size, write_text
 from llmdistill.progress import duration
 from llmdistill.report.record import describe_versions
-from llmdistill.report.spread import show_seeds
+from llmdistill.report.tables import show_seeds
 from llmdistill.tasks.perplexity import show_perplexity
 
 

@@ -22,7 +22,6 @@ class Column:
     """A column of published figures, and the score here that stands beside it."""
 
     label: str
-    """The heading."""
     column: str
     """The column in the scores of a task, such as MNLI-m, SQuAD2 or MLQA-de."""
     metric: str
@@ -41,13 +40,10 @@ class TableRow:
     published: tuple[float | None, ...]
     """The figure of each column, and last the average if the table has one; None where the paper has no figure."""
     recipe: str | None = None
-    """The shipped recipe that trains the model, which is then fine-tuned."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings that differ from the recipe's, by dotted key."""
     model: str | None = None
-    """The hub name of a model that is only fine-tuned."""
     missing: str | None = None
-    """Why the row is not run here."""
     at: float | None = None
     """The row's number on the axis of the table's plot, such as a layer."""
     line: str = ""
@@ -71,7 +67,6 @@ class PublishedTable:
     suite: str | None = None
     """The suite of `llmdistill evaluate` that scores the models as they are; None if they are fine-tuned."""
     protocol: ProtocolName | None = None
-    """The settings of fine-tuning; None without tasks."""
     second_stage: bool = False
     """Whether students are fine-tuned by the second stage of their own recipe, from a fine-tuned teacher
     (KroneckerBERT); else on the labels alone."""

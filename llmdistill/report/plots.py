@@ -21,10 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from llmdistill.report.score import Score
-from llmdistill.report.spread import Spread
+from llmdistill.report.tables import Spread
 
 STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
-"""The style of all figures."""
 
 INK, PAPER, GRAY = STYLE["text.color"], STYLE["figure.facecolor"], STYLE["axes.edgecolor"]
 """Colors of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
@@ -52,7 +51,6 @@ class Curve(NamedTuple):
     steps: list[float]
     mean: list[float]
     low: list[float]
-    """The lowest value of the runs."""
     high: list[float]
 
 

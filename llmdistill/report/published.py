@@ -16,8 +16,7 @@ from llmdistill.report.pages import signed, write_page
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.plots import DASHES, Curve, Drawing, Style, curve_of, method_styles
-from llmdistill.report.spread import Spread, show_seeds, spread
-from llmdistill.report.tables import print_table
+from llmdistill.report.tables import Spread, print_table, show_seeds, spread
 
 AVERAGE, TEACHER = "average", "teacher"
 """The head of the column of the mean over the others, and the key of the teacher's row."""
@@ -28,9 +27,7 @@ class Measured:
     """What a row scored here."""
 
     folder: str
-    """The folder of its results."""
     model: str = ""
-    """The folder or hub name of the model that was fine-tuned."""
     scores: Mapping[tuple[str, str], Sequence[float]] = field(default_factory=dict)
     """The scores x 100 over seeds by (column, metric)."""
     params: int | None = None
@@ -42,14 +39,12 @@ class Measured:
     tuning_seconds: float = 0.0
     """The duration of the fine-tuning, with all settings that were tried."""
     error: str | None = None
-    """The reason of a failure, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedReport:
     table: PublishedTable
     measured: Mapping[str, Measured]
-    """What the rows that were run scored, by their names."""
     facts: Mapping[str, str]
     """Command, hardware, versions, protocol and data, by the names that the report shows."""
 

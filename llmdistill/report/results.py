@@ -11,20 +11,18 @@ from typing import Any
 from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
-from llmdistill.report.spread import Spread, spread
+from llmdistill.report.tables import Spread, spread
 from llmdistill.tasks.perplexity import mean_perplexity
 
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are not methods; these rows are never the best."""
 
 TABLE_SIZE = "as in the table"
-"""The text of the size of the models in the main table."""
 
 COSTS = (
     *("training_tokens", "training_tokens_per_second", "peak_memory_bytes"),
     *("generation_tokens_per_second", "seconds"),
 )
-"""The costs of a run, in the order of costs.json."""
 
 CALIBRATION_COSTS = ("calibration_tokens", "calibration_seconds")
 """The costs of making the untrained student of a start, once for all methods; they follow in costs.json."""
@@ -35,7 +33,6 @@ class Run:
     """One run of a method, with one seed at one point of its grid."""
 
     method: str
-    """The key of the row."""
     seed: int
     folder: str
     """Path relative to the report's folder."""
@@ -47,15 +44,12 @@ class Run:
     perplexity: Mapping[str, float] | None = None
     """Perplexity of the references by test set; None if it was not measured."""
     texts: Mapping[str, float] = field(default_factory=dict)
-    """Perplexity by text beside the test sets."""
     valid: float | None = None
-    """The score on the validation set."""
     costs: Mapping[str, float | None] = field(default_factory=dict)
     """The values of COSTS."""
     history: Sequence[Mapping[str, float]] = ()
     """Rows of metrics.jsonl: step, loss, valid_loss (in some rows), and the terms of the loss."""
     error: str | None = None
-    """The reason of a failure, in one line."""
 
     @property
     def reason(self) -> str:
@@ -71,12 +65,9 @@ class Row:
     label: str
     """The name that the report shows, without the start."""
     score: Score = ROUGE_L
-    """What the models of the comparison are scored by."""
     start: str = ""
-    """The start of the student, in a comparison of starts."""
     params: int | None = None
     checkpoint: Checkpoint | None = None
-    """The files of its weights."""
     runs: Sequence[Run] = ()
     """The runs at the chosen grid point, one per seed."""
     trials: Sequence[Run] = ()
@@ -116,27 +107,20 @@ class Row:
         return [run for run in self.runs if run.error is not None or run.scores is None]
 
     @property
-    def scores(self) -> list[Mapping[str, float]]:
-        """The score by test set of each run that ended."""
-        return [run.scores for run in self.ended if run.scores is not None]
-
-    @property
     def by_set(self) -> dict[str, Spread]:
         """The scores over seeds by test set; empty if every run failed."""
-        scores = self.scores
-        return {name: spread([each[name] for each in scores]) for name in (scores[0] if scores else ())}
+        return _by_name([run.scores or {} for run in self.ended])
 
     @property
     def by_text(self) -> dict[str, Spread]:
         """The perplexity over seeds by text."""
-        found = [run.texts for run in self.ended]
-        return {name: spread([each[name] for each in found]) for name in (found[0] if found else ())}
+        return _by_name([run.texts for run in self.ended])
 
     @property
     def average(self) -> Spread | None:
         """The average over the test sets, over seeds; None if every run failed."""
-        scores = self.scores
-        return spread([self.score.mean(each.values()) for each in scores]) if scores else None
+        scores = [run.scores.values() for run in self.ended if run.scores is not None]
+        return spread(list(map(self.score.mean, scores))) if scores else None
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -160,6 +144,10 @@ class Row:
         return statistics.median(values) if values else None
 
 
+def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    return {name: spread([each[name] for each in values]) for name in (values[0] if values else ())}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
     """How the untrained student of a start was made, at one size."""
@@ -168,14 +156,12 @@ class Beginning:
     """The name of the start; empty for the recipe's own."""
     label: str
     size: str
-    """The text of the size."""
     folder: str
     """Path relative to the report's folder."""
     params: int | None
     average: float | None
     """The score of the untrained student, the average over the test sets."""
     weighting: Mapping[str, Any] = field(default_factory=dict)
-    """The content of weighting.json; empty without a weighting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +173,7 @@ class Comparison:
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By test set, how many of its examples (or windows) are scored, and how many it has."""
     texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By text beside the test sets, how many of its windows are scored, and how many it has."""
+    """As `examples`, by text beside the test sets."""
     rows: Sequence[Row]
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()

@@ -20,7 +20,6 @@ class Score:
     """A kind of score, of which every set has one and a model has the average."""
 
     name: str
-    """In sentences, such as ROUGE-L."""
     key: str
     """In results.json."""
     title: str
@@ -41,7 +40,6 @@ class Score:
     of_validation: Callable[[Results], float | None]
     """Returns a model's score on the validation set, None if there is none."""
     mean: Callable[[Iterable[float]], float]
-    """Over sets."""
     show: Callable[[float | None], str]
 
     def best(self, values: Iterable[float]) -> float | None:

@@ -49,7 +49,6 @@ class FineTuningProtocol:
 _TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
-"""The settings that all runs of a protocol share."""
 
 
 def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:

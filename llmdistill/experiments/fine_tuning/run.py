@@ -78,7 +78,7 @@ def evaluate(
     default the trials run in this process group. Raises UserError as `run`.
     """
     studies = _prepare(config, prefix)
-    data = {name: study.read(world) for name, study in studies.items()}
+    data = {name: study.benchmark.read_on_all(study.plan.models, world) for name, study in studies.items()}
     first = next(iter(studies.values()))
     runner = launcher or InProcess(world, lambda trial: run_config(trial, world))
     print_main(_headline(config, studies), world)

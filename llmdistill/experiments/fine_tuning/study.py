@@ -60,7 +60,6 @@ from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.glue import Glue
 
 SUBMISSION = "predictions"
-"""The folder of the files for a benchmark's server."""
 
 
 def dev_score(result: Result) -> float:
@@ -77,7 +76,6 @@ class TaskStudy:
     """The title of the task, such as RTE or SQuAD2."""
     root: Path
     teacher: str | None
-    """Folder or hub name of the teacher; None without a teacher."""
     drawn: Mapping[str, str] = field(default_factory=dict)
     """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
     pending: Mapping[str, PreTrainedConfig] = field(default_factory=dict)
@@ -90,10 +88,6 @@ class TaskStudy:
     @cached_property
     def protocol(self) -> FineTuningProtocol:
         return protocol_of(self.config, self.task)
-
-    def read(self, world: World) -> Benchmark:
-        """Read the task's examples; every rank must call this method. Raises UserError if they are missing or wrong."""
-        return self.benchmark.read_on_all(self.plan.models, world)
 
     @property
     def benchmark(self) -> Benchmark:
@@ -165,7 +159,7 @@ class TaskStudy:
     def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
-        `data` are the examples that `read` returns. Every rank must call this method. Raises UserError if the folder
+        `data` is the benchmark with its examples. Every rank must call this method. Raises UserError if the folder
         belongs to a run with other settings, scoring the teacher fails, or no settings have a score for every seed.
         """
         trials = self.trials()

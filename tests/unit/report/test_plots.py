@@ -12,8 +12,8 @@ from llmdistill.report.drawings import draw_comparison
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
-from llmdistill.report.spread import Spread
 from llmdistill.report.starts import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
+from llmdistill.report.tables import Spread
 
 
 def curve(values, steps=None):
