@@ -47,22 +47,18 @@ def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
         model = models.load(name, "none")
         maps[name] = attention_maps(model, items, layer=layers[name] - 1)
         entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}
-    by_text = [{name: each[number] for name, each in maps.items()} for number in range(len(texts))]
-    found: list[dict[str, Any]] = [
-        {"text": text, "tokens": tokens_of_text, "models": _compare(config, of_text)}
-        for text, tokens_of_text, of_text in zip(texts, tokens, by_text, strict=True)
-    ]
+    found: list[dict[str, Any]] = []
+    drawings = []
+    for number, text in enumerate(texts):
+        of_text = {name: each[number] for name, each in maps.items()}
+        found.append({"text": text, "tokens": tokens[number], "models": _compare(config, of_text)})
+        drawings.append(_draw(f"attention-{number + 1}", layers, of_text, found[-1]))
     for name, entry in entries.items():
         every = [text["models"][name] for text in found]
         entry["kl"] = {head: fmean(each["kl"][head] for each in every) for head in every[0]["kl"]}
         shared = [each["kl_of_all_heads"] for each in every]
         entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
-    return ModelScores(
-        results={"models": entries, "texts": found},
-        drawings=[
-            _draw(f"attention-{n + 1}", layers, *each) for n, each in enumerate(zip(by_text, found, strict=True))
-        ],
-    )
+    return ModelScores(results={"models": entries, "texts": found}, drawings=drawings)
 
 
 def _encode(
@@ -125,7 +121,6 @@ def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, A
 
 
 def _drawn(log_HTT: Tensor, head: str) -> Tensor:
-    """Return the map of a row of the figure, (1, T, T)."""
     return mean_map(log_HTT) if head == MEAN else log_HTT[int(head) - 1][None]
 
 

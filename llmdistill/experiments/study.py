@@ -53,7 +53,6 @@ class Study:
         return [variant for variant in self.variants if variant.method.trains]
 
     def points(self, variant: Variant) -> list[dict[str, Any]]:
-        """Return every combination of the values in the common grid and in the variant's own grid."""
         return points({**self.grid, **variant.grid})
 
     def final_runs(self) -> int:
@@ -183,7 +182,6 @@ class Study:
         return str(self.base(start).folder / "untrained") if given is None else given
 
     def merit(self, result: Result) -> float:
-        """Return a number that is the larger the better a run's student is on the validation set."""
         assert result.metrics is not None
         value = self.score.of_validation(result.metrics["student"])
         assert value is not None

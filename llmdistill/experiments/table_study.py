@@ -42,8 +42,6 @@ _CHUNKS = "conll2000/train.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class TableStudy:
-    """The settings of a table's rows."""
-
     table: PublishedTable
     configs: Mapping[str, RunConfig]
     """The whole configuration of each row that is run, by the row's key, with the user's settings. A row that is only
@@ -75,7 +73,6 @@ class TableStudy:
         return make_trial(self.root, self.configs[key], name, {"tasks.names": []}, title=row.label)
 
     def model(self, key: str) -> str:
-        """Return the folder or hub name of the model of a row that is fine-tuned."""
         return self.models[key] if key in self.models else str(self.trial(key).folder / "student")
 
     def folder(self, key: str) -> Path:
@@ -93,7 +90,6 @@ class TableStudy:
         return [key for key in self.configs if key not in self.models]
 
     def protocols(self) -> dict[str, FineTuningProtocol]:
-        """Return the settings of fine-tuning that are tried, by the title of the task."""
         return {title: protocol_of(self.tasks, title) for title in self.titles()}
 
     def titles(self) -> list[str]:

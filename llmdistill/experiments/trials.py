@@ -27,8 +27,6 @@ from llmdistill.runtime.ds_config import read_ds_config
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study."""
-
     title: str
     settings: Mapping[str, Any]
     """The grid's values that define this trial together with its seed, by dotted key; empty without a grid."""
@@ -57,8 +55,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trial."""
-
     trial: Trial
     metrics: dict[str, Any] | None
     error: str | None = None
@@ -217,8 +213,6 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings that a study chose."""
-
     settings: Mapping[str, Any]
     results: list[Result]
     """The finished trials of these settings, one per seed."""

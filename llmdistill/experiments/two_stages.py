@@ -46,8 +46,6 @@ ROWS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPlan:
-    """The plan of a run's second stage."""
-
     first: Plan
     """The first run of the first stage; its teacher is the teacher of the whole command."""
     last: Plan
@@ -63,7 +61,6 @@ class TasksPlan:
         return self.last.folder / "tasks"
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
         rows = {
             row: {
                 "model": config.model,

@@ -90,7 +90,6 @@ def suite_names() -> list[str]:
 
 
 def method_names() -> list[str]:
-    """Return the names of the methods and presets that can be compared."""
     return list(_known())
 
 

@@ -116,8 +116,6 @@ def _header(card: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """How a student was made, and what it scores."""
-
     intro: str
     tags: Sequence[str]
     made: Sequence[tuple[str, str]]

@@ -23,8 +23,6 @@ _FACTORS = re.compile(r"\.(lora_)?[AB](\.weight|\.bias|\._weight_\w+)?$|\.order$
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The safetensors files of a model."""
-
     size: int
     formats: Mapping[str, int]
     """Number of values by format, such as F32 or BF16."""

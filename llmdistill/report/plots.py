@@ -46,8 +46,6 @@ class Style(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A value over the steps of several runs."""
-
     steps: list[float]
     mean: list[float]
     low: list[float]
@@ -195,7 +193,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def frame_panel(axes: Axes, panel: Panel) -> None:
-    """Give a panel its title, the note below the title, and a thin frame."""
     axes.set_title(f"{panel.title}\n", loc="left", fontsize=9)
     axes.text(0, 1.02, panel.note, transform=axes.transAxes, fontsize=8, color=INK)
     axes.spines[:].set_visible(True)

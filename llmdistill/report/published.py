@@ -24,8 +24,6 @@ AVERAGE, TEACHER = "average", "teacher"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a row scored here."""
-
     folder: str
     model: str = ""
     scores: Mapping[tuple[str, str], Sequence[float]] = field(default_factory=dict)

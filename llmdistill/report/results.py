@@ -119,8 +119,7 @@ class Row:
     @property
     def average(self) -> Spread | None:
         """The average over the test sets, over seeds; None if every run failed."""
-        scores = [run.scores.values() for run in self.ended if run.scores is not None]
-        return spread(list(map(self.score.mean, scores))) if scores else None
+        return _over_runs(self.score.mean(run.scores.values()) for run in self.ended if run.scores is not None)
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -129,19 +128,22 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        values = [run.valid for run in self.ended if run.valid is not None]
-        return spread(values) if values else None
+        return _over_runs(run.valid for run in self.ended if run.valid is not None)
 
     @property
     def perplexity(self) -> Spread | None:
         """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
-        found = [run.perplexity for run in self.ended if run.perplexity]
-        return spread([mean_perplexity(each) for each in found]) if found else None
+        return _over_runs(mean_perplexity(run.perplexity) for run in self.ended if run.perplexity)
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
         values = [value for run in self.ended if (value := run.costs.get(key)) is not None]
         return statistics.median(values) if values else None
+
+
+def _over_runs(values: Iterable[float]) -> Spread | None:
+    found = list(values)
+    return spread(found) if found else None
 
 
 def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
@@ -166,8 +168,6 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All data of a report."""
-
     title: str
     sets: Sequence[str]
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)

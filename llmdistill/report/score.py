@@ -50,7 +50,6 @@ class Score:
         return value if self.higher_is_better else -value
 
     def label(self, sets: Sequence[str]) -> str:
-        """Return the label of an axis of averages over these sets."""
         what = f"{self.name} of {sets[0]}" if len(sets) == 1 else f"{self.name}, average of {len(sets)} sets"
         return what if self.higher_is_better else f"{what}\n(lower is better)"  # in a line it is longer than an axis
 

@@ -112,7 +112,6 @@ def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
 
 @rc_context(STYLE)
 def plot_predictions(points: Sequence[tuple[float, float]]) -> Figure:
-    """Plot pairs of a predicted and a measured loss on logarithmic axes, with the line where they are equal."""
     figure = new_figure(WIDTH, 3.6)
     axes = figure.subplots()
     ends = [min(map(min, points)), max(map(max, points))]

@@ -46,8 +46,6 @@ def count_seeds(count: int) -> str:
 
 
 class TitledTable(NamedTuple):
-    """A table as texts."""
-
     title: str
     header: list[str]
     rows: list[list[str]]

@@ -57,7 +57,6 @@ from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark
-from llmdistill.tasks.glue import Glue
 
 SUBMISSION = "predictions"
 
@@ -69,8 +68,6 @@ def dev_score(result: Result) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskStudy:
-    """The runs on one task."""
-
     config: FineTuningConfig
     task: str
     """The title of the task, such as RTE or SQuAD2."""
@@ -130,7 +127,6 @@ class TaskStudy:
         return Trial(f"{self.task} teacher", {}, seed, run)
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
-        """Return a run on the task that trains nothing yet."""
         config, recipe = self.config, recipe_of(self.task)
         # A run saves no checkpoints, because an interruption loses only this short run; that of a recipe is long.
         train = TrainConfig(schedule="linear", log_every=None, save_every=None) if recipe is None else recipe.train
@@ -253,23 +249,7 @@ class TaskStudy:
     def figure(
         self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
     ) -> dict[str, Any]:
-        """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
+        """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""
         from llmdistill.experiments.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
 
-        benchmark = self.benchmark
-        assert isinstance(benchmark, Glue), "only classes and scores are drawn"
-        return on_main(
-            lambda: draw(
-                models,
-                benchmark.read_files(),
-                benchmark.task.classes,
-                folder=folder,
-                name=name,
-                layer=self.config.tsne_layer,
-                aspect=aspect,
-                max_length=self.protocol.max_length,
-                dtype=self.plan.models.dtype,
-                device=world.device,
-            ),
-            world,
-        )
+        return on_main(lambda: draw(self, models, aspect, folder, name, world.device), world)

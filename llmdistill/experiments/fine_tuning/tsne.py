@@ -18,6 +18,7 @@ from llmdistill.artifacts import read_result, write_result
 from llmdistill.batch import Aspect
 from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
@@ -28,8 +29,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import targets_of
-from llmdistill.tasks.glue_files import PairSet
-from llmdistill.tasks.stored import TaskFiles
+from llmdistill.tasks.glue import Glue
 
 EXAMPLES = 1000
 """Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
@@ -38,44 +38,25 @@ _BATCH_SIZE = 32
 _PERPLEXITY = 30.0
 """scikit-learn's default; lower if there are few examples."""
 
-_MAX_PANELS = 4
-"""Maximum number of panels side by side."""
+_MAX_PANELS = 4  # side by side
 
 
 def draw(
-    models: Mapping[str, str],
-    data: TaskFiles[PairExample, PairSet],
-    classes: Sequence[str],
-    *,
-    folder: Path,
-    name: str,
-    layer: int | None,
-    aspect: Aspect,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    study: TaskStudy, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, device: torch.device
 ) -> dict[str, Any]:
     """Plot each model's hidden states on the dev set side by side; one rank calls this function.
 
-    The result is stored in files and not computed again.
-
-    Args:
-        models: models that are fine-tuned on the task: folders or hub names by the titles of their panels.
-        data: the examples of the task.
-        classes: the classes of the task; none if it has a score.
-        folder: the folder of NAME.png, NAME.svg and NAME.json, which contains every point.
-        name: name of the files.
-        layer: the layer, counted from 1; None: the middle layer of each model.
-        aspect: the features of the layer, of the model's width.
-        max_length: maximum number of tokens of an example.
-        dtype: number format of the models.
-        device: where the models run.
+    `models` are fine-tuned on the task: folders or hub names by the titles of their panels. `aspect` are the features
+    of the layer, of the model's width. The plot is NAME.png and NAME.svg in the folder; NAME.json has every point, and
+    is not computed again.
 
     Returns:
         The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
         features before t-SNE, from -1 to 1; None for a regression task.
     """
-    file = folder / f"{name}.json"
+    assert isinstance(study.benchmark, Glue), "only classes and scores are drawn"
+    data, classes, file = study.benchmark.read_files(), study.benchmark.task.classes, folder / f"{name}.json"
+    layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
     prints = {title: fingerprint(path) for title, path in models.items()}
     asked = {
         **{"models": prints, "layer": layer, "aspect": aspect},
