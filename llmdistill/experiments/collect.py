@@ -71,46 +71,26 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
     """Return the rows of the untrained student of a start and of the methods that train it."""
     base, key = findings.bases[start.name], start.key("none")
     assert base.metrics is not None
-    params, calibration = base.metrics["untrained"]["params"], _calibration(base, start)
-    rows = [
-        Row(
-            name="none",
-            label="untrained student",
-            score=study.score,
-            start=start.name,
-            params=params,
-            checkpoint=read_checkpoint(downloaded(Path(study.untrained(start)))),
-            runs=[_run(study, key, base, "untrained")],
-            calibration=calibration,
-        )
-    ]
+    weighting = read_weighting(base.trial.folder)
+    costs = {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
+    shared: dict[str, Any] = {
+        "score": study.score,
+        "start": start.name,
+        "params": base.metrics["untrained"]["params"],
+        "calibration": costs if weighting or start.name else None,
+    }
+    checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
+    runs = [_run(study, key, base, "untrained")]
+    rows = [Row(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
     for variant in (each for each in study.trained() if each.start.name == start.name):
         results = findings.runs[variant.key]
         runs = [_run(study, variant.key, each) for each in results]
-        weights = (read_checkpoint(each.trial.folder / "student") for each in results if each.metrics)
-        rows.append(
-            Row(
-                name=variant.name,
-                label=variant.label,
-                score=study.score,
-                start=start.name,
-                params=params,
-                checkpoint=next(weights, None),
-                runs=runs,
-                trials=[_run(study, variant.key, each) for each in findings.trials[variant.key]],
-                terms=next((names for run in runs if (names := term_names(run.history))), []),
-                calibration=calibration,
-            )
-        )
+        trials = [_run(study, variant.key, each) for each in findings.trials[variant.key]]
+        checkpoint = next((read_checkpoint(each.trial.folder / "student") for each in results if each.metrics), None)
+        terms = next((names for run in runs if (names := term_names(run.history))), [])
+        own: dict[str, Any] = {"checkpoint": checkpoint, "runs": runs, "trials": trials, "terms": terms}
+        rows.append(Row(name=variant.name, label=variant.label, **own, **shared))
     return rows
-
-
-def _calibration(base: Result, start: Start) -> dict[str, float] | None:
-    """Return the costs of a start's calibration; None for a recipe's own start without one."""
-    weighting = read_weighting(base.trial.folder)
-    if not weighting and not start.name:
-        return None
-    return {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
 
 
 def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:

@@ -79,15 +79,13 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     """Return a row for each model: the mean of the tasks, and each task by its main score."""
     models = results["models"]
     tasks = next(iter(models.values()))["tasks"]
-    header = ["", "params", *(f"{name} {task['metric']}" for name, task in tasks.items())]
-    rows = [
-        [name, f"{each['params']:,}", *(f"{100 * task['score']:.2f}" for task in each["tasks"].values())]
-        for name, each in models.items()
-    ]
-    if len(tasks) > 1:
-        header.insert(2, "average")
-        for row, each in zip(rows, models.values(), strict=True):
-            row.insert(2, f"{100 * fmean(task['score'] for task in each['tasks'].values()):.2f}")
+    averaged = len(tasks) > 1
+    header = ["", "params", *["average"] * averaged, *(f"{name} {task['metric']}" for name, task in tasks.items())]
+    rows = []
+    for name, each in models.items():
+        scores = [task["score"] for task in each["tasks"].values()]
+        shown = (f"{100 * score:.2f}" for score in ([fmean(scores)] * averaged + scores))
+        rows.append([name, f"{each['params']:,}", *shown])
     what = "Tasks of MTEB" if results["benchmark"] is None else f"The benchmark {results['benchmark']} of MTEB"
     languages = "" if results["languages"] is None else f", in {', '.join(results['languages'])}"
     title = f"{what}{languages}, main scores x 100, each the mean of its splits and subsets"
