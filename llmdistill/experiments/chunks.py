@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,8 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
 
 def table(results: Mapping[str, Any]) -> TitledTable:
     models = results["models"]
-    depth = max(len(each["nmi"]) for each in models.values())
-    rows = []
-    for layer in range(depth):
-        scores = [each["nmi"][layer : layer + 1] for each in models.values()]  # none, where a model has fewer layers
-        rows.append([str(layer + 1), *(show_seeds(*score, 3) if score else "" for score in scores)])
+    columns = [[show_seeds(value, 3) for value in each["nmi"]] for each in models.values()]
+    rows = [[str(layer), *scores] for layer, scores in enumerate(zip_longest(*columns, fillvalue=""), start=1)]
     scored = f"{results['held_out']} held-out spans" if results["held_out"] else "the clustered spans themselves"
     seeds = count_seeds(len(results["seeds"]))
     title = f"Normalized mutual information of the clusters and the types of the chunks on {scored}, {seeds}."

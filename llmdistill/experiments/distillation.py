@@ -47,8 +47,8 @@ def distill_plans(
     for plan in plans:
         check_cache(plan, data.of(plan.models), world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
-    # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     searching = searched_by(last.config)
+    # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     alone = not assistants and then is None and searching is None
     with claim_folder(last.asked, world, may_go_on=alone):
         for plan in assistants:

@@ -64,7 +64,7 @@ class ComparedModels:
         head: Head,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, dict[str, Any]]:
-        """Return path, parameters and scores of each model, which are kept in its folder for the same command.
+        """Return path, parameters and scores of each model, which are kept in its folder as soon as they are there.
 
         The scores depend on the model and on what is `asked`; `on` says in words what they are scored on. `check` is
         called before the first model is loaded, unless all scores are kept.

@@ -35,7 +35,8 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.config.output_dir))
+        assert self.config.output_dir is not None
+        return Path(self.config.output_dir)
 
     @property
     def recipe(self) -> Path:
@@ -188,7 +189,7 @@ def write_recipe(file: Path, settings: Mapping[str, Any]) -> Path:
 
 
 def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with some settings changed by dotted key, as plain JSON values; UserError for no such."""
+    """Return a configuration with settings changed by dotted key, as plain JSON values; UserError for unknown ones."""
     values = to_dict(base)
     for key, value in changes.items():
         set_value(values, key, value)

@@ -80,7 +80,7 @@ def evaluate(
     studies = _prepare(config, prefix)
     data = {name: study.benchmark.read_on_all(study.plan.models, world) for name, study in studies.items()}
     first = next(iter(studies.values()))
-    runner = launcher or InProcess(world, lambda trial: run_config(trial, world))
+    runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
     print_main(_headline(config, studies), world)
     sizes = on_main(lambda: _measure(config, first, world), world)
     tasks = {name: study.conduct(data[name], runner, world) for name, study in studies.items()}
