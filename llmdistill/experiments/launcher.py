@@ -50,8 +50,7 @@ class InProcess:
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order; every rank must call it.
 
-        A UserError makes only its trial fail. On a single rank, any other exception also makes only its trial fail,
-        and the traceback is written to the log.
+        A UserError, and on a single rank any other exception, makes only its trial fail.
         """
         shown = Progress() if progress is None or not self.world.is_main else progress
         return [self._run(trial, shown) for trial in trials]
@@ -95,10 +94,7 @@ class Launcher:
         return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
 
     def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
-        """Return the command that runs a module under the launcher.
-
-        On a CPU without flags, the command does not use the launcher, which saves a process and seconds per run.
-        """
+        """Return the command that runs a module; on a CPU without flags the launcher would cost seconds for nothing."""
         flags = self.flags if flags is None else flags
         if not flags and not torch.cuda.is_available():
             return [sys.executable, "-m", module, *arguments]

@@ -64,10 +64,7 @@ class TableStudy:
         return self.tasks.names
 
     def trial(self, key: str) -> Trial:
-        """Return the run of a row's recipe, which ends with the student: the tasks follow.
-
-        Rows whose students are the same have the same run.
-        """
+        """Return the run of a row's recipe, which ends with the student; rows of the same student have the same run."""
         row = self.row(key)
         name = str(row.recipe).replace("/", "-")
         return make_trial(self.root, self.configs[key], name, {"tasks.names": []}, title=row.label)

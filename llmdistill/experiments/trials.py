@@ -89,9 +89,8 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 class Progress:
     """Prints which trial is running, how it ended, and the progress of the study; without a total it prints nothing.
 
-    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log.
-
-    `describe` returns the scores in the metrics of a run in one line; `then` is called with each result.
+    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log. `describe`
+    returns the scores in the metrics of a run in one line; `then` is called with each result.
     """
 
     def __init__(

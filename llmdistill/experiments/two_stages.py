@@ -82,10 +82,9 @@ class TasksPlan:
             check_tokens(self.first.models.teacher_path, student)
 
     def check_data(self, world: World) -> None:
-        """Read all data of the second stage, so that a mistake is reported before the hours of the first stage.
+        """Read all data of the second stage, so that a mistake is a UserError before the hours of the first stage.
 
-        Every rank must call this method. Raises UserError if a data set is missing or malformed, or examples do not
-        fit the models.
+        Every rank must call this method.
         """
         student = self.last.models.tokenizer_path
         for studies in self.studies.values():

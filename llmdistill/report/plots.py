@@ -86,10 +86,7 @@ def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, 
 
 
 def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> Curve | None:
-    """Return the mean, lowest and highest value of a key at each step, or None if no row has the key.
-
-    Values that are not finite are left out.
-    """
+    """Return the mean, lowest and highest finite value of a key at each step; None if no row has one."""
     values: dict[float, list[float]] = {}
     for row in (row for history in histories for row in history):
         value = row.get(key)
@@ -172,10 +169,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
 
 
 def inline_svg(svg: str, label: str) -> str:
-    """Return an SVG as an element of an HTML page: without prologue and group ids, in the colors of the page.
-
-    `label` is the text for screen readers; it must already be escaped.
-    """
+    """Return an SVG as an element of an HTML page, in its colors; `label` is for screen readers and escaped already."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(rf"(fill|stroke): {INK}", r"\1: currentColor", svg)

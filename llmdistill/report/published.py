@@ -128,10 +128,7 @@ def draw_rows(report: PublishedReport) -> list[Drawing]:
 
 
 def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]:
-    """Return by the heads of the columns the texts of our score and of the paper's figure, "" where it has none.
-
-    The average and its distance to the teacher's, which say the most, come first.
-    """
+    """Return by column the texts of our score and of the paper's figure, first those of the average, "" for none."""
     cells = report.cells(row)
     figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in row.published]
     texts = ["–" if cell is None else show_seeds(cell.to_dict()) for cell in cells]

@@ -195,10 +195,7 @@ class Comparison:
         return PERPLEXITY if name in self.texts else self.score
 
     def heading(self, name: str) -> str:
-        """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``.
-
-        For a text: ``perplexity``, or ``perplexity, 24 of 141 windows``.
-        """
+        """Return the head of a column, such as ``n = 20 of 60``, or of a text ``perplexity, 24 of 141 windows``."""
         counts = {**self.examples, **self.texts}
         if name not in counts:
             return ""
