@@ -81,9 +81,8 @@ def conduct(study: Study) -> Findings:
         ]
         for variant, result in run(final):
             findings.runs[variant.key].append(result)
-        untrained = iter(
-            study.launcher.run([study.size_base(start, size) for size in study.sizes for start in starts], progress)
-        )
+        of_sizes = [study.base(start, size) for size in study.sizes for start in starts]
+        untrained = iter(study.launcher.run(of_sizes, progress))
         findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
         planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
         sized = iter(run([pair for pairs in planned.values() for pair in pairs]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmdistill.config import RunConfig
+from llmdistill.config.data import LIMITS
 from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -77,33 +79,26 @@ class Study:
         """The starts of the variants; without a choice of starts only that of the recipe."""
         return list({variant.start.name: variant.start for variant in self.variants}.values())
 
-    def base(self, start: Start) -> Trial:
-        """Return the run that scores the untrained student of a start, and at the first start the teacher."""
-        first = start.name == self.starts[0].name
+    def base(self, start: Start, size: str | None = None) -> Trial:
+        """Return the run that scores the untrained student of a start, or its student of a further size.
+
+        That of the first start scores the teacher too.
+        """
+        first = size is None and start.name == self.starts[0].name
+        sizes = {} if size is None else other_size(size)
         changes = {
+            "method": "none",
+            "seed": self.seeds[0],
             **start.settings,
-            **(equal_size(self.recipe) if start.name else {}),
-            **self._scored_on(tests=True, valid=True),
+            **(equal_size(self.recipe, size) if start.name else sizes),
+            **self._scored_on(tests=True, valid=size is None),
             "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
         }
-        title = f"{'teacher and ' if first else ''}untrained student"
-        trial = self._base(start, title, changes)
-        return self._base(start, title, {**changes, **self._kept(start, trial)})
-
-    def size_base(self, start: Start, size: str) -> Trial:
-        """Return the run that scores the untrained student of a start and of another size."""
-        changes = {
-            **start.settings,
-            **(equal_size(self.recipe, size) if start.name else other_size(size)),
-            **self._kept(start, self.base(start)),
-            **self._scored_on(tests=True, valid=False),
-            "scoring.models": ["untrained"],
-        }
-        return self._base(start, f"untrained student of {size_label(size)}", changes)
-
-    def _base(self, start: Start, title: str, changes: Mapping[str, Any]) -> Trial:
-        changes = {"method": "none", "seed": self.seeds[0], **changes}
-        return make_trial(self.root, self.recipe, start.key("base"), changes, title=start.title(title))
+        of_size = "" if size is None else f" of {size_label(size)}"
+        title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
+        make = partial(make_trial, self.root, self.recipe, start.key("base"), title=title)
+        base = make(changes) if size is None else self.base(start)
+        return make({**changes, **self._kept(start, base)})
 
     def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
         """Return the settings of the sets that a run is scored on, by dotted key.
@@ -142,10 +137,7 @@ class Study:
             "decoding": scoring.decoding,
             "seed": self.seeds[0],
             "batch_size": scoring.batch_size,
-            "prompt": data.prompt,
-            "max_prompt_length": data.max_prompt_length,
-            "max_length": data.max_length,
-            "long_prompts": data.long_prompts,
+            **{key: getattr(data, key) for key in LIMITS},
         }
 
     def trial(
@@ -213,8 +205,8 @@ class Study:
             for point in points(variant.grid):
                 self._plan(variant, point)
         for start in self.starts:
-            for trial in (self.base(start), *(self.size_base(start, size) for size in self.sizes)):
-                make_plan(trial.config)
+            for size in (None, *self.sizes):
+                make_plan(self.base(start, size).config)
 
     def check_files(self) -> None:
         """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
