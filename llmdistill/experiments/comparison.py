@@ -77,7 +77,7 @@ def conduct(study: Study) -> Findings:
             (variant, study.trial(variant, chosen[variant.key], seed, study.untrained(variant.start), tests=True))
             for variant in trained
             if variant.key in chosen
-            for seed in study.seeds[len(study.points(variant)) == 1 :]  # the others have no run yet
+            for seed in study.seeds[len(study.points(variant)) == 1 :]  # the only trial was the run of the first seed
         ]
         for variant, result in run(final):
             findings.runs[variant.key].append(result)
