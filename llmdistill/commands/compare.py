@@ -15,7 +15,6 @@ from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.config.marks import at_least
 from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import Stopped, UserError
-from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
     Suite,
     from_starts,
@@ -27,6 +26,7 @@ from llmdistill.experiments.variants import (
 )
 from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
+from llmdistill.report.paper import table_names
 from llmdistill.runtime.launch import split_launcher_flags
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"

@@ -41,7 +41,7 @@ def compare_table(
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.experiments.table_study import TableStudy, conduct, rows_to_run
-    from llmdistill.experiments.tables import load_table
+    from llmdistill.report.paper import load_table
     from llmdistill.report.published import print_published, write_published
 
     table = load_table(parsed.suite)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -24,7 +23,7 @@ from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, max_positions, shape_of
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.plots import STYLE, Drawing, frame_panel, new_figure
+from llmdistill.report.plots import STYLE, Drawing, Panel, frame_panel, new_figure
 from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
@@ -37,18 +36,7 @@ _SMALLEST = 2.3
 """Inches of the smallest panel, so that its note fits above it."""
 
 
-class Panel(NamedTuple):
-    """The attention of a head, or the mean of heads, of one model."""
-
-    title: str
-    note: str
-    """Text below the title."""
-    shares: np.ndarray
-    """(T, T), the share of each key (second axis) in the attention of a query."""
-
-
 def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
-    """Draw the maps of each text, and measure their divergence."""
     layers = _layers(config, models.paths)
     texts = [config.text] if config.text is not None else _first_lines(str(config.data), config.examples)
     items, tokens = _encode(config, models.paths, texts)
@@ -59,22 +47,18 @@ def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
         model = models.load(name, "none")
         maps[name] = attention_maps(model, items, layer=layers[name] - 1)
         entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}
-    by_text = [{name: each[number] for name, each in maps.items()} for number in range(len(texts))]
-    found: list[dict[str, Any]] = [
-        {"text": text, "tokens": tokens_of_text, "models": _compare(config, of_text)}
-        for text, tokens_of_text, of_text in zip(texts, tokens, by_text, strict=True)
-    ]
+    found: list[dict[str, Any]] = []
+    drawings = []
+    for number, text in enumerate(texts):
+        of_text = {name: each[number] for name, each in maps.items()}
+        found.append({"text": text, "tokens": tokens[number], "models": _compare(config, of_text)})
+        drawings.append(_draw(f"attention-{number + 1}", layers, of_text, found[-1]))
     for name, entry in entries.items():
         every = [text["models"][name] for text in found]
         entry["kl"] = {head: fmean(each["kl"][head] for each in every) for head in every[0]["kl"]}
         shared = [each["kl_of_all_heads"] for each in every]
         entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
-    return ModelScores(
-        results={"models": entries, "texts": found},
-        drawings=[
-            _draw(f"attention-{n + 1}", layers, *each) for n, each in enumerate(zip(by_text, found, strict=True))
-        ],
-    )
+    return ModelScores(results={"models": entries, "texts": found}, drawings=drawings)
 
 
 def _encode(
@@ -94,11 +78,7 @@ def _encode(
 
 
 def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return the layer of each model, counted from 1.
-
-    Raises:
-        UserError: a model has no such layer or head, or its scores are no products.
-    """
+    """Return the layer of each model, from 1; UserError for a layer or head that it lacks, or scores of other kinds."""
     given: list[int | None] = [None] if config.layers is None else [*config.layers]
     if len(given) not in (1, len(paths)):
         raise UserError(f"--layers {given}: there are {len(paths)} models; give one layer, or one for each of them")
@@ -141,7 +121,6 @@ def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, A
 
 
 def _drawn(log_HTT: Tensor, head: str) -> Tensor:
-    """Return the map of a row of the figure: (1, T, T)."""
     return mean_map(log_HTT) if head == MEAN else log_HTT[int(head) - 1][None]
 
 
@@ -166,9 +145,7 @@ def _draw(name: str, layers: Mapping[str, int], maps: Mapping[str, Tensor], text
 def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Figure:
     """Plot the panels of each row side by side, in one scale of colors a row, with the tokens on the axes.
 
-    Args:
-        rows: panels by row; all rows have equally many.
-        tokens: the tokens of the text.
+    All rows have equally many panels. The values of a panel are (T, T): the share of each key in a query's attention.
     """
     columns, side = len(rows[0]), max(_SMALLEST, _TOKEN * len(tokens))
     labels = 0.075 * max(map(len, tokens)) + 0.2
@@ -177,11 +154,11 @@ def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Fi
     places = range(len(tokens))
     for line, panels in enumerate(rows):
         # Most of the attention goes to one or two tokens; by its root the rest can be seen beside them.
-        scale = PowerNorm(0.5, vmin=0, vmax=max(float(panel.shares.max()) for panel in panels))
+        scale = PowerNorm(0.5, vmin=0, vmax=max(float(panel.values.max()) for panel in panels))
         for column, panel in enumerate(panels):
             axes = grid[line, column]
-            image = axes.imshow(panel.shares, cmap="Blues", norm=scale, interpolation="none")
-            frame_panel(axes, panel.title, panel.note)
+            image = axes.imshow(panel.values, cmap="Blues", norm=scale, interpolation="none")
+            frame_panel(axes, panel)
             axes.set_xticks(places, tokens if line == len(rows) - 1 else [""] * len(tokens), rotation=90, fontsize=7)
             axes.set_yticks(places, tokens if column == 0 else [""] * len(tokens), fontsize=7)
             axes.tick_params(length=0)
@@ -193,7 +170,6 @@ def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Fi
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:
-    """Return a row for each model."""
     first, count = next(iter(results["models"])), len(results["texts"])
     heads = list(results["models"][first]["kl"])
     shown = ["KL of the mean map" if head == MEAN else f"KL of head {head}" for head in heads]

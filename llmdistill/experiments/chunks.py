@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,18 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.panels import plot_panels
-from llmdistill.report.plots import Curve, Drawing, method_styles
-from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import TitledTable
+from llmdistill.report.plots import Drawing, curve_of, method_styles
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
 from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import cluster_score, encode_sentences, end_vectors, is_read, represent
 
 _ASKED = ("data", "chunks", "unlabeled", "held_out", "seeds")
-"""The settings on which scores depend."""
 
 _TOKENS = 512
 """Largest number of tokens of a sentence, where a model has more positions."""
 
 
 def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
-    """Score each layer of each model, with the same spans for all models."""
     models.check_kind(causal=False, reason="the first word of a span must see the words after it: give an encoder")
     sentences = read_sentences(config.data)
     tokenizers: dict[str, Any] = {name: load_tokenizer(path) for name, path in models.paths.items()}
@@ -79,15 +77,10 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
 
 
 def check_file(path: Path) -> None:
-    """Check that a file has spans enough for the default settings.
-
-    Raises:
-        UserError: the file is missing or malformed, or has too few spans.
-    """
-    drawn = draw_spans(
-        located(read_sentences(path)), chunks=ChunksConfig.chunks, unlabeled=ChunksConfig.unlabeled, seed=0
-    )
-    _check_count(str(path), ChunksConfig.held_out, drawn)
+    """Raises UserError if a file is missing or malformed, or has too few spans for the default settings."""
+    usual = ChunksConfig
+    drawn = draw_spans(located(read_sentences(path)), chunks=usual.chunks, unlabeled=usual.unlabeled, seed=0)
+    _check_count(str(path), usual.held_out, drawn)
 
 
 def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
@@ -121,16 +114,9 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:
-    """Return a row for each layer, and a column for each model."""
     models = results["models"]
-    depth = max(len(each["nmi"]) for each in models.values())
-    rows = [
-        [
-            str(layer + 1),
-            *(show_seeds(each["nmi"][layer], 3) if layer < len(each["nmi"]) else "" for each in models.values()),
-        ]
-        for layer in range(depth)
-    ]
+    columns = [[show_seeds(value, 3) for value in each["nmi"]] for each in models.values()]
+    rows = [[str(layer), *scores] for layer, scores in enumerate(zip_longest(*columns, fillvalue=""), start=1)]
     scored = f"{results['held_out']} held-out spans" if results["held_out"] else "the clustered spans themselves"
     seeds = count_seeds(len(results["seeds"]))
     title = f"Normalized mutual information of the clusters and the types of the chunks on {scored}, {seeds}."
@@ -141,10 +127,8 @@ def _draw(models: Mapping[str, Any]) -> Drawing:
     styles = method_styles(list(models))
     curves = []
     for name, each in models.items():
-        seeds = [value["seeds"] for value in each["nmi"]]
-        layers = [float(layer) for layer in range(1, len(seeds) + 1)]
-        means = [value["mean"] for value in each["nmi"]]
-        curves.append((name, styles[name], Curve(layers, means, list(map(min, seeds)), list(map(max, seeds)))))
+        by_layer = {float(layer): value["seeds"] for layer, value in enumerate(each["nmi"], start=1)}
+        curves.append((name, styles[name], curve_of(by_layer)))
     caption = "Mean over seeds; the band goes from the lowest to the highest seed."
     figure = plot_panels({"normalized mutual information": curves}, "layer", scores=True)
     return Drawing("layers", "Phrases by layer", caption, figure)

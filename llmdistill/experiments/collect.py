@@ -10,8 +10,9 @@ from typing import Any
 
 from llmdistill.embedded import locate
 from llmdistill.experiments.comparison import Findings
+from llmdistill.experiments.equal import size_label
 from llmdistill.experiments.launcher import shown_command
-from llmdistill.experiments.study import Study, size_label
+from llmdistill.experiments.study import Study
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
 from llmdistill.models.companions import downloaded
@@ -27,7 +28,6 @@ from llmdistill.tasks.base import VALID
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
-    """Return the whole comparison as plain data."""
     teacher = locate(str(study.recipe.teacher.model))
     first = findings.bases[study.starts[0].name]
     rows = [
@@ -45,17 +45,23 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     windows = {name: (each["windows"], each["total"]) for name, each in measured.items() if name != VALID}
     on_text = study.score is PERPLEXITY
     sets = [name for name in study.recipe.data.tests if on_text or name not in windows]
+    counts = findings.base["teacher"].get("examples", {})
+    examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
     printed = paper.get(load_config(teacher).model_type)
+    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
+    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
+    if findings.failed:
+        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
     return Comparison(
         title=title,
         sets=sets,
-        examples=windows if on_text else _examples(findings, sets),
+        examples=windows if on_text else examples,
         texts={} if on_text else windows,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
         samples=_samples(study, findings),
-        warnings=_warnings(findings),
+        warnings=list(dict.fromkeys(warnings)),
         facts=_facts(study, findings, command),
         paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
     )
@@ -65,46 +71,26 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
     """Return the rows of the untrained student of a start and of the methods that train it."""
     base, key = findings.bases[start.name], start.key("none")
     assert base.metrics is not None
-    params, calibration = base.metrics["untrained"]["params"], _calibration(base, start)
-    rows = [
-        Row(
-            name="none",
-            label="untrained student",
-            score=study.score,
-            start=start.name,
-            params=params,
-            checkpoint=read_checkpoint(downloaded(Path(study.untrained(start)))),
-            runs=[_run(study, key, base, "untrained")],
-            calibration=calibration,
-        )
-    ]
+    weighting = read_weighting(base.trial.folder)
+    costs = {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
+    shared: dict[str, Any] = {
+        "score": study.score,
+        "start": start.name,
+        "params": base.metrics["untrained"]["params"],
+        "calibration": costs if weighting or start.name else None,
+    }
+    checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
+    runs = [_run(study, key, base, "untrained")]
+    rows = [Row(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
     for variant in (each for each in study.trained() if each.start.name == start.name):
         results = findings.runs[variant.key]
         runs = [_run(study, variant.key, each) for each in results]
-        weights = (read_checkpoint(each.trial.folder / "student") for each in results if each.metrics)
-        rows.append(
-            Row(
-                name=variant.name,
-                label=variant.label,
-                score=study.score,
-                start=start.name,
-                params=params,
-                checkpoint=next(weights, None),
-                runs=runs,
-                trials=[_run(study, variant.key, each) for each in findings.trials[variant.key]],
-                terms=next((names for run in runs if (names := term_names(run.history))), []),
-                calibration=calibration,
-            )
-        )
+        trials = [_run(study, variant.key, each) for each in findings.trials[variant.key]]
+        checkpoint = next((read_checkpoint(each.trial.folder / "student") for each in results if each.metrics), None)
+        terms = next((names for run in runs if (names := term_names(run.history))), [])
+        own: dict[str, Any] = {"checkpoint": checkpoint, "runs": runs, "trials": trials, "terms": terms}
+        rows.append(Row(name=variant.name, label=variant.label, **own, **shared))
     return rows
-
-
-def _calibration(base: Result, start: Start) -> dict[str, float] | None:
-    """Return the costs of a start's calibration; None for a recipe's own start without one."""
-    weighting = read_weighting(base.trial.folder)
-    if not weighting and not start.name:
-        return None
-    return {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
 
 
 def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
@@ -113,14 +99,11 @@ def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
         return []
     rows = [replace(row, label=TABLE_SIZE) for row in table]
     for size, results in findings.sizes.items():
-        for row in table:
-            result = results.get(row.key)
-            if result is not None:
-                model = "student" if row.trained else "untrained"
-                params = None if result.metrics is None else result.metrics[model]["params"]
-                runs = [_run(study, row.key, result, model)]
-                label = size_label(size)
-                rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
+        for row in (row for row in table if row.key in results):
+            result, model = results[row.key], "student" if row.trained else "untrained"
+            params = None if result.metrics is None else result.metrics[model]["params"]
+            runs, label = [_run(study, row.key, result, model)], size_label(size)
+            rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
     return rows
 
 
@@ -131,10 +114,9 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
         made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
     found = []
     for start, size, result in made:
-        model = (result.metrics or {}).get("untrained")
-        scores = None if model is None else study.score.of_sets(model)
-        weighting = read_weighting(result.trial.folder)
-        if model is not None and scores and (start.name or weighting):
+        model = (result.metrics or {}).get("untrained", {})
+        scores, weighting = study.score.of_sets(model), read_weighting(result.trial.folder)
+        if scores and (start.name or weighting):
             found.append(
                 Beginning(
                     start=start.name,
@@ -147,12 +129,6 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
                 )
             )
     return found
-
-
-def _examples(findings: Findings, sets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return how many examples of each test set the teacher answered, and how many the set has."""
-    counts = findings.base["teacher"].get("examples", {})
-    return {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
 
 
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
@@ -196,14 +172,6 @@ def _samples(study: Study, findings: Findings) -> list[Sample]:
         if ended is not None:
             folders[name] = ended.trial.folder / "predictions" / "student"
     return read_samples(folders, list(study.recipe.data.tests))
-
-
-def _warnings(findings: Findings) -> list[str]:
-    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
-    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
-    if findings.failed:
-        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
-    return list(dict.fromkeys(warnings))
 
 
 def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.grid import choose
-from llmdistill.experiments.launcher import shown_command
-from llmdistill.experiments.study import Planned, Study, learns_answers
-from llmdistill.experiments.trials import Progress, Result
+from llmdistill.experiments.launcher import words_of
+from llmdistill.experiments.study import Planned, Study
+from llmdistill.experiments.trials import Progress, Result, choose
 from llmdistill.experiments.variants import Variant
-from llmdistill.files import write_text
 from llmdistill.generation.answers_file import read_provenance
 from llmdistill.messages import say
 from llmdistill.report.score import ROUGE_L, SCORES
@@ -20,8 +18,6 @@ from llmdistill.report.score import ROUGE_L, SCORES
 
 @dataclass
 class Findings:
-    """The results of a comparison."""
-
     bases: dict[str, Result]
     """By start: the result of the untrained student; that of the first start has the teacher's, too."""
     trials: dict[str, list[Result]] = field(default_factory=dict)
@@ -40,23 +36,17 @@ class Findings:
 
     @property
     def failed(self) -> list[Result]:
-        """All runs that failed."""
         groups = [*self.trials.values(), *self.runs.values(), *(list(each.values()) for each in self.sizes.values())]
         return [result for group in groups for result in group if result.error is not None]
 
 
 def describe_runs(counts: Mapping[str, int]) -> str:
-    """Return the runs of `Study.runs` in one line."""
     parts = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     return f"{sum(counts.values())} runs: {parts}"
 
 
 def conduct(study: Study) -> Findings:
-    """Run all runs of the comparison that are not finished yet.
-
-    Raises:
-        UserError: the teacher or an untrained student could not be scored.
-    """
+    """Do all runs that are not finished yet; raises UserError if the teacher or an untrained student is not scored."""
     counts = study.runs()
     say(describe_runs(counts))
     with Progress(sum(counts.values()), describe_scores) as progress:
@@ -66,10 +56,10 @@ def conduct(study: Study) -> Findings:
             if base.metrics is None:
                 who = start.title("the teacher and the untrained student")
                 raise UserError(f"{who} could not be scored: {base.error}")
-        no_answers = generate_responses(study) if any(map(learns_answers, trained)) else None
+        no_answers = generate_responses(study) if any(each.method.teacher_writes for each in trained) else None
 
         def run(planned: Planned) -> list[tuple[Variant, Result]]:
-            able = [trial for variant, trial in planned if no_answers is None or not learns_answers(variant)]
+            able = [trial for variant, trial in planned if no_answers is None or not variant.method.teacher_writes]
             results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
             return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
 
@@ -83,11 +73,16 @@ def conduct(study: Study) -> Findings:
         }
         for name, trials in findings.trials.items():
             findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
-        for variant, result in run(_final_trials(study, chosen)):
+        final = [
+            (variant, study.trial(variant, chosen[variant.key], seed, study.untrained(variant.start), tests=True))
+            for variant in trained
+            if variant.key in chosen
+            for seed in study.seeds[len(study.points(variant)) == 1 :]  # the only trial was the run of the first seed
+        ]
+        for variant, result in run(final):
             findings.runs[variant.key].append(result)
-        untrained = iter(
-            study.launcher.run([study.size_base(start, size) for size in study.sizes for start in starts], progress)
-        )
+        of_sizes = [study.base(start, size) for size in study.sizes for start in starts]
+        untrained = iter(study.launcher.run(of_sizes, progress))
         findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
         planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
         sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
@@ -96,18 +91,7 @@ def conduct(study: Study) -> Findings:
         return findings
 
 
-def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:
-    """Return the runs of the chosen grid points with every seed that has no run yet."""
-    return [
-        (variant, study.trial(variant, chosen[variant.key], seed, study.untrained(variant.start), tests=True))
-        for variant in study.trained()
-        if variant.key in chosen
-        for seed in study.seeds[len(study.points(variant)) == 1 :]
-    ]
-
-
 def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untrained: Mapping[str, Result]) -> Planned:
-    """Return the runs of the chosen grid points from the untrained students of another size."""
     planned = []
     for variant in study.trained():
         base = untrained[variant.start.key("none")]
@@ -119,7 +103,6 @@ def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untraine
 
 
 def describe_scores(metrics: Mapping[str, Any]) -> str:
-    """Return the scores of a run in one line."""
     parts = []
     for name, model in metrics.items():
         shown = []
@@ -137,9 +120,6 @@ def generate_responses(study: Study) -> str | None:
     if study.responses.is_file() and read_provenance(study.responses) is not None:
         return None
     arguments = {**study.response_arguments(), "output": str(study.responses)}
-    words = [word for key, value in arguments.items() if value is not None for word in (f"--{key}", str(value))]
     say("The teacher answers the training prompts for SeqKD ...")
-    command = study.launcher.command("llmdistill.cli", "generate", *words)
-    log = study.responses.with_suffix(".log")
-    write_text(study.responses.with_suffix(".command"), shown_command(command) + "\n")
-    return study.launcher.call(command, log)
+    command = study.launcher.command("llmdistill.cli", "generate", *words_of(arguments))
+    return study.launcher.call(command, study.responses.with_suffix(".log"))

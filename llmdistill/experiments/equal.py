@@ -22,17 +22,29 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.resolved import teacher_path, tokenizer_path
 
 
-def is_rank(size: str) -> bool:
+def _is_rank(size: str) -> bool:
     """Return whether the size of a student is a rank; any other is a number of parameters, as in target_params."""
     return size.isdecimal() and len(size) < 10
 
 
-def check_starts(student: StudentConfig) -> None:
-    """Check that a student can be made from every start.
+def size_label(size: str) -> str:
+    return f"rank {size}" if _is_rank(size) else size
 
-    Raises:
-        UserError: the student is not made by svd with one size; the message names the setting and the remedy.
-    """
+
+def other_size(size: str) -> dict[str, Any]:
+    """Return the settings of a further size for the recipe's own start, by dotted key."""
+    # A rank for all matrices leaves no ranks to choose.
+    settings = {**_sizes(size), **({"allocation": "uniform"} if _is_rank(size) else {})}
+    return {f"student.factorize.{key}": value for key, value in settings.items()}
+
+
+def _sizes(size: str) -> dict[str, Any]:
+    rank, target_params = (int(size), None) if _is_rank(size) else (None, size)
+    return {"rank": rank, "ranks": None, "target_params": target_params}
+
+
+def check_starts(student: StudentConfig) -> None:
+    """Raises UserError if a student is not made by svd with one size, as every start makes it."""
     for key in ("model", "shape"):
         if getattr(student, key) is not None:
             raise UserError(
@@ -54,20 +66,12 @@ def equal_size(recipe: RunConfig, size: str | None = None) -> dict[str, Any]:
     Ranks that differ from matrix to matrix can meet any number of parameters, one rank for all cannot. So the plain
     student of a size is counted, and its number of parameters is the target of all starts.
 
-    Args:
-        recipe: the recipe, whose own size is taken by default.
-        size: a rank, or a number of parameters as in target_params.
-
-    Returns:
-        settings by dotted key.
-
-    Raises:
-        UserError: the plain SVD cannot have this size.
+    `size` is a rank, or a number of parameters as in target_params; by default the recipe's own. The settings are by
+    dotted key. Raises UserError if the plain SVD cannot have this size.
     """
     factorize = replace(recipe.student.factorize, weighting="none", allocation="uniform")
     if size is not None:
-        rank, target = (int(size), None) if is_rank(size) else (None, size)
-        factorize = replace(factorize, rank=rank, ranks=None, target_params=target)
+        factorize = replace(factorize, **_sizes(size))
     target_params = summarize(locate(str(recipe.teacher.model)), factorize)["student_params"]
     sizes = {"rank": None, "ranks": None, "target_params": target_params}
     return {f"student.factorize.{key}": value for key, value in sizes.items()}

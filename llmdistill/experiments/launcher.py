@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import shlex
 import signal
@@ -16,14 +17,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmdistill.config import RunConfig
+from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
-from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result, last_line
+from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result, last_line, write_recipe
 from llmdistill.files import write_text
 from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World, on_main
@@ -47,8 +50,7 @@ class InProcess:
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order; every rank must call it.
 
-        A UserError makes only its trial fail. On a single rank, any other exception also makes only its trial fail,
-        and the traceback is written to the log.
+        A UserError, and on a single rank any other exception, makes only its trial fail.
         """
         shown = Progress() if progress is None or not self.world.is_main else progress
         return [self._run(trial, shown) for trial in trials]
@@ -58,23 +60,18 @@ class InProcess:
         if kept is not None:
             return progress.end(kept, kept=True)
         progress.start(trial)
-        began = time.perf_counter()
-        error = self._train(trial)
-        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
-        return progress.end(on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world))
-
-    def _train(self, trial: Trial) -> str | None:
-        """Run a trial; returns the reason of a failure, or None."""
+        began, reason = time.perf_counter(), None
         try:
             self.train(trial.config)
         except UserError as error:
-            return str(error)
+            reason = str(error)
         except Exception as error:
             if self.world.size > 1:  # the other ranks may be at any other point of the run
                 raise
             write_text(trial.log, traceback.format_exc())
-            return f"{type(error).__name__}: {error} (log {trial.log})"
-        return None
+            reason = f"{type(error).__name__}: {error} (log {trial.log})"
+        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
+        return progress.end(on_main(lambda: ended_result(trial, reason, time.perf_counter() - began), self.world))
 
 
 @dataclass
@@ -89,20 +86,15 @@ class _Running:
 class Launcher:
     """Runs each trial as a training run in its own process; trials_at_once trials run at the same time."""
 
-    flags: Sequence[str] = field(default_factory=tuple)
-    """Flags for the deepspeed launcher, such as --num_gpus 8."""
+    flags: Sequence[str] = ()
     trials_at_once: int = 1
     """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
 
     def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
-        """Return the command that trains with a recipe."""
         return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
 
     def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
-        """Return the command that runs a module under the launcher.
-
-        On a CPU without flags, the command does not use the launcher, which saves a process and seconds per run.
-        """
+        """Return the command that runs a module; on a CPU without flags the launcher would cost seconds for nothing."""
         flags = self.flags if flags is None else flags
         if not flags and not torch.cuda.is_available():
             return [sys.executable, "-m", module, *arguments]
@@ -115,7 +107,8 @@ class Launcher:
         self._slots()
 
     def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
+        """Run a command, which is written beside its log; returns None, or the reason of the failure."""
+        write_text(log.with_suffix(".command"), shown_command(command) + "\n")
         with Activity("Running", detail=lambda: last_line(log)), _ended([process := _start(command, log, {})]):
             code = process.wait()
         return None if code == 0 else _reason(log, code)
@@ -150,7 +143,7 @@ class Launcher:
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
         # Launchers that run at the same time must not use the same port.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
-        command = self.train_command(trial.write_recipe(), [*slot, *port])
+        command = self.train_command(write_recipe(trial.recipe, to_dict(trial.config)), [*slot, *port])
         began = time.perf_counter()
         return _Running(_start(command, trial.log, self._environment()), trial, slot, began)
 
@@ -185,7 +178,6 @@ class Launcher:
 
 
 Runner = InProcess | Launcher
-"""Runs trials."""
 
 
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -232,8 +224,13 @@ def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
     return True
 
 
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as the words of a command, without those that are None or empty."""
+    shown = {f"--{key}": value for key, value in settings.items() if value is not None and value != {}}
+    return [word for key, each in shown.items() for word in (key, each if isinstance(each, str) else json.dumps(each))]
+
+
 def shown_command(command: Sequence[str]) -> str:
-    """Return a command as a user would type it."""
     names = {sys.executable: "python", str(Path(sys.executable).with_name("deepspeed")): "deepspeed"}
     return shlex.join(names.get(word, word) for word in command)
 

@@ -37,7 +37,6 @@ class ComparedModels:
     """The models of a command, how they run, and where their results go."""
 
     paths: Mapping[str, Path]
-    """Folder or hub name of each model, by the name of its row."""
     folder: Path
     dtype: str
     device: torch.device
@@ -50,7 +49,6 @@ class ComparedModels:
                 raise UserError(f"--model: the {name} ({path}) is {kind}, and {reason}")
 
     def load(self, name: str, head: Head) -> PreTrainedModel:
-        """Load a model by its name."""
         return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
 
     def file(self, *names: str) -> Path:
@@ -66,17 +64,10 @@ class ComparedModels:
         head: Head,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, dict[str, Any]]:
-        """Return path, parameters and scores of each model.
+        """Return path, parameters and scores of each model, which are kept in its folder as soon as they are there.
 
-        The scores of a model are kept in its folder as soon as they are there, so that the same command goes on with
-        the next model.
-
-        Args:
-            score: returns the scores of a model by its name.
-            asked: what the scores depend on, beside the model.
-            on: what the models are scored on, in words.
-            head: the head that a model is loaded with.
-            check: is called before the first model is loaded, unless all scores are kept.
+        The scores depend on the model and on what is `asked`; `on` says in words what they are scored on. `check` is
+        called before the first model is loaded, unless all scores are kept.
         """
         of_model = {name: {**asked, "content of model": fingerprint(str(path))} for name, path in self.paths.items()}
         kept = {name: read_result(self.file(name), each) for name, each in of_model.items()}
@@ -95,13 +86,10 @@ class ComparedModels:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelScores:
-    """What a suite found."""
-
     results: Mapping[str, Any]
     """`models` with path and parameters of each, and further parts of results.json, such as `warnings`."""
     drawings: Sequence[Drawing] = ()
     details: Mapping[str, str] = field(default_factory=dict)
-    """Further facts of the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +97,11 @@ class ModelSuite:
     """What is measured or drawn of models side by side."""
 
     name: str
-    """Its name on the command line and of its folder in a run."""
     title: str
     asked: Sequence[str]
-    """The settings that results.json repeats."""
     score: Callable[[Any, ComparedModels], ModelScores]
     """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
     table: Callable[[Mapping[str, Any]], TitledTable]
-    """Returns the table of the results."""
     turned: bool = True
     """Whether rows become columns on a narrow terminal."""
     note: str = ""
@@ -125,11 +110,7 @@ class ModelSuite:
     closing: str = "The scores of each model are in a folder of its name, and all of them in results.json."
 
     def evaluate(self, config: SideBySideConfig, *, command: str) -> dict[str, Any]:
-        """Score the models, write the drawings, results.json and report.md, and return the results with their folder.
-
-        Raises:
-            UserError: a setting is wrong, or a model or its data cannot be read.
-        """
+        """Score the models, write drawings, results.json and report.md, and return the results with their folder."""
         world = World.alone()
         models = ComparedModels(
             paths=named_models(config.model),
@@ -165,7 +146,6 @@ class ModelSuite:
         return {**results, "folder": str(models.folder)}
 
     def print(self, results: Mapping[str, Any]) -> None:
-        """Print the table and the warnings."""
         print_table(*self.table(results), turned=self.turned)
         for warning in results.get("warnings", []):
             Console().print(f"Warning: {warning}", highlight=False, markup=False)
@@ -174,12 +154,8 @@ class ModelSuite:
 def named_models(references: Sequence[str]) -> dict[str, Path]:
     """Return the folder or hub name of each model, by its name in reports.
 
-    Args:
-        references: models; the folder of a finished run stands for its teacher, its untrained student and its student,
-            and NAME=REFERENCE for a model, or the student of a run, under that name.
-
-    Raises:
-        UserError: a run is not finished, or two models have the same name.
+    The folder of a finished run stands for its teacher, its untrained student and its student, and NAME=REFERENCE for a
+    model, or the student of a run, under that name. UserError for a run that goes on, or two models of the same name.
     """
     models: dict[str, Path] = {}
     for reference in references:

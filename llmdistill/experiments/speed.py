@@ -26,7 +26,6 @@ from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
 def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
-    """Time the models."""
     paths = models.paths
     configs = {name: load_config(path) for name, path in paths.items()}
     first = next(iter(configs))
@@ -44,27 +43,20 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     if examples is not None:
         tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in loaded}
         batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in loaded.items()}
-    kinds = {"forward": False, **({"step": True} if config.training else {})}
-    seconds = {
-        kind: time_batches(loaded, batches, warmup=config.warmup, training=training) for kind, training in kinds.items()
-    }
-    timings = [(kind, each, {name: timing(times) for name, times in each.items()}) for kind, each in seconds.items()]
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         name: {
             "path": str(paths[name]) if name in paths else "random weights",
             "params": parameter_split(model),
             "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
-            **{
-                kind: {
-                    "seconds": sum(times[name]),
-                    **found[name],
-                    "speedup": found[first]["median"] / found[name]["median"],
-                }
-                for kind, times, found in timings
-            },
         }
         for name, model in loaded.items()
     }
+    for kind, training in {"forward": False, **({"step": True} if config.training else {})}.items():
+        seconds = time_batches(loaded, batches, warmup=config.warmup, training=training)
+        reference = timing(seconds[first])["median"]
+        for name, times in seconds.items():
+            found = timing(times)
+            rows[name][kind] = {"seconds": sum(times), **found, "speedup": reference / found["median"]}
     return ModelScores(results={"models": rows})
 
 

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmdistill.config import RunConfig
+from llmdistill.config.data import LIMITS
 from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal import check_starts, equal_size, is_rank, steps_for_equal_tokens
-from llmdistill.experiments.grid import points
+from llmdistill.experiments.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
 from llmdistill.experiments.launcher import Launcher
-from llmdistill.experiments.trials import Result, Trial, make_trial
+from llmdistill.experiments.trials import Result, Trial, make_trial, points
 from llmdistill.experiments.variants import Start, Variant
 from llmdistill.fingerprints import digest
-from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
-from llmdistill.report.results import check_sets
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.tasks.base import VALID
 from llmdistill.tasks.windows import text_tests
 
 Planned = list[tuple[Variant, Trial]]
-"""Trials with their variants."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,12 @@ class Study:
 
     @property
     def score(self) -> Score:
-        """What the models are scored by."""
         return PERPLEXITY if self.recipe.data.kind == "text" else ROUGE_L
 
     def trained(self) -> list[Variant]:
-        """Return the variants that train a student."""
-        return [variant for variant in self.variants if variant.trains]
+        return [variant for variant in self.variants if variant.method.trains]
 
     def points(self, variant: Variant) -> list[dict[str, Any]]:
-        """Return every combination of the values in the common grid and in the variant's own grid."""
         return points({**self.grid, **variant.grid})
 
     def final_runs(self) -> int:
@@ -84,33 +79,26 @@ class Study:
         """The starts of the variants; without a choice of starts only that of the recipe."""
         return list({variant.start.name: variant.start for variant in self.variants}.values())
 
-    def base(self, start: Start) -> Trial:
-        """Return the run that scores the untrained student of a start, and at the first start the teacher."""
-        first = start.name == self.starts[0].name
+    def base(self, start: Start, size: str | None = None) -> Trial:
+        """Return the run that scores the untrained student of a start, or its student of a further size.
+
+        That of the first start scores the teacher too.
+        """
+        first = size is None and start.name == self.starts[0].name
+        sizes = {} if size is None else other_size(size)
         changes = {
+            "method": "none",
+            "seed": self.seeds[0],
             **start.settings,
-            **(equal_size(self.recipe) if start.name else {}),
-            **self._scored_on(tests=True, valid=True),
+            **(equal_size(self.recipe, size) if start.name else sizes),
+            **self._scored_on(tests=True, valid=size is None),
             "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
         }
-        title = f"{'teacher and ' if first else ''}untrained student"
-        trial = self._base(start, title, changes)
-        return self._base(start, title, {**changes, **self._kept(start, trial)})
-
-    def size_base(self, start: Start, size: str) -> Trial:
-        """Return the run that scores the untrained student of a start and of another size."""
-        changes = {
-            **start.settings,
-            **(equal_size(self.recipe, size) if start.name else _other_size(size)),
-            **self._kept(start, self.base(start)),
-            **self._scored_on(tests=True, valid=False),
-            "scoring.models": ["untrained"],
-        }
-        return self._base(start, f"untrained student of {size_label(size)}", changes)
-
-    def _base(self, start: Start, title: str, changes: Mapping[str, Any]) -> Trial:
-        changes = {"method": "none", "seed": self.seeds[0], **changes}
-        return make_trial(self.root, self.recipe, start.key("base"), changes, title=start.title(title))
+        of_size = "" if size is None else f" of {size_label(size)}"
+        title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
+        make = partial(make_trial, self.root, self.recipe, start.key("base"), title=title)
+        base = make(changes) if size is None else self.base(start)
+        return make({**changes, **self._kept(start, base)})
 
     def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
         """Return the settings of the sets that a run is scored on, by dotted key.
@@ -149,10 +137,7 @@ class Study:
             "decoding": scoring.decoding,
             "seed": self.seeds[0],
             "batch_size": scoring.batch_size,
-            "prompt": data.prompt,
-            "max_prompt_length": data.max_prompt_length,
-            "max_length": data.max_length,
-            "long_prompts": data.long_prompts,
+            **{key: getattr(data, key) for key in LIMITS},
         }
 
     def trial(
@@ -168,23 +153,20 @@ class Study:
             "scoring.models": ["student"],
             **self._scored_on(tests=tests, valid=valid),
         }
-        if learns_answers(variant):
+        if variant.method.teacher_writes:
             changes["data.train"] = str(self.responses)
             changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
         return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
 
     def grid_trials(self) -> Planned:
         """Return the trials of every grid point of every variant with the first seed."""
-        return [
+        planned = []
+        for variant in self.trained():
+            student, tried = self.untrained(variant.start), self.points(variant)
             # A single grid point needs no choice, so its run with the first seed is also a final run.
-            (
-                variant,
-                self.trial(variant, point, self.seeds[0], student, tests=len(self.points(variant)) == 1),
-            )
-            for variant in self.trained()
-            for student in [self.untrained(variant.start)]
-            for point in self.points(variant)
-        ]
+            tests = len(tried) == 1
+            planned += [(variant, self.trial(variant, point, self.seeds[0], student, tests=tests)) for point in tried]
+        return planned
 
     def untrained(self, start: Start) -> str:
         """Return the folder or name of the student with which all variants of a start begin."""
@@ -192,23 +174,24 @@ class Study:
         return str(self.base(start).folder / "untrained") if given is None else given
 
     def merit(self, result: Result) -> float:
-        """Return a number that is the larger the better a run's student is on the validation set."""
         assert result.metrics is not None
         value = self.score.of_validation(result.metrics["student"])
         assert value is not None
         return self.score.merit(value)
 
     def check(self) -> None:
-        """Check all settings, so that a mistake does not stop the comparison after hours.
-
-        Raises:
-            UserError: a setting is invalid; the message names the setting and the remedy.
-        """
+        """Raises UserError if a setting is invalid, so that a mistake does not stop the comparison after hours."""
         tests, valid = self.recipe.data.tests, self.recipe.data.valid
         chooses = any(len(self.points(each)) > 1 for each in self.trained())
         if self.score is PERPLEXITY:
             self._check_text(chooses)
-        check_sets([name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)])
+        sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
+        if not sets:
+            raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
+        if "average" in sets:
+            raise UserError(
+                "data.tests has a set of the name average, which is the mean of all sets: call it otherwise"
+            )
         if valid is None and chooses:
             raise UserError(
                 "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
@@ -222,8 +205,8 @@ class Study:
             for point in points(variant.grid):
                 self._plan(variant, point)
         for start in self.starts:
-            for trial in (self.base(start), *(self.size_base(start, size) for size in self.sizes)):
-                make_plan(trial.config)
+            for size in (None, *self.sizes):
+                make_plan(self.base(start, size).config)
 
     def check_files(self) -> None:
         """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
@@ -235,11 +218,7 @@ class Study:
         return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
 
     def _check_text(self, chooses: bool) -> None:
-        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose.
-
-        Raises:
-            UserError: as `check`.
-        """
+        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""
         data = self.recipe.data
         teacher = str(self.recipe.teacher.model)
         config = load_config(locate(teacher))
@@ -249,7 +228,7 @@ class Study:
                 "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
             )
         for each in self.trained():
-            if learns_answers(each) or "data.on_policy" in {**each.settings, **each.grid}:
+            if each.method.teacher_writes or "data.on_policy" in {**each.settings, **each.grid}:
                 raise UserError(
                     f"{each.name} learns from answers that a model writes to instructions, but data.kind is text: give "
                     "--methods without it"
@@ -261,24 +240,3 @@ class Study:
                 f"data.valid {data.valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
                 "--learning_rates with a single value and methods that have no grid of their own"
             )
-
-
-def size_label(size: str) -> str:
-    """Return the text of a further size, which is a rank or a number of parameters."""
-    return f"rank {size}" if is_rank(size) else size
-
-
-def _other_size(size: str) -> dict[str, Any]:
-    """Return the settings of a further size for the recipe's own start, by dotted key."""
-    return {
-        "student.factorize.rank": int(size) if is_rank(size) else None,
-        "student.factorize.target_params": None if is_rank(size) else size,
-        "student.factorize.ranks": None,
-        # A rank for all matrices leaves no ranks to choose.
-        **({"student.factorize.allocation": "uniform"} if is_rank(size) else {}),
-    }
-
-
-def learns_answers(variant: Variant) -> bool:
-    """Return whether a variant trains on answers that the teacher generates."""
-    return METHODS[variant.settings["method"]].teacher_writes

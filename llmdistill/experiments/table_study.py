@@ -7,7 +7,6 @@ is finished is kept, so that the same command goes on where it stopped.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,22 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmdistill.artifacts import read_record
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.tasks import GridConfig
+from llmdistill.config.tasks import GridConfig, TasksConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments import chunks
 from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
-from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
-from llmdistill.files import write_text
+from llmdistill.experiments.fine_tuning.results import dev_columns
+from llmdistill.experiments.launcher import Launcher, words_of
+from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial, write_recipe
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.progress import progress
@@ -45,8 +42,6 @@ _CHUNKS = "conll2000/train.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class TableStudy:
-    """The settings of a table's rows."""
-
     table: PublishedTable
     configs: Mapping[str, RunConfig]
     """The whole configuration of each row that is run, by the row's key, with the user's settings. A row that is only
@@ -57,30 +52,24 @@ class TableStudy:
     launcher: Launcher
 
     def row(self, key: str) -> TableRow:
-        """Return a row by its key."""
         return next(row for row in self.table.rows if row.name == key)
 
     @property
-    def tasks(self) -> GridConfig:
+    def tasks(self) -> TasksConfig:
         """The settings of fine-tuning, which all rows share."""
         return next(iter(self.configs.values())).tasks
 
     @property
     def names(self) -> list[str]:
-        """The names of the tasks."""
-        return list(next(iter(self.configs.values())).tasks.names)
+        return self.tasks.names
 
     def trial(self, key: str) -> Trial:
-        """Return the run of a row's recipe, which ends with the student: the tasks follow.
-
-        Rows whose students are the same have the same run.
-        """
+        """Return the run of a row's recipe, which ends with the student; rows of the same student have the same run."""
         row = self.row(key)
         name = str(row.recipe).replace("/", "-")
         return make_trial(self.root, self.configs[key], name, {"tasks.names": []}, title=row.label)
 
     def model(self, key: str) -> str:
-        """Return the folder or hub name of the model of a row that is fine-tuned."""
         return self.models[key] if key in self.models else str(self.trial(key).folder / "student")
 
     def folder(self, key: str) -> Path:
@@ -98,8 +87,7 @@ class TableStudy:
         return [key for key in self.configs if key not in self.models]
 
     def protocols(self) -> dict[str, FineTuningProtocol]:
-        """Return the settings of fine-tuning that are tried, by the title of the task."""
-        return {title: protocol_of(self.tasks, title) for title in self.titles()}  # type: ignore[arg-type]
+        return {title: protocol_of(self.tasks, title) for title in self.titles()}
 
     def titles(self) -> list[str]:
         """Return the names of the tasks in tables, which are those of their folders."""
@@ -111,11 +99,9 @@ class TableStudy:
     def missing(self) -> list[str]:
         """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""
         folder, setting = self.tasks.data_dir, "tasks.data_dir"
-        models = dict.fromkeys(self.models.values())
-        configs = [self.configs[key] for key in self.recipes()]
         checks: list[Callable[[], object]] = [
-            *(partial(load_config, locate(model)) for model in models),
-            *(partial(text_files, locate(config.data.train)) for config in configs),
+            *(partial(load_config, locate(model)) for model in self.models.values()),
+            *(partial(text_files, locate(self.configs[key].data.train)) for key in self.recipes()),
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
             *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
@@ -150,13 +136,15 @@ class TableStudy:
 
 
 def conduct(study: TableStudy) -> dict[str, Measured]:
-    """Train, fine-tune and score what is not finished, and return the scores of each row that was asked for.
-
-    A row whose run fails does not stop the others; its reason is in its entry.
-    """
+    """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
     trials = {key: study.trial(key) for key in study.recipes()}
     runs = {trial.folder: trial for trial in trials.values()}
-    with Progress(len(runs), _describe) as shown:
+
+    def describe(metrics: Mapping[str, Any]) -> str:
+        loss = metrics["student"].get("valid_loss")
+        return "trained" if loss is None else f"validation loss {loss:.4f}"
+
+    with Progress(len(runs), describe) as shown:
         results = study.launcher.run(list(runs.values()), shown)
     by_folder = dict(zip(runs, results, strict=True))
     ended = {key: by_folder[trial.folder] for key, trial in trials.items()}
@@ -174,13 +162,7 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
     return found
 
 
-def _describe(metrics: Mapping[str, Any]) -> str:
-    loss = metrics["student"].get("valid_loss")
-    return "trained" if loss is None else f"validation loss {loss:.4f}"
-
-
 def _chunk_file(data_dir: str | None) -> Path:
-    """Return the file of CoNLL-2000; raise UserError if it is missing or malformed, or has too few spans."""
     if data_dir is None:
         raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
     chunks.check_file(Path(data_dir) / _CHUNKS)
@@ -196,8 +178,8 @@ def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[
     named, file = [f"{key}={study.model(key)}" for key in keys], str(_chunk_file(study.tasks.data_dir))
     seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
     config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-    words = ["--model", ",".join(named), "--data", file, "--output_dir", str(folder), "--dtype", config.dtype]
-    words += ["--seeds", ",".join(map(str, config.seeds))]
+    shown = {"model": ",".join(named), "data": file, "output_dir": str(folder), "dtype": config.dtype}
+    words = words_of({**shown, "seeds": ",".join(map(str, config.seeds))})
     command = f"llmdistill evaluate --suite {chunks.SUITE.name} {shlex.join(words)}"
     results = chunks.SUITE.evaluate(config, command=command)
     measured = {}
@@ -220,22 +202,16 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     folder, kept = study.folder(key), study.root / "tasks"
     if study.is_second_stage(key):
         config = changed_values(study.configs[key], {"output_dir": str(study.trial(key).folder)})
-        write_text(kept / f"{key}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-        command = study.launcher.train_command(kept / f"{key}.yaml")
+        command = study.launcher.train_command(write_recipe(kept / f"{key}.yaml", config))
     else:
         command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
-    write_text(kept / f"{key}.command", shown_command(command) + "\n")
     log = kept / f"{key}.log"
     error = study.launcher.call(command, log)
     results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
     if results is None:
         return Measured(folder=str(folder), error=error or f"it ended without its scores; see {log}")
-    scores = {
-        (column, metric): value["seeds"]
-        for task in results["tasks"].values()
-        for column, metrics in task["dev"].items()
-        for metric, value in metrics.items()
-    }
+    columns = dev_columns(results["tasks"].values())
+    scores = {(name, key): value["seeds"] for name, metrics in columns.items() for key, value in metrics.items()}
     return Measured(
         folder=str(folder),
         model=results["model"],
@@ -264,19 +240,11 @@ def _words(study: TableStudy, key: str) -> list[str]:
     }
     if study.launcher.trials_at_once > 1:
         values["trials_at_once"] = study.launcher.trials_at_once
-    words = ["--suite", "glue"]
-    for name, value in values.items():
-        if value is not None and value != {}:
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    return words
+    return ["--suite", "glue", *words_of(values)]
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:
-    """Return the rows that can be run here and were asked for, in the table's order.
-
-    Raises:
-        UserError: there is no such row, or it cannot be run.
-    """
+    """Return the rows that can be run here and were asked for, in the table's order; UserError if one cannot be."""
     known = {row.name: row for row in table.rows}
     able = {key: row for key, row in known.items() if row.missing is None}
     for name in names or ():

@@ -1,8 +1,10 @@
-"""The trials of a study: each trial is a training run in its own folder, and a finished trial is not repeated."""
+"""The trials of a study, each a training run in its own folder that is not repeated, and the choice among settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,7 @@ from llmdistill.runtime.ds_config import read_ds_config
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study."""
-
     title: str
-    """A short description of the trial."""
     settings: Mapping[str, Any]
     """The grid's values that define this trial together with its seed, by dotted key; empty without a grid."""
     seed: int
@@ -36,7 +35,6 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         assert self.config.output_dir is not None
         return Path(self.config.output_dir)
 
@@ -50,19 +48,6 @@ class Trial:
         """The file with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
-    def metrics(self) -> dict[str, Any] | None:
-        """Return the metrics of the finished run, or None if it is not finished or lacks scores of this trial.
-
-        Raises:
-            UserError: the folder belongs to a run of another configuration.
-        """
-        return finished_metrics(self.config)
-
-    def write_recipe(self) -> Path:
-        """Write the recipe with which the trial is trained, and return its path."""
-        write_text(self.recipe, yaml.safe_dump(to_dict(self.config), sort_keys=False, allow_unicode=True))
-        return self.recipe
-
     def seconds(self) -> float | None:
         """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
         record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
@@ -71,21 +56,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trial."""
-
     trial: Trial
     metrics: dict[str, Any] | None
-    """None if the trial failed."""
     error: str | None = None
-    """The reason of the failure, in one sentence."""
     seconds: float | None = None
-    """The total duration of the trial over all its starts; None if it is unknown."""
+    """As `Trial.seconds`."""
 
 
 def kept_result(trial: Trial) -> Result | None:
     """Return the result of a finished trial, an error if its folder belongs to another run, else None."""
     try:
-        metrics = trial.metrics()
+        metrics = finished_metrics(trial.config)
     except UserError as error:
         return Result(trial, None, str(error))
     return None if metrics is None else Result(trial, metrics, None, trial.seconds())
@@ -108,12 +89,8 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 class Progress:
     """Prints which trial is running, how it ended, and the progress of the study; without a total it prints nothing.
 
-    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log.
-
-    Args:
-        total: the number of trials of the study.
-        describe: returns the scores in the metrics of a run in one line.
-        then: is called with each result, for example to remove models that are no longer needed.
+    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log. `describe`
+    returns the scores in the metrics of a run in one line; `then` is called with each result.
     """
 
     def __init__(
@@ -134,7 +111,6 @@ class Progress:
         self._activity.__exit__()
 
     def start(self, trial: Trial) -> None:
-        """Print that a trial starts, and whether its student is trained already."""
         head = self._next(trial)
         self._running[trial.folder] = trial, head
         trained = (trial.folder / "student" / "config.json").is_file()
@@ -205,12 +181,14 @@ def make_trial(
     return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
 
 
-def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with some settings changed by dotted key, as plain JSON values.
+def write_recipe(file: Path, settings: Mapping[str, Any]) -> Path:
+    """Write a recipe that a run is trained with, and return its path."""
+    write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return file
 
-    Raises:
-        UserError: a setting does not exist.
-    """
+
+def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with settings changed by dotted key, as plain JSON values; UserError for unknown ones."""
     values = to_dict(base)
     for key, value in changes.items():
         set_value(values, key, value)
@@ -226,3 +204,54 @@ def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:
     """Return the values as texts, each after the last part of its key."""
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
     return [f"{key.rsplit('.', 1)[-1]}{sign}{text}" for key, text in texts.items()]
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of a grid's values, by dotted key; the values of the last key change first."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+@dataclass(frozen=True)
+class Choice:
+    settings: Mapping[str, Any]
+    results: list[Result]
+    """The finished trials of these settings, one per seed."""
+    best: Result
+    """The trial with the best score; the first one if several are equal."""
+
+
+Score = Callable[[Result], float]
+"""The score of a finished trial; higher is better."""
+
+
+def by_settings(results: Sequence[Result]) -> list[list[Result]]:
+    """Return the finished trials, grouped by their settings; each group has one trial per seed."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.metrics is not None:
+            groups.setdefault(repr(dict(result.trial.settings)), []).append(result)
+    return list(groups.values())
+
+
+def choose(results: Sequence[Result], score: Score) -> Choice | None:
+    """Choose the settings with the best mean score over seeds, the first if several are equal.
+
+    If trials failed, only the settings with the most finished seeds are compared. A single combination of settings
+    with a single seed needs no score. Returns None if every trial failed.
+    """
+    groups = by_settings(results)
+    if not groups:
+        return None
+    most = max(map(len, groups))
+    groups = [group for group in groups if len(group) == most]
+    chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(score, group)))
+    best = chosen[0] if len(chosen) == 1 else max(chosen, key=score)
+    return Choice(chosen[0].trial.settings, chosen, best)
+
+
+def may_be_best(results: Sequence[Result], score: Score, seeds: int) -> list[Result]:
+    """Return the best trial so far, and the best one of the settings that have not run with all `seeds` seeds."""
+    groups = by_settings(results)
+    leaders = [max(group, key=score) for group in groups if len(group) < seeds]
+    choice = choose([result for group in groups if len(group) == seeds for result in group], score)
+    return leaders if choice is None else [*leaders, choice.best]

@@ -9,14 +9,14 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmdistill.config import RunConfig, command_line
 from llmdistill.config.tasks import FineTuningConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.fine_tuning.protocols import BEST, teacher_of
-from llmdistill.experiments.fine_tuning.results import shown_metrics
+from llmdistill.experiments.fine_tuning.results import dev_columns, shown_metrics
 from llmdistill.experiments.fine_tuning.run import check_drawable, check_layer, evaluate
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.files import write_json
@@ -26,8 +26,7 @@ from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.report.pages import write_page
-from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import TitledTable, print_table
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, print_table, show_seeds
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
@@ -36,45 +35,32 @@ from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 TEACHER = "teacher"
 """The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
 
-
-class Row(NamedTuple):
-    """The texts of a row in the table."""
-
-    title: str
-    pretraining: str
-    """The training in the first stage."""
-    finetuning: str
-    """The training in the second stage."""
-
-
-ROWS: dict[str, Row] = {
-    TEACHER: Row("teacher", "", "labels"),
-    "no_kd": Row("no KD in stage 2", "distilled", "labels"),
-    "no_pretraining": Row("no stage 1", "none", "distilled"),
-    "two_stages": Row("both stages", "distilled", "distilled"),
+ROWS = {
+    TEACHER: {"title": "teacher", "pretraining": "", "finetuning": "labels"},
+    "no_kd": {"title": "no KD in stage 2", "pretraining": "distilled", "finetuning": "labels"},
+    "no_pretraining": {"title": "no stage 1", "pretraining": "none", "finetuning": "distilled"},
+    "two_stages": {"title": "both stages", "pretraining": "distilled", "finetuning": "distilled"},
 }
-"""The rows in the order of the table."""
+"""The texts of the rows, in the order of the table; the trainings are those of the first and of the second stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPlan:
-    """The plan of a run's second stage."""
-
     first: Plan
     """The first run of the first stage; its teacher is the teacher of the whole command."""
     last: Plan
     """The last run of the first stage; its student is fine-tuned."""
     tasks: list[str]
-    """The titles of the tasks, such as RTE or SQuAD2."""
     configs: Mapping[str, FineTuningConfig]
-    """The fine-tuning settings of each row, in order."""
     studies: Mapping[str, Mapping[str, TaskStudy]]
-    """The study of each row and task."""
     given: Mapping[str, str]
     """Folder or hub name of each task's teacher; empty if the user named no teacher."""
 
+    @property
+    def folder(self) -> Path:
+        return self.last.folder / "tasks"
+
     def describe(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
         rows = {
             row: {
                 "model": config.model,
@@ -85,8 +71,7 @@ class TasksPlan:
             for row, config in self.configs.items()
         }
         copied = any(study.plan.models.copies_classifier for row in self.studies.values() for study in row.values())
-        folder = str(tasks_folder(self.last))
-        return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
+        return {"names": self.tasks, "folder": str(self.folder), "copy_classifier": copied, "rows": rows}
 
     def check_tokens(self) -> None:
         """Raise UserError if the tokens of a teacher are not those of the student."""
@@ -97,12 +82,9 @@ class TasksPlan:
             check_tokens(self.first.models.teacher_path, student)
 
     def check_data(self, world: World) -> None:
-        """Read all data of the second stage, so that a mistake is reported before the hours of the first stage.
+        """Read all data of the second stage, so that a mistake is a UserError before the hours of the first stage.
 
         Every rank must call this method.
-
-        Raises:
-            UserError: a data set is missing or malformed, or examples do not fit the models.
         """
         student = self.last.models.tokenizer_path
         for studies in self.studies.values():
@@ -113,42 +95,33 @@ class TasksPlan:
     def run(self, world: World) -> None:
         """Fine-tune every row on every task, and write and print the table; every rank must call this method.
 
-        Finished runs are not repeated.
-
-        Raises:
-            UserError: the folder contains finished runs with other settings, or a run fails.
+        Finished runs are not repeated. Raises UserError if some have other settings, or a run fails.
         """
         gc.collect()  # the engine of the first stage has reference cycles
         results = {}
         for row, config in self.configs.items():
-            print_main(f"\nTasks       {ROWS[row].title}", world)
+            print_main(f"\nTasks       {ROWS[row]['title']}", world)
             results[row] = evaluate(config, world, command=world.command, prefix=self.last.config.tasks.prefix)
         figures = self._draw(world) if self.last.config.tasks.tsne else {}
         if world.is_main:
-            show_rows(tasks_folder(self.last), collect(results, figures, run=str(self.last.folder)))
-            print_result(
-                f"The table is in {tasks_folder(self.last) / 'report.md'}, each row's own report in its folder there."
-            )
+            _show_rows(self.folder, collect(results, figures, run=str(self.last.folder)))
+            print_result(f"The table is in {self.folder / 'report.md'}, each row's own report in its folder there.")
 
     def _draw(self, world: World) -> dict[str, Any]:
         """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
-        folder = tasks_folder(self.last)
         rows = sorted(self.configs, key=list(ROWS).index)
         aspect = ffn_aspect(self.last.config.method_settings)
         figures = {}
         for task, study in next(iter(self.studies.values())).items():
-            models = {ROWS[TEACHER].title: self.given[task]} if task in self.given else {}
-            models |= {ROWS[row].title: str(folder / row / task / BEST) for row in rows}
-            figures[task] = {"file": f"tsne/{task}.png", **study.figure(models, aspect, folder / "tsne", task, world)}
+            models = {ROWS[TEACHER]["title"]: self.given[task]} if task in self.given else {}
+            models |= {ROWS[row]["title"]: str(self.folder / row / task / BEST) for row in rows}
+            figure = study.figure(models, aspect, self.folder / "tsne", task, world)
+            figures[task] = {"file": f"tsne/{task}.png", **figure}
         return figures
 
 
 def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
-    """Plan the second stage of a run, after the plans of the first stage, from configurations alone.
-
-    Raises:
-        UserError: the settings are invalid.
-    """
+    """Plan the second stage of a run from configurations alone, after the plans of the first; UserError if invalid."""
     first, last = plans[0], plans[-1]
     settings = last.config.tasks
     if not last.trains:
@@ -191,15 +164,10 @@ def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: 
     return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
 
 
-def tasks_folder(plan: Plan) -> Path:
-    """Return the folder of all outputs of a run's second stage."""
-    return plan.folder / "tasks"
-
-
 def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:
     """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it."""
     plan, config = plans[-1], plans[-1].config
-    settings, folder = config.tasks, tasks_folder(plans[-1])
+    settings, folder = config.tasks, plan.folder / "tasks"
     shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
     shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
     alone = {**shared, "method": "sft", "copy_classifier": None}
@@ -250,9 +218,9 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
     """Return the rows of the results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
     found = {
         row: {
-            **ROWS[row]._asdict(),
+            **ROWS[row],
             "params": each["params"]["model"]["total"],
-            "dev": {column: metrics for task in each["tasks"].values() for column, metrics in task["dev"].items()},
+            "dev": dev_columns(each["tasks"].values()),
             "average": each["averages"]["model"]["plain"],
         }
         for row, each in results.items()
@@ -282,21 +250,19 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 
 def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
-    dev = {
-        column: {metric: over_seeds([value]) for metric, value in metrics.items()}
-        for task in results["tasks"].values()
-        for column, metrics in task["teacher"]["dev"].items()
-    }
+    columns = dev_columns(task["teacher"] for task in results["tasks"].values())
+    dev = {name: {key: over_seeds([value]) for key, value in metrics.items()} for name, metrics in columns.items()}
     return {
-        **ROWS[TEACHER]._asdict(),
+        **ROWS[TEACHER],
         "params": results["params"]["teacher"]["total"],
         "dev": dev,
         "average": results["averages"]["teacher"]["plain"],
     }
 
 
-def stages_table(table: Mapping[str, Any]) -> TitledTable:
-    """Return the rows as texts."""
+def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
+    """Write report.md and report.json, and print the table."""
+    write_json(folder / "report.json", table)
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]
@@ -307,13 +273,7 @@ def stages_table(table: Mapping[str, Any]) -> TitledTable:
         cells += [show_seeds(row["dev"][column["column"]][column["metric"]]) for column in columns]
         rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
     title = f"Dev sets x 100, {count_seeds(table['seeds'])}"
-    return TitledTable(title, [*header, "average"] if averaged else header, rows)
-
-
-def show_rows(folder: Path, table: Mapping[str, Any]) -> None:
-    """Write report.md and report.json, and print the table."""
-    write_json(folder / "report.json", table)
-    shown = stages_table(table)
+    shown = TitledTable(title, [*header, "average"] if averaged else header, rows)
     write_page(
         folder / "report.md",
         "two_stages.md.j2",

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
-from llmdistill.experiments.tables import read_suite, suite_files, table_names
-from llmdistill.methods import METHODS
+from llmdistill.methods import METHODS, MethodEntry
+from llmdistill.report.paper import read_suite, suite_files, table_names
 
 _FORMER = {"table3": "makd-table3-decoder", "table4": "makd-table4-decoder", "table5": "makd-table5"}
 """The former names of suites, which still work."""
@@ -19,12 +19,11 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class Start:
-    """A way to make the untrained student from the teacher, as changes to the recipe's settings."""
+    """A way to make the untrained student from the teacher: changes to the recipe's settings, by dotted key."""
 
     name: str
     label: str
     settings: Mapping[str, Any]
-    """The changed settings of the run, by dotted key."""
 
     def key(self, name: str) -> str:
         """Return the name of a row from this start, which is the name itself for the recipe's own start."""
@@ -52,41 +51,33 @@ STARTS = {
         _start("loss", "weighted by gradients, ranks by predicted loss", "gradients", "loss"),
     )
 }
-"""The starts that can be compared."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train the student: changes to the recipe's settings, and a grid to choose from on the validation set."""
+    """A way to train the student: changed settings, and a grid to choose from on the validation set, by dotted key."""
 
     name: str
     label: str
     settings: Mapping[str, Any]
-    """The changed settings of the run, by dotted key."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values to try, by dotted key."""
     start: Start = OWN_START
 
     @property
     def key(self) -> str:
-        """The name that no other variant of the comparison has."""
         return self.start.key(self.name)
 
     @property
     def title(self) -> str:
-        """The label with the start."""
         return self.start.title(self.label)
 
     @property
-    def trains(self) -> bool:
-        """Whether the method trains a student."""
-        return METHODS[self.settings["method"]].trains
+    def method(self) -> MethodEntry:
+        return METHODS[self.settings["method"]]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A list of variants with a title."""
-
     title: str
     variants: list[Variant]
     paper: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
@@ -94,21 +85,16 @@ class Suite:
 
 
 def suite_names() -> list[str]:
-    """Return the names of the suites that are part of the package; the papers' tables are `tables.table_names`."""
+    """Return the names of the suites of decoders; those of encoders are `table_names`."""
     return suite_files("methods")
 
 
 def method_names() -> list[str]:
-    """Return the names of the methods and presets that can be compared."""
     return list(_known())
 
 
 def load_suite(name: str) -> Suite:
-    """Load a suite of the package.
-
-    Raises:
-        UserError: there is no suite with this name.
-    """
+    """Load a suite of decoders; raises UserError if there is no suite with this name."""
     name = _FORMER.get(name, name)
     if name not in suite_names():
         every = [*suite_names(), *table_names()]
@@ -124,20 +110,12 @@ def load_suite(name: str) -> Suite:
 
 
 def load_methods(names: Sequence[str]) -> list[Variant]:
-    """Load methods by their names, in the given order.
-
-    Raises:
-        UserError: a name is unknown or occurs twice, or there is no name.
-    """
+    """Return methods in the order of their names; UserError for a name that is unknown or there twice, or for none."""
     return _named(names, _known(), "--methods", "method")
 
 
 def load_starts(names: Sequence[str]) -> list[Start]:
-    """Load starts by their names, in the given order.
-
-    Raises:
-        UserError: a name is unknown or occurs twice, or there is no name.
-    """
+    """Return starts as `load_methods` returns methods."""
     return _named(names, STARTS, "--starts", "start")
 
 

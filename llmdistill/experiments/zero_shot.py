@@ -16,11 +16,9 @@ from llmdistill.report.tables import TitledTable
 from llmdistill.tasks.zero_shot import find_zero_shot, is_share, main_metric, score_zero_shot
 
 _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
-"""The settings on which scores depend."""
 
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
-    """Score each model on the tasks."""
     models.check_kind(causal=True, reason="the tasks of the harness need a decoder")
     tasks = find_zero_shot(config.tasks, config.task_dir)
     asked = {key: getattr(config, key) for key in _ASKED} | {"dtype": models.dtype}
@@ -41,15 +39,14 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     models = results["models"]
     tasks = {name: main_metric(task["metrics"]) for name, task in next(iter(models.values()))["tasks"].items()}
     shares = [name for name, metric in tasks.items() if is_share(metric)]
-    header = ["", "params", *(f"{name} {metric}" for name, metric in tasks.items())]
-    rows = [
-        [name, f"{each['params']:,}", *(_cell(each["tasks"][task], metric) for task, metric in tasks.items())]
-        for name, each in models.items()
-    ]
-    if len(shares) > 1:
-        header.append("average")
-        for row, each in zip(rows, models.values(), strict=True):
-            row.append(f"{100 * fmean(each['tasks'][name]['metrics'][tasks[name]] for name in shares):.1f}")
+    averaged = len(shares) > 1
+    header = ["", "params", *(f"{name} {metric}" for name, metric in tasks.items()), *["average"] * averaged]
+    rows = []
+    for name, each in models.items():
+        row = [name, f"{each['params']:,}", *(_cell(each["tasks"][task], metric) for task, metric in tasks.items())]
+        if averaged:
+            row.append(f"{100 * fmean(each['tasks'][task]['metrics'][tasks[task]] for task in shares):.1f}")
+        rows.append(row)
     shots = results["num_fewshot"]
     how = "as the tasks say" if shots is None else f"{shots} solved examples before each question"
     limit = "" if results["limit"] is None else f", only {results['limit']} examples of each"

@@ -10,28 +10,23 @@ from typing import Any
 from llmdistill.files import json_lines
 
 SAMPLES = 8
-"""Number of prompts that a report shows."""
 _LONGEST = 600
 """Characters of a prompt or an answer that a report shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prompt with the answer of every model."""
-
     set: str
     prompt: str
     reference: str
     answers: Mapping[str, str]
-    """The answers by the key of the model."""
 
 
 def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sample]:
     """Return up to SAMPLES prompts spread evenly over the sets, with each model's answer in the first pass.
 
-    Args:
-        folders: the folder of each model's predictions; the first model with a set decides on its prompts.
-        sets: the names of the sets; NAME.jsonl in a folder holds the answers to one, and a text has no answers.
+    NAME.jsonl in the folder of a model's predictions holds its answers to a set, and a text has none. The first model
+    with a set decides on its prompts.
     """
     sets = [name for name in sets if any((folder / f"{name}.jsonl").is_file() for folder in folders.values())]
     samples = []
@@ -47,22 +42,14 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
         wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
         for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
             key, row = rows[index]
-            said = {
-                model: next(iter(each[key]["predictions"].values())) for model, each in answers.items() if key in each
-            }
-            samples.append(
-                Sample(
-                    set=name,
-                    prompt=_shortened(_prompt(row)),
-                    reference=_shortened(row["references"][0]),
-                    answers={model: _shortened(text) for model, text in said.items()},
-                )
-            )
+            told = {model: each[key]["predictions"] for model, each in answers.items() if key in each}
+            said = {model: _shortened(next(iter(each.values()))) for model, each in told.items()}
+            prompt, reference = _shortened(_prompt(row)), _shortened(row["references"][0])
+            samples.append(Sample(set=name, prompt=prompt, reference=reference, answers=said))
     return samples
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the prompt of a row as text; the row may have any of the supported forms."""
     messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
     parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
     return "\n\n".join(part for part in parts if part)

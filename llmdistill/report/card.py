@@ -116,13 +116,10 @@ def _header(card: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """How a student was made, and what it scores."""
-
     intro: str
     tags: Sequence[str]
     made: Sequence[tuple[str, str]]
     datasets: Sequence[str] = ()
-    """Names on the hub."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those that differ from the defaults, nested as in a recipe."""
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -141,17 +138,10 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     pipeline, _ = _task(folder, config)
     factors, bits = _factors(config), bits_of(config)
     params = count_parameters(build_reference(config))
-    scores = [
-        EvalResult(
-            task_type=pipeline,
-            dataset_type=re.sub(r"[^\w/.-]+", "-", name).lower(),
-            dataset_name=name,
-            metric_type=metric,
-            metric_value=round(value, 4),
-        )
-        for name, values in story.scores.items()
-        for metric, value in values.items()
-    ]
+    scores = []
+    for name, values in story.scores.items():
+        kind = re.sub(r"[^\w/.-]+", "-", name).lower()
+        scores += [EvalResult(pipeline, kind, name, metric, round(value, 4)) for metric, value in values.items()]
     data = ModelCardData(
         **teacher.header,
         base_model=teacher.hub,
@@ -162,23 +152,22 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         model_name=title if story.scores else None,
         eval_results=scores or None,
     )
-    model = [
-        ("Architecture", _architecture(config)),
-        *([("Factors", factors)] if factors is not None else []),
-        *([("Weights of the layers' linears", f"{bits}, by torchao")] if bits is not None else []),
-        ("Parameters", f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}"),
-        ("Made from", _teacher_text(teacher)),
-    ]
+    model = {
+        "Architecture": _architecture(config),
+        "Factors": factors,
+        "Weights of the layers' linears": None if bits is None else f"{bits}, by torchao",
+        "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
+        "Made from": _teacher_text(teacher),
+    }
+    recipe = yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True) if story.settings else ""
     body = rendered(
         "card.md.j2",
         comment=_COMMENT,
         title=title,
         intro=story.intro,
-        model=model,
+        model=[(name, value) for name, value in model.items() if value is not None],
         made=[(name, without_paths(value)) for name, value in story.made],
-        recipe=without_paths(yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True)).rstrip()
-        if story.settings
-        else "",
+        recipe=without_paths(recipe).rstrip(),
         table=story.table,
         legend=story.legend,
         warnings=[without_paths(warning) for warning in story.warnings],

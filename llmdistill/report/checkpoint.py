@@ -11,7 +11,6 @@ from pathlib import Path
 from safetensors import safe_open
 
 EMBEDDINGS, FACTORS, OTHERS = "embeddings and head", "factors", "others"
-"""The parts of a checkpoint."""
 
 _FORMATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I64": "int64", "I8": "int8", "U8": "uint8"}
 """The usual names of the formats of safetensors."""
@@ -24,10 +23,7 @@ _FACTORS = re.compile(r"\.(lora_)?[AB](\.weight|\.bias|\._weight_\w+)?$|\.order$
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The safetensors files of a model."""
-
     size: int
-    """Bytes of the files."""
     formats: Mapping[str, int]
     """Number of values by format, such as F32 or BF16."""
     parts: Mapping[str, int]

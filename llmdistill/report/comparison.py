@@ -22,8 +22,7 @@ from llmdistill.report.results import (
     describe_finding,
 )
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
-from llmdistill.report.spread import count_seeds
-from llmdistill.report.tables import print_table
+from llmdistill.report.tables import count_seeds, print_table
 from llmdistill.tasks.perplexity import show_perplexity
 
 

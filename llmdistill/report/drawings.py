@@ -14,8 +14,8 @@ from llmdistill.report.panels import plot_size, plot_sizes, plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
 from llmdistill.report.score import PERPLEXITY, Score
-from llmdistill.report.spread import Spread
 from llmdistill.report.starts import draw_predictions, draw_weighting
+from llmdistill.report.tables import Spread
 
 _CURVES = {
     "valid_loss": (
@@ -29,8 +29,6 @@ _CURVES = {
     ),
 }
 """The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
-
-
 _OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|perplexity_.+|curves|(learning_curves|ranks|spectra)(_.+)?")
 """The names of the plots of a report."""
 
@@ -39,12 +37,11 @@ def save_drawings(folder: Path, drawings: Sequence[Drawing]) -> list[dict[str, s
     """Save plots into a folder, remove those of an earlier report, and return the variables of the templates."""
     drawn = []
     for name, title, caption, made in drawings:
-        svg = plots.inline_svg(plots.save_plot(made, folder, name), html.escape(title, quote=True))
+        svg = plots.inline_svg(plots.save_plot(made, folder, name), html.escape(title))
         drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
     kept = {item["name"] for item in drawn}
-    for file in folder.glob("*.*") if folder.is_dir() else ():
-        ours = _OWN_FILES.fullmatch(file.stem) is not None
-        if ours and file.suffix in (".png", ".svg") and file.stem not in kept:
+    for file in (*folder.glob("*.png"), *folder.glob("*.svg")):
+        if _OWN_FILES.fullmatch(file.stem) and file.stem not in kept:
             file.unlink()
     return drawn
 
@@ -69,10 +66,8 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     return drawings
 
 
-def _spread(row: Row | None, text: str | None) -> Spread | None:
+def _spread(row: Row, text: str | None) -> Spread | None:
     """Return the average score of a row, or its perplexity on a text."""
-    if row is None:
-        return None
     return row.average if text is None else row.by_text.get(text)
 
 
@@ -86,12 +81,9 @@ def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str
     found = {row.key: spread for row in comparison.rows if (spread := _spread(row, text)) is not None}
     if not any(row.trained and row.key in found for row in comparison.rows):
         return []
-    dots = [
-        plots.Dots(row.title, styles[row.key], *found[row.key])
-        for row in comparison.rows
-        if row.name != TEACHER and row.key in found
-    ]
-    several = any(len(each.values) > 1 for each in dots)
+    shown = [row for row in comparison.rows if row.name != TEACHER and row.key in found]
+    dots = [(row.title, styles[row.key], found[row.key]) for row in shown]
+    several = any(len(each.values) > 1 for _, _, each in dots)
     of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
     caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
     teacher = found.get(TEACHER)
@@ -105,12 +97,11 @@ def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
     """Return a style by the key of each row; its color says the method, and its marker the start."""
     methods = plots.method_styles(list(dict.fromkeys(row.name for row in rows)), plain=(TEACHER, UNTRAINED))
     starts = list(dict.fromkeys(row.start for row in rows if row.start))
-    styles = {}
+    styles = {row.key: methods[row.name] for row in rows}
     for row in rows:
-        styles[row.key] = methods[row.name]
         if row.start:
-            number = starts.index(row.start)
-            styles[row.key] = methods[row.name]._replace(marker=plots.MARKERS[number % len(plots.MARKERS)])
+            marker = plots.MARKERS[starts.index(row.start) % len(plots.MARKERS)]
+            styles[row.key] = methods[row.name]._replace(marker=marker)
     return styles
 
 
@@ -147,7 +138,7 @@ def _terms(row: Row, style: plots.Style) -> Drawing | None:
 
 def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
     """Return the plot of quality against size, by average score or perplexity; with starts every method has a panel."""
-    of_teacher = _spread(comparison.teacher, text)
+    of_teacher = None if comparison.teacher is None else _spread(comparison.teacher, text)
     teacher = None if of_teacher is None else of_teacher.mean
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in comparison.sizes:

@@ -9,41 +9,22 @@ from pathlib import Path
 from llmdistill.errors import UserError
 
 METRICS_LOG = "metrics.jsonl"
-"""File in the run's folder."""
 
 TOP_SHARED, WRITER_GAP = "top_10_shared", "writer_gap"
 """Of the student's own answers: the share of its ten most likely tokens that are among the teacher's ten, and the mean
 distance of a token's log-probability from that under what has written it (data.rollout.url)."""
 
 FIGURES = (
-    "step",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    "tokens_per_second",
-    "padding_share",
-    "teacher_share",
-    "peak_memory_bytes",
-    "skipped_steps",
-    "lowest_loss",
-    "valid_loss",
-    "valid_score",
-    TOP_SHARED,
-    WRITER_GAP,
+    *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share", "teacher_share"),
+    *("peak_memory_bytes", "skipped_steps", "lowest_loss", "valid_loss", "valid_score", TOP_SHARED, WRITER_GAP),
 )
 """The columns that every run may have; every other column is a term of the loss."""
 
-
 Log = list[dict[str, float]]
-"""The rows of a run's log in order."""
 
 
 def read_metrics_log(folder: Path) -> Log:
-    """Read the rows of a run's log in order; the list is empty if the run trained nothing.
-
-    Raises UserError, which names the line, if one is not a row.
-    """
+    """Read the rows of a run's log, none if it trained nothing; UserError, which names the line, if one is no row."""
     file = folder / METRICS_LOG
     if not file.is_file():
         return []

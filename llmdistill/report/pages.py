@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from llmdistill.files import byte_size, write_text
 from llmdistill.progress import duration
 from llmdistill.report.record import describe_versions
-from llmdistill.report.spread import show_seeds
+from llmdistill.report.tables import show_seeds
 from llmdistill.tasks.perplexity import show_perplexity
 
 
@@ -22,7 +22,6 @@ def write_page(file: Path, template: str, **values: Any) -> None:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return the text of a template with these variables."""
     environment = Environment(
         loader=PackageLoader("llmdistill", "report/templates"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),
@@ -35,12 +34,10 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Format a score with one decimal, or None as a dash."""
     return "–" if value is None else f"{value:.1f}"
 
 
 def precise(value: float | None) -> str:
-    """Format a number with three significant digits, or as a dash if it is None."""
     return "–" if value is None else f"{value:.3g}"
 
 
@@ -53,12 +50,10 @@ def signed(value: float | None, show: Callable[[float | None], str] = figure) ->
 
 
 def thousands(value: float | None) -> str:
-    """Format a large number in groups of three digits."""
     return "–" if value is None else f"{value:,.0f}"
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:
-    """Format a grid point in one line."""
     if not settings:
         return "–"
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
@@ -66,24 +61,26 @@ def settings_text(settings: Mapping[str, Any] | None) -> str:
 
 
 def markdown(value: object) -> str:
-    """Escape a text for Markdown, including Markdown tables."""
+    """Escape a text for Markdown and its tables."""
     text = re.sub(r"([\\`*\[\]|~#])|((?<!\w)_|_(?!\w))", r"\\\g<0>", str(value))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "<br>".join(text.splitlines())
 
 
 def markdown_code(value: object) -> str:
-    """Format a text as inline code in Markdown, in one line."""
     text = " ".join(str(value).split("\n"))
-    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    fence = "`" * (_longest_fence(text) + 1)
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}"
 
 
 def markdown_block(text: str) -> str:
-    """Format a text as a fenced block in Markdown."""
-    fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    fence = "`" * max(3, _longest_fence(text) + 1)
     return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def _longest_fence(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def relative(path: str, folder: Path) -> str:
@@ -93,8 +90,6 @@ def relative(path: str, folder: Path) -> str:
 
 
 FILTERS: list[Callable[..., Any]] = [
-    *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code),
-    markdown_block,
+    *(figure, precise, signed, thousands, byte_size, duration, settings_text, markdown, markdown_code, markdown_block),
     *(describe_versions, relative, show_seeds, show_perplexity),
 ]
-"""The filters of the templates."""

@@ -11,32 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from llmdistill.report.plots import (
-    INK,
-    STYLE,
-    WIDTH,
-    Curve,
-    Line,
-    Style,
-    draw_curve,
-    legend_below,
-    legend_columns,
-    new_figure,
-    scale_scores,
-    scale_y,
-    short_number,
-)
+from llmdistill.report import plots
+from llmdistill.report.plots import Curve, Line, Style, scale_scores
 from llmdistill.report.score import Score
-
-_MAX_COLUMNS = 2
-"""Maximum number of panels side by side."""
 
 
 def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any) -> tuple[Figure, list[Axes]]:
     """Return a figure with a panel for each title, two side by side; it is `edges` and `line` inches a line high."""
-    columns = min(_MAX_COLUMNS, len(titles))
+    columns = min(2, len(titles))
     lines = math.ceil(len(titles) / columns)
-    figure = new_figure(WIDTH, edges + line * lines)
+    figure = plots.new_figure(plots.WIDTH, edges + line * lines)
     grid = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
     for axes, title in zip(grid, titles, strict=False):
         axes.set_title(title, loc="left", fontsize=9)
@@ -49,37 +33,27 @@ def panel_grid(titles: Collection[str], edges: float, line: float, **shared: Any
     return figure, grid[: len(titles)]
 
 
-@rc_context(STYLE)
+@rc_context(plots.STYLE)
 def plot_size(
     points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str], size: str = "parameters"
 ) -> Figure:
-    """Plot the average score over sets against a model's size, such as the number of parameters.
-
-    There is one line per method, and a dashed line for the teacher.
-    """
-    figure = new_figure(WIDTH, 3.2)
+    """Plot the average score over sets against a model's size: a line for a method, a dashed one for the teacher."""
+    figure = plots.new_figure(plots.WIDTH, 3.2)
     axes = figure.subplots()
     _draw_sizes(axes, points, teacher, bins=5)
     axes.set_xlabel(size)
     scale_scores(axes, "y", [*_scores(points), teacher], score)
     axes.set_ylabel(score.label(sets))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]
-    legend_below(figure, [*last, teacher] if teacher is not None else last)
+    plots.legend_below(figure, [*last, teacher] if teacher is not None else last)
     return figure
 
 
-@rc_context(STYLE)
+@rc_context(plots.STYLE)
 def plot_sizes(
     panels: Mapping[str, Sequence[Line]], teacher: float | None, score: Score, sets: Sequence[str]
 ) -> Figure:
-    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start.
-
-    Args:
-        panels: the lines by title; all panels have lines of the same labels.
-        teacher: the teacher's score.
-        score: what is averaged.
-        sets: the names of the sets.
-    """
+    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start."""
     figure, grid = panel_grid(panels, 1.1, 1.7, sharex=True, sharey=True)
     for axes, points in zip(grid, panels.values(), strict=True):
         _draw_sizes(axes, points, teacher, bins=4, markersize=4)
@@ -87,18 +61,15 @@ def plot_sizes(
     scores = [value for points in panels.values() for value in _scores(points)]
     scale_scores(grid[0], "y", [*scores, teacher], score)  # which the others share
     figure.supylabel(score.label(sets), fontsize=9)
-    handles, labels = grid[0].get_legend_handles_labels()
-    # Below, the legend would lie upon the label of the axis.
-    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
+    _legend_above(figure, *grid[0].get_legend_handles_labels())
     return figure
 
 
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
-    """Plot the terms of one method's loss, one panel per term."""
     return plot_panels({name: [(name, style, curve)] for name, curve in terms.items()}, "step")
 
 
-@rc_context(STYLE)
+@rc_context(plots.STYLE)
 def plot_panels(
     panels: Mapping[str, Sequence[tuple[str, Style, Curve]]], xlabel: str, *, scores: bool = False
 ) -> Figure:
@@ -108,18 +79,21 @@ def plot_panels(
     figure, grid = panel_grid(panels, 0.3 + 0.35 * named, 3.0 if alone else 1.9 if scores else 1.55, sharex=True)
     for axes, curves in zip(grid, panels.values(), strict=True):
         for label, style, curve in curves:
-            draw_curve(axes, label, style, curve, marker=scores)
-        scale_y(axes, [curve for _, _, curve in curves], ticks=4, log=not scores)
+            plots.draw_curve(axes, label, style, curve, marker=scores)
+        plots.scale_y(axes, [curve for _, _, curve in curves], ticks=4, log=not scores)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if alone else 4, integer=True, steps=[1, 2, 5, 10]))
     figure.supxlabel(xlabel, fontsize=9)
     if named:
         handles = {
             label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(
-            handles.values(), handles, loc="outside upper right", ncols=legend_columns(list(handles)), fontsize=8
-        )
+        _legend_above(figure, list(handles.values()), list(handles))
     return figure
+
+
+def _legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Add a legend where it does not lie upon the label of the x axis."""
+    figure.legend(handles, labels, loc="outside upper right", ncols=plots.legend_columns(labels), fontsize=8)
 
 
 def _draw_sizes(axes: Axes, lines: Sequence[Line], teacher: float | None, *, bins: int, **look: Any) -> None:
@@ -127,9 +101,9 @@ def _draw_sizes(axes: Axes, lines: Sequence[Line], teacher: float | None, *, bin
         params, averages = zip(*sorted(pairs), strict=True)
         axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label, **look)
     if teacher is not None:
-        axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+        axes.axhline(teacher, color=plots.INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=bins))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plots.short_number(value)))
 
 
 def _scores(lines: Sequence[Line]) -> list[float]:

@@ -1,12 +1,20 @@
-"""A paper's table of scores as data, in a module that --help loads without the libraries of the reports."""
+"""The papers' tables of scores (suites/PAPER-tableN.yaml): the published figures, and what runs each row here.
+
+--help loads this module, which needs none of the libraries of the reports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
+import yaml
+
 from llmdistill.config.tasks import ProtocolName
+
+_SUITES = resources.files("llmdistill") / "suites"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +22,6 @@ class Column:
     """A column of published figures, and the score here that stands beside it."""
 
     label: str
-    """The heading."""
     column: str
     """The column in the scores of a task, such as MNLI-m, SQuAD2 or MLQA-de."""
     metric: str
@@ -33,13 +40,10 @@ class TableRow:
     published: tuple[float | None, ...]
     """The figure of each column, and last the average if the table has one; None where the paper has no figure."""
     recipe: str | None = None
-    """The shipped recipe that trains the model, which is then fine-tuned."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings that differ from the recipe's, by dotted key."""
     model: str | None = None
-    """The hub name of a model that is only fine-tuned."""
     missing: str | None = None
-    """Why the row is not run here."""
     at: float | None = None
     """The row's number on the axis of the table's plot, such as a layer."""
     line: str = ""
@@ -63,7 +67,6 @@ class PublishedTable:
     suite: str | None = None
     """The suite of `llmdistill evaluate` that scores the models as they are; None if they are fine-tuned."""
     protocol: ProtocolName | None = None
-    """The settings of fine-tuning; None without tasks."""
     second_stage: bool = False
     """Whether students are fine-tuned by the second stage of their own recipe, from a fine-tuned teacher
     (KroneckerBERT); else on the labels alone."""
@@ -71,3 +74,34 @@ class PublishedTable:
     """Whether the last figure of a row is the mean of the others."""
     axis: str | None = None
     """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
+
+
+def suite_files(key: str) -> list[str]:
+    """Return the names of the files in suites/ that have a key: `methods` (a comparison) or `columns` (a table)."""
+    files = (item for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
+    # Names are asked for by --help, which does not wait until YAML has parsed every file.
+    return sorted(item.name.removesuffix(".yaml") for item in files if f"\n{key}:" in item.read_text(encoding="utf-8"))
+
+
+def read_suite(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def table_names() -> list[str]:
+    """Return the names of the tables, such as minilm-table2."""
+    return suite_files("columns")
+
+
+def load_table(name: str) -> PublishedTable:
+    """Load one of `table_names`."""
+    content = read_suite(name)
+    columns = [Column(**fields) for fields in content["columns"]]
+    # A figure of a paper may be a drawing without numbers.
+    none = [None] * (len(columns) + content.get("average", False))
+    rows = [
+        TableRow(name=key, **{**fields, "published": tuple(fields.get("published", none))})
+        for key, fields in content["rows"].items()
+    ]
+    parts = {"tasks": tuple(content["tasks"]), "columns": tuple(columns), "rows": tuple(rows)}
+    return PublishedTable(name=name, **{**content, **parts})

@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
+import numpy as np
 from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from llmdistill.report.score import Score
+from llmdistill.report.tables import Spread
 
 STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
-"""The style of all figures."""
 
 INK, PAPER, GRAY = STYLE["text.color"], STYLE["figure.facecolor"], STYLE["axes.edgecolor"]
 """Colors of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
@@ -37,8 +39,6 @@ WIDTH = 4.6
 
 
 class Style(NamedTuple):
-    """The style of a method in every plot."""
-
     color: str
     marker: str
     dashes: tuple[float, ...]
@@ -46,34 +46,29 @@ class Style(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A value over the steps of several runs."""
-
     steps: list[float]
     mean: list[float]
     low: list[float]
-    """The lowest value of the runs."""
     high: list[float]
 
 
-class Dots(NamedTuple):
-    """One line of the plot of scores."""
+class Panel(NamedTuple):
+    """A picture of one model beside those of others."""
 
-    label: str
-    style: Style
-    mean: float
-    std: float | None
-    """None for one seed."""
-    values: list[float]
-    """One value per seed."""
+    title: str
+    note: str
+    """Text below the title."""
+    values: np.ndarray
 
+
+Dots = tuple[str, Style, Spread]
+"""The label of a line of the plot of scores, its style, and the scores over seeds."""
 
 Line = tuple[str, Style, list[tuple[int, float]]]
 """The label of a line of the plot of quality against size, its style, and the parameters and scores of its points."""
 
 
 class Drawing(NamedTuple):
-    """A plot of a report."""
-
     name: str
     title: str
     caption: str
@@ -91,20 +86,19 @@ def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, 
 
 
 def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> Curve | None:
-    """Return the mean, lowest and highest value of a key at each step, or None if no row has the key.
-
-    Values that are not finite are left out.
-    """
+    """Return the mean, lowest and highest finite value of a key at each step; None if no row has one."""
     values: dict[float, list[float]] = {}
     for row in (row for history in histories for row in history):
         value = row.get(key)
         if value is not None and math.isfinite(value):
             values.setdefault(row["step"], []).append(value)
-    if not values:
-        return None
+    return curve_of(values) if values else None
+
+
+def curve_of(values: Mapping[float, Sequence[float]]) -> Curve:
+    """Return the mean, lowest and highest of the values at each place of the x axis."""
     steps = sorted(values)
-    means = [math.fsum(values[step]) / len(values[step]) for step in steps]
-    return Curve(steps, means, [min(values[step]) for step in steps], [max(values[step]) for step in steps])
+    return Curve(steps, *([choose(values[step]) for step in steps] for choose in (statistics.fmean, min, max)))
 
 
 def is_line(curve: Curve | None) -> TypeGuard[Curve]:
@@ -117,37 +111,21 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, score: Score, sets:
     """Plot the average score over sets of each student, with its standard deviation and seeds, and the teacher."""
     figure = new_figure(WIDTH, 0.9 + 0.36 * max(len(dots), 2))
     axes = figure.subplots()
-    for line, item in enumerate(dots):
-        axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
-        axes.errorbar(
-            item.mean,
-            line,
-            xerr=item.std,
-            color=item.style.color,
-            marker=item.style.marker,
-            capsize=3,
-            markersize=5,
-        )
-        axes.annotate(
-            score.show(item.mean), (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
-        )
+    small: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for line, (_, style, (mean, std, values)) in enumerate(dots):
+        axes.plot(values, [line] * len(values), "|", color=style.color, alpha=0.7, markersize=11)
+        axes.errorbar(mean, line, xerr=std, color=style.color, marker=style.marker, capsize=3, markersize=5)
+        axes.annotate(score.show(mean), (mean, line), (0, 7), **small)
     if teacher is not None:
         axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
-        axes.annotate(
-            f"teacher {score.show(teacher)}",
-            (teacher, 1.0),
-            (0, 3),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(dots)), [item.label for item in dots])
+        text, place = f"teacher {score.show(teacher)}", ("data", "axes fraction")
+        axes.annotate(text, (teacher, 1.0), (0, 3), xycoords=place, **small)
+    axes.set_yticks(range(len(dots)), [label for label, _, _ in dots])
     axes.set_ylim(len(dots) - 0.5, -0.75)
     axes.margins(x=0.08)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    scale_scores(axes, "x", [*(value for item in dots for value in item.values), teacher], score)
+    scale_scores(axes, "x", [*(value for _, _, found in dots for value in found.values), teacher], score)
     axes.set_xlabel(score.label(sets))
     return figure
 
@@ -191,10 +169,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
 
 
 def inline_svg(svg: str, label: str) -> str:
-    """Return an SVG as an element of an HTML page: without prologue and group ids, in the colors of the page.
-
-    `label` is the text for screen readers; it must already be escaped.
-    """
+    """Return an SVG as an element of an HTML page, in its colors; `label` is for screen readers and escaped already."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(rf"(fill|stroke): {INK}", r"\1: currentColor", svg)
@@ -211,10 +186,9 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def frame_panel(axes: Axes, title: str, note: str) -> None:
-    """Give a panel of a picture its title, the note below the title, and a thin frame."""
-    axes.set_title(f"{title}\n", loc="left", fontsize=9)
-    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color=INK)
+def frame_panel(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.title}\n", loc="left", fontsize=9)
+    axes.text(0, 1.02, panel.note, transform=axes.transAxes, fontsize=8, color=INK)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_alpha(0.5)
 
@@ -222,17 +196,9 @@ def frame_panel(axes: Axes, title: str, note: str) -> None:
 def draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bool = True) -> None:
     """Draw a line with the band of its runs, and a marker at each value if there are few."""
     few = len(curve.steps) < 25
-    axes.plot(
-        curve.steps,
-        curve.mean,
-        color=style.color,
-        linewidth=1.6,
-        marker=style.marker if (marker and few) or len(curve.steps) == 1 else None,
-        markersize=4,
-        fillstyle=style.fill,
-        dashes=style.dashes,
-        label=label,
-    )
+    shown = style.marker if (marker and few) or len(curve.steps) == 1 else None
+    look: dict[str, Any] = {"color": style.color, "dashes": style.dashes, "fillstyle": style.fill}
+    axes.plot(curve.steps, curve.mean, linewidth=1.6, marker=shown, markersize=4, label=label, **look)
     axes.fill_between(curve.steps, curve.low, curve.high, color=style.color, alpha=0.18, linewidth=0)
 
 
@@ -246,7 +212,6 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
 
 
 def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float | None], score: Score) -> None:
-    """Make an axis logarithmic if scores such as these range over decades."""
     if score.over_decades:
         known = [value for value in scores if value is not None]
         _log_scale(axes, which, max(known) / min(known))
@@ -272,10 +237,5 @@ def legend_below(figure: Figure, heights: Sequence[float]) -> None:
     """Add a legend below, in the order of the lines' last values from the top."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     order = sorted(range(len(handles)), key=lambda index: -heights[index])
-    figure.legend(
-        [handles[index] for index in order],
-        [labels[index] for index in order],
-        loc="outside lower center",
-        ncols=legend_columns(labels),
-        fontsize=8,
-    )
+    kept, names = [handles[index] for index in order], [labels[index] for index in order]
+    figure.legend(kept, names, loc="outside lower center", ncols=legend_columns(labels), fontsize=8)

@@ -15,9 +15,8 @@ from llmdistill.report.drawings import save_drawings
 from llmdistill.report.pages import signed, write_page
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.paper import PublishedTable, TableRow
-from llmdistill.report.plots import DASHES, Curve, Drawing, Style, method_styles
-from llmdistill.report.spread import Spread, plus_minus, spread
-from llmdistill.report.tables import print_table
+from llmdistill.report.plots import DASHES, Curve, Drawing, Style, curve_of, method_styles
+from llmdistill.report.tables import Spread, print_table, show_seeds, spread
 
 AVERAGE, TEACHER = "average", "teacher"
 """The head of the column of the mean over the others, and the key of the teacher's row."""
@@ -25,12 +24,8 @@ AVERAGE, TEACHER = "average", "teacher"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a row scored here."""
-
     folder: str
-    """The folder of its results."""
     model: str = ""
-    """The folder or hub name of the model that was fine-tuned."""
     scores: Mapping[tuple[str, str], Sequence[float]] = field(default_factory=dict)
     """The scores x 100 over seeds by (column, metric)."""
     params: int | None = None
@@ -42,16 +37,12 @@ class Measured:
     tuning_seconds: float = 0.0
     """The duration of the fine-tuning, with all settings that were tried."""
     error: str | None = None
-    """The reason of a failure, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedReport:
-    """A table beside our own figures."""
-
     table: PublishedTable
     measured: Mapping[str, Measured]
-    """What the rows that were run scored, by their names."""
     facts: Mapping[str, str]
     """Command, hardware, versions, protocol and data, by the names that the report shows."""
 
@@ -75,7 +66,6 @@ class PublishedReport:
 
     @property
     def explanation(self) -> str:
-        """What our figures are."""
         seeds = "the seeds of the fine-tuning" if self.fine_tuned else "seeds"
         choice = " The learning rate and the epochs of each task were chosen on the same dev sets, as in the papers."
         return f"Ours, x 100, mean ± sample standard deviation over {seeds}.{choice if self.fine_tuned else ''}"
@@ -90,7 +80,6 @@ class PublishedReport:
 
     @property
     def header(self) -> list[str]:
-        """The texts above the figures."""
         return [*(each.label for each in self.table.columns), *([AVERAGE] if self.table.average else [])]
 
 
@@ -117,24 +106,20 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
 
 def draw_rows(report: PublishedReport) -> list[Drawing]:
     """Return the plot of the scores over the numbers of the rows, a panel for each column with figures, if any."""
-    lines: dict[str, list[TableRow]] = {}
+    lines: dict[str, list[tuple[float, TableRow]]] = {}
     for row in report.table.rows:
         if row.at is not None:
-            lines.setdefault(row.line, []).append(row)
+            lines.setdefault(row.line, []).append((row.at, row))
     styles, panels = method_styles(list(lines)), dict[str, list[tuple[str, Style, Curve]]]()
     for index, title in enumerate(report.header):
         for name, rows in lines.items():
-            ours, paper = list[tuple[float, Spread]](), list[tuple[float, Spread]]()
-            for row in rows:
-                cell, figure = report.cells(row)[index], row.published[index]
-                assert row.at is not None
-                ours += [] if cell is None else [(row.at, cell)]
-                paper += [] if figure is None else [(row.at, spread([figure]))]
+            ours = {at: cell.values for at, row in rows if (cell := report.cells(row)[index]) is not None}
+            paper = {at: [figure] for at, row in rows if (figure := row.published[index]) is not None}
             hollow = styles[name]._replace(dashes=DASHES[1], fill="none")
             for who, style, points in (("ours", styles[name], ours), ("paper", hollow, paper)):
                 if points:
                     label = f"{name}, {who}" if name else who
-                    panels.setdefault(title, []).append((label, style, _curve(points)))
+                    panels.setdefault(title, []).append((label, style, curve_of(points)))
     if report.table.axis is None or not panels:
         return []
     caption = "Mean over seeds, with a band from the lowest to the highest seed. Hollow, dashed: the paper's figures."
@@ -142,20 +127,11 @@ def draw_rows(report: PublishedReport) -> list[Drawing]:
     return [Drawing("scores", f"Scores by {report.table.axis}", caption, made)]
 
 
-def _curve(points: Sequence[tuple[float, Spread]]) -> Curve:
-    places, cells = zip(*sorted(points, key=lambda point: point[0]), strict=True)
-    low, high = ([choose(cell.values) for cell in cells] for choose in (min, max))
-    return Curve(list(places), [cell.mean for cell in cells], low, high)
-
-
 def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]:
-    """Return by the heads of the columns the texts of our score and of the paper's figure, "" where it has none.
-
-    The average and its distance to the teacher's, which say the most, come first.
-    """
+    """Return by column the texts of our score and of the paper's figure, first those of the average, "" for none."""
     cells = report.cells(row)
     figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in row.published]
-    texts = ["–" if cell is None else plus_minus(cell.mean, cell.std) for cell in cells]
+    texts = ["–" if cell is None else show_seeds(cell.to_dict()) for cell in cells]
     shown = dict(zip(report.header, zip(texts, figures, strict=True), strict=True))
     if not report.table.average:
         return shown
@@ -173,7 +149,7 @@ def _distance(score: float | None, teacher: float | None) -> float | None:
     return None if score is None or teacher is None else score - teacher
 
 
-def print_published(report: PublishedReport, console: Console | None = None) -> None:
+def print_published(report: PublishedReport) -> None:
     """Print the rows that were run, each score with the published one in brackets."""
     table, run = report.table, [row for row in report.table.rows if row.name in report.measured]
     rows = []
@@ -181,8 +157,8 @@ def print_published(report: PublishedReport, console: Console | None = None) -> 
         texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(row, report).values()]
         rows.append([row.label, *texts])
     header = ["", *_shown(table.rows[0], report)]
-    print_table(f"{table.title}; in brackets the paper's", header, rows, turned=True, console=console)
+    print_table(f"{table.title}; in brackets the paper's", header, rows, turned=True)
     for row in run:
         error = report.measured[row.name].error
         if error is not None:
-            (console or Console()).print(f"{row.label} FAILED: {error}", highlight=False, markup=False)
+            Console().print(f"{row.label} FAILED: {error}", highlight=False, markup=False)

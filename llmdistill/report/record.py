@@ -14,35 +14,23 @@ import llmdistill
 from llmdistill.runtime.devices import installed_versions
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
-"""The libraries whose versions a record names."""
 
 
 def make_record(command: str, world_size: int, libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
-    """Return the record of a run or study that ends now, as plain JSON values.
-
-    Args:
-        command: what the user typed.
-        world_size: the number of ranks.
-        libraries: the libraries whose versions are named, where they are installed.
-    """
+    """Return the record of a run or study that ends now, as plain JSON values; `command` is what the user typed."""
     return {
         "command": command,
         "hardware": describe_hardware(world_size),
-        "versions": {
-            "llmdistill": llmdistill.__version__,
-            **installed_versions(libraries),
-        },
+        "versions": {"llmdistill": llmdistill.__version__, **installed_versions(libraries)},
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
 def describe_versions(record: Mapping[str, Any]) -> str:
-    """Return the versions of a record in one line."""
     return ", ".join(f"{name} {number}" for name, number in record["versions"].items())
 
 
 def describe_hardware(world_size: int) -> str:
-    """Describe this machine in a few words, for reports."""
     if torch.cuda.is_available():
         return f"{world_size} x {torch.cuda.get_device_name()}"
     threads, info = torch.get_num_threads() * world_size, Path("/proc/cpuinfo")

@@ -8,27 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmdistill.errors import UserError
 from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
-from llmdistill.report.spread import Spread, spread
+from llmdistill.report.tables import Spread, spread
 from llmdistill.tasks.perplexity import mean_perplexity
 
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are not methods; these rows are never the best."""
 
 TABLE_SIZE = "as in the table"
-"""The text of the size of the models in the main table."""
 
 COSTS = (
-    "training_tokens",
-    "training_tokens_per_second",
-    "peak_memory_bytes",
-    "generation_tokens_per_second",
-    "seconds",
+    *("training_tokens", "training_tokens_per_second", "peak_memory_bytes"),
+    *("generation_tokens_per_second", "seconds"),
 )
-"""The costs of a run, in the order of costs.json."""
 
 CALIBRATION_COSTS = ("calibration_tokens", "calibration_seconds")
 """The costs of making the untrained student of a start, once for all methods; they follow in costs.json."""
@@ -39,7 +33,6 @@ class Run:
     """One run of a method, with one seed at one point of its grid."""
 
     method: str
-    """The key of the row."""
     seed: int
     folder: str
     """Path relative to the report's folder."""
@@ -51,19 +44,15 @@ class Run:
     perplexity: Mapping[str, float] | None = None
     """Perplexity of the references by test set; None if it was not measured."""
     texts: Mapping[str, float] = field(default_factory=dict)
-    """Perplexity by text beside the test sets."""
     valid: float | None = None
-    """The score on the validation set."""
     costs: Mapping[str, float | None] = field(default_factory=dict)
     """The values of COSTS."""
     history: Sequence[Mapping[str, float]] = ()
     """Rows of metrics.jsonl: step, loss, valid_loss (in some rows), and the terms of the loss."""
     error: str | None = None
-    """The reason of a failure, in one line."""
 
     @property
     def reason(self) -> str:
-        """The reason why the run has no scores."""
         return "it ended without scores" if self.error is None else self.error
 
 
@@ -76,12 +65,9 @@ class Row:
     label: str
     """The name that the report shows, without the start."""
     score: Score = ROUGE_L
-    """What the models of the comparison are scored by."""
     start: str = ""
-    """The start of the student, in a comparison of starts."""
     params: int | None = None
     checkpoint: Checkpoint | None = None
-    """The files of its weights."""
     runs: Sequence[Run] = ()
     """The runs at the chosen grid point, one per seed."""
     trials: Sequence[Run] = ()
@@ -103,7 +89,6 @@ class Row:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """The size of the files of its weights."""
         return None if self.checkpoint is None else self.checkpoint.size
 
     @property
@@ -122,27 +107,19 @@ class Row:
         return [run for run in self.runs if run.error is not None or run.scores is None]
 
     @property
-    def scores(self) -> list[Mapping[str, float]]:
-        """The score by test set of each run that ended."""
-        return [run.scores for run in self.ended if run.scores is not None]
-
-    @property
     def by_set(self) -> dict[str, Spread]:
         """The scores over seeds by test set; empty if every run failed."""
-        scores = self.scores
-        return {name: spread([each[name] for each in scores]) for name in (scores[0] if scores else ())}
+        return _by_name([run.scores or {} for run in self.ended])
 
     @property
     def by_text(self) -> dict[str, Spread]:
         """The perplexity over seeds by text."""
-        found = [run.texts for run in self.ended]
-        return {name: spread([each[name] for each in found]) for name in (found[0] if found else ())}
+        return _by_name([run.texts for run in self.ended])
 
     @property
     def average(self) -> Spread | None:
         """The average over the test sets, over seeds; None if every run failed."""
-        scores = self.scores
-        return spread([self.score.mean(each.values()) for each in scores]) if scores else None
+        return _over_runs(self.score.mean(run.scores.values()) for run in self.ended if run.scores is not None)
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -151,20 +128,26 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        """The score on the validation set."""
-        values = [run.valid for run in self.ended if run.valid is not None]
-        return spread(values) if values else None
+        return _over_runs(run.valid for run in self.ended if run.valid is not None)
 
     @property
     def perplexity(self) -> Spread | None:
         """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
-        found = [run.perplexity for run in self.ended if run.perplexity]
-        return spread([mean_perplexity(each) for each in found]) if found else None
+        return _over_runs(mean_perplexity(run.perplexity) for run in self.ended if run.perplexity)
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
         values = [value for run in self.ended if (value := run.costs.get(key)) is not None]
         return statistics.median(values) if values else None
+
+
+def _over_runs(values: Iterable[float]) -> Spread | None:
+    found = list(values)
+    return spread(found) if found else None
+
+
+def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    return {name: spread([each[name] for each in values]) for name in (values[0] if values else ())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,27 +158,22 @@ class Beginning:
     """The name of the start; empty for the recipe's own."""
     label: str
     size: str
-    """The text of the size."""
     folder: str
     """Path relative to the report's folder."""
     params: int | None
     average: float | None
     """The score of the untrained student, the average over the test sets."""
     weighting: Mapping[str, Any] = field(default_factory=dict)
-    """The content of weighting.json; empty without a weighting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All data of a report."""
-
     title: str
     sets: Sequence[str]
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By test set, how many of its examples (or windows) are scored, and how many it has; without the sets of older
-    runs."""
+    """By test set, how many of its examples (or windows) are scored, and how many it has."""
     texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By text beside the test sets, how many of its windows are scored, and how many it has."""
+    """As `examples`, by text beside the test sets."""
     rows: Sequence[Row]
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()
@@ -209,26 +187,15 @@ class Comparison:
     paper: Mapping[str, Mapping[str, float]] | None = None
     """The scores in the paper, by row and set."""
 
-    def __post_init__(self) -> None:
-        """Check the test sets and the names of the rows."""
-        check_sets(self.sets)
-        keys = [row.key for row in self.rows]
-        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
-
     @property
     def score(self) -> Score:
-        """What the models are scored by."""
         return self.rows[0].score
 
     def score_of(self, name: str) -> Score:
-        """Return the score in the column of a test set or text."""
         return PERPLEXITY if name in self.texts else self.score
 
     def heading(self, name: str) -> str:
-        """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``.
-
-        For a text: ``perplexity``, or ``perplexity, 24 of 141 windows``.
-        """
+        """Return the head of a column, such as ``n = 20 of 60``, or of a text ``perplexity, 24 of 141 windows``."""
         counts = {**self.examples, **self.texts}
         if name not in counts:
             return ""
@@ -251,7 +218,6 @@ class Comparison:
 
     @property
     def teacher(self) -> Row | None:
-        """The teacher's row."""
         return next((row for row in self.rows if row.name == TEACHER), None)
 
     def difference(self, row: Row) -> float | None:
@@ -259,18 +225,6 @@ class Comparison:
         if self.teacher is None or self.teacher.average is None or row.average is None:
             return None
         return row.average.mean - self.teacher.average.mean
-
-
-def check_sets(sets: Sequence[str]) -> None:
-    """Check that a report can show these test sets.
-
-    Raises:
-        UserError: there is no test set, or one has the name of a column.
-    """
-    if not sets:
-        raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
-    if "average" in sets:
-        raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
 def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float | None]:

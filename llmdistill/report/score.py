@@ -20,7 +20,6 @@ class Score:
     """A kind of score, of which every set has one and a model has the average."""
 
     name: str
-    """In sentences, such as ROUGE-L."""
     key: str
     """In results.json."""
     title: str
@@ -41,12 +40,9 @@ class Score:
     of_validation: Callable[[Results], float | None]
     """Returns a model's score on the validation set, None if there is none."""
     mean: Callable[[Iterable[float]], float]
-    """Returns the average over sets."""
     show: Callable[[float | None], str]
-    """Formats a score, or None as a dash."""
 
     def best(self, values: Iterable[float]) -> float | None:
-        """Return the best of some scores, None of no scores."""
         return (max if self.higher_is_better else min)(values, default=None)
 
     def merit(self, value: float) -> float:
@@ -54,7 +50,6 @@ class Score:
         return value if self.higher_is_better else -value
 
     def label(self, sets: Sequence[str]) -> str:
-        """Return the label of an axis of averages over these sets."""
         what = f"{self.name} of {sets[0]}" if len(sets) == 1 else f"{self.name}, average of {len(sets)} sets"
         return what if self.higher_is_better else f"{what}\n(lower is better)"  # in a line it is longer than an axis
 

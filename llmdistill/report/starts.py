@@ -31,8 +31,6 @@ _MAX_WRITTEN = 12
 
 
 class Matrix(NamedTuple):
-    """A matrix of the layers."""
-
     layer: int
     """Counted from 1."""
     kind: str
@@ -41,7 +39,6 @@ class Matrix(NamedTuple):
     rank: int | None
     """None for a matrix that stays dense."""
     form: Form
-    """The form of its factors."""
     costs: list[tuple[int, float]]
     """Ranks and what it costs to cut the matrix alone to them."""
 
@@ -71,11 +68,8 @@ def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
             measured = spectra.get(name, {})
             shape = tuple(measured["shape"]) if measured else None
             costs = [(int(rank), float(cost)) for rank, cost in measured.get("costs", [])]
-            found.append(
-                Matrix(
-                    int(place[1]) + 1, kinds[place[2]], shape, ranks.get(name), weighting.get("form", "plain"), costs
-                )
-            )
+            layer, form = int(place[1]) + 1, weighting.get("form", "plain")
+            found.append(Matrix(layer, kinds[place[2]], shape, ranks.get(name), form, costs))
     return found
 
 
@@ -118,14 +112,13 @@ def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
 
 @rc_context(STYLE)
 def plot_predictions(points: Sequence[tuple[float, float]]) -> Figure:
-    """Plot pairs of a predicted and a measured loss on logarithmic axes, with the line where they are equal."""
     figure = new_figure(WIDTH, 3.6)
     axes = figure.subplots()
     ends = [min(map(min, points)), max(map(max, points))]
     axes.plot(ends, ends, color=INK, linewidth=1, dashes=(4, 3))
     axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4)
-    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
-        scale("log")
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(NullLocator())
     axes.set_xlabel("predicted loss, nats per token")

@@ -28,12 +28,8 @@ MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 
 def run_record(decoding: str, world: World, log: Log, teacher_params: int) -> dict[str, Any]:
     """Return the record of a run: command, hardware, versions, time, decoding, teacher size and training cost."""
-    return {
-        **make_record(world.command, world.size),
-        "decoding": decoding,
-        "teacher_params": teacher_params,
-        "training": training_cost(log),
-    }
+    own = {"decoding": decoding, "teacher_params": teacher_params, "training": training_cost(log)}
+    return {**make_record(world.command, world.size), **own}
 
 
 def training_cost(log: Log) -> dict[str, float] | None:
@@ -84,23 +80,15 @@ def _last_loss(log: Log) -> tuple[str, str] | None:
 
 
 def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> TitledTable:
-    """Return a row for each scored model."""
     scored = {key: metrics[key] for key in MODELS if key in metrics}
     training = metrics["run"]["training"]
     generates = any("generation_tokens_per_second" in model for model in scored.values())
     rows = []
     for key, model in scored.items():
-        speed = training["tokens_per_second"] if training is not None and key == "student" else None
-        rows.append(
-            [
-                MODELS[key],
-                f"{model['params']:,}",
-                f"{model['params'] / metrics['run']['teacher_params']:.0%}",
-                *scores.rows[key],
-                "" if speed is None else f"{speed:,.0f}",
-                *([f"{model['generation_tokens_per_second']:,.0f}"] if generates else []),
-            ]
-        )
+        speed = f"{training['tokens_per_second']:,.0f}" if training is not None and key == "student" else ""
+        sizes = [f"{model['params']:,}", f"{model['params'] / metrics['run']['teacher_params']:.0%}"]
+        generation = [f"{model['generation_tokens_per_second']:,.0f}"] if generates else []
+        rows.append([MODELS[key], *sizes, *scores.rows[key], speed, *generation])
     header = ["model", "params", "size", *scores.columns, "train tok/s", *(["gen tok/s"] if generates else [])]
     return TitledTable(scores.title, header, rows)
 

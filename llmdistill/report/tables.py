@@ -1,23 +1,54 @@
-"""Prints a table on the terminal; text columns are left-aligned, numbers right-aligned."""
+"""Scores over seeds as numbers and as text, and tables on the terminal."""
 
 from __future__ import annotations
 
+import statistics
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 
-class TitledTable(NamedTuple):
-    """A table as texts."""
+class Spread(NamedTuple):
+    """Mean and sample standard deviation over seeds."""
 
+    mean: float
+    std: float | None
+    """None for one seed, which has no standard deviation."""
+    values: list[float]
+
+    def to_dict(self) -> dict[str, float | None]:
+        return {"mean": self.mean, "std": self.std}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), std, list(values))
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean, the standard deviation and the value of each seed as plain JSON values."""
+    return {**spread(values).to_dict(), "seeds": list(values)}
+
+
+def show_seeds(value: Mapping[str, Any], decimals: int = 1) -> str:
+    """Format a result of `over_seeds`: the mean, with the standard deviation if there are several seeds."""
+    mean, std = value["mean"], value["std"]
+    return f"{mean:.{decimals}f}" + ("" if std is None else f" ± {std:.{decimals}f}")
+
+
+def count_seeds(count: int) -> str:
+    """Return what a table's scores are, for its title."""
+    return f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+
+
+class TitledTable(NamedTuple):
     title: str
     header: list[str]
     rows: list[list[str]]
-    """Each row has one text per column."""
 
 
 def print_table(
@@ -29,10 +60,7 @@ def print_table(
     turned: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print a table on the terminal.
-
-    `left` are the indices of the left-aligned columns; `turned`: rows become columns if the terminal is too narrow.
-    """
+    """Print a table; `left`: indices of left-aligned columns, `turned`: rows become columns on a narrow terminal."""
     terminal = console or Console()
     if turned and _width(header, rows) > terminal.width:
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]

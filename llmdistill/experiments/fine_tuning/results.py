@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmdistill.experiments.grid import Choice, by_settings
-from llmdistill.experiments.trials import Result
+from llmdistill.experiments.trials import Choice, Result, by_settings
 from llmdistill.report.pages import write_page
-from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
-from llmdistill.report.tables import TitledTable
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
 from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
 from llmdistill.tasks.glue_files import GLUE
@@ -62,17 +60,18 @@ def _settings(group: Sequence[Result]) -> dict[str, Any]:
     return {key.rpartition(".")[2]: value for key, value in group[0].trial.settings.items()}
 
 
+def dev_columns(scored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns on dev of several tasks with their metrics."""
+    return {column: metrics for each in scored for column, metrics in each["dev"].items()}
+
+
 def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return each paper's average and the plain average, for the model and for the teacher if there is one."""
-    means = {
-        column: {metric: value["mean"] for metric, value in metrics.items()}
-        for task in tasks.values()
-        for column, metrics in task["dev"].items()
-    }
+    columns = dev_columns(tasks.values())
+    means = {column: {key: value["mean"] for key, value in metrics.items()} for column, metrics in columns.items()}
     found = {"model": _averages(tasks, means)}
     if all(task["teacher"] is not None for task in tasks.values()):
-        scores = {column: metrics for task in tasks.values() for column, metrics in task["teacher"]["dev"].items()}
-        found["teacher"] = _averages(tasks, scores)
+        found["teacher"] = _averages(tasks, dev_columns(task["teacher"] for task in tasks.values()))
     return found
 
 
@@ -135,13 +134,11 @@ def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
 
 
 def _named(results: Mapping[str, Any]) -> str:
-    """Return "GLUE" if all tasks are GLUE's, else the names of the tasks."""
     tasks = results["tasks"]
     return "GLUE" if set(tasks) <= set(GLUE) else ", ".join(tasks)
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
-    """Write report.md."""
     table = results_table(results)
     write_page(
         folder / "report.md",

@@ -34,17 +34,12 @@ from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_trans
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 from llmdistill.tasks.glue_files import GLUE
 
-_CPU_REPEATS, _GPU_REPEATS = 5, 20
-"""How often a forward pass is timed."""
-
 
 def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
     """Fine-tune, choose, measure and print; every rank of the launcher must call this function.
 
-    `command` is the command as the user typed it, and `launcher_flags` are for runs that have their own processes.
-
-    Raises:
-        UserError: bad input, or the folder belongs to a run with other settings.
+    `command` is what the user typed, and `launcher_flags` are for runs that have their own processes. Raises UserError
+    for bad input, or if the folder belongs to a run with other settings.
     """
     quiet_transformers()
     read_ds_config(config.ds_config)  # reports a mistake before waiting for the other ranks
@@ -57,9 +52,8 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
                     f"--trials_at_once {config.trials_at_once}: each trial has a launcher of its own, but this command "
                     "itself runs on several ranks of a launcher: leave one of them out"
                 )
-            launcher = Launcher(tuple(launcher_flags), config.trials_at_once)
+            world, launcher = World.alone(), Launcher(tuple(launcher_flags), config.trials_at_once)
             launcher.check()
-            world = World.alone()
             results = evaluate(config, world, command=command, launcher=launcher)
         else:
             with process_group() as world:
@@ -80,23 +74,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
 
-    Args:
-        config: the settings of the study.
-        world: the rank and the number of ranks.
-        command: the command as the user typed it, for the report.
-        prefix: prefix of the settings' names in error messages.
-        launcher: runs each trial in its own process; by default the trials run in this process group.
-
-    Raises:
-        UserError: bad input, or the folder belongs to a run with other settings.
+    `prefix` is that of the settings' names in error messages. A `launcher` runs each trial in its own process; by
+    default the trials run in this process group. Raises UserError as `run`.
     """
     studies = _prepare(config, prefix)
-    data = {name: study.read(world) for name, study in studies.items()}
-    first, names = next(iter(studies.values())), list(studies)
+    data = {name: study.benchmark.read_on_all(study.plan.models, world) for name, study in studies.items()}
+    first = next(iter(studies.values()))
     runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
     print_main(_headline(config, studies), world)
     sizes = on_main(lambda: _measure(config, first, world), world)
-    tasks = {name: studies[name].conduct(data[name], runner, world) for name in names}
+    tasks = {name: study.conduct(data[name], runner, world) for name, study in studies.items()}
     results = {
         "model": config.model,
         "teacher": config.teacher,
@@ -119,7 +106,6 @@ def evaluate(
 
 
 def output_dir(config: FineTuningConfig) -> Path:
-    """Return the folder of all outputs."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     name = file_name(config.model)
@@ -157,21 +143,18 @@ def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -
     benchmark, name = named_benchmark(task)
     models = [teacher_of(folder, task, tasks, key=f"{prefix}tsne") for folder in config.tsne]
     for path in models:
-        found = load_config(path)
-        benchmark.check_fine_tuned(found, name, named=f"{prefix}tsne {path}")
-        check_layer(config.tsne_layer, found, named=path, key=key)
-    check_layer(config.tsne_layer, load_config(config.model), named=config.model, key=key)
+        benchmark.check_fine_tuned(load_config(path), name, named=f"{prefix}tsne {path}")
+    for path in (*models, config.model):
+        check_layer(config.tsne_layer, load_config(path), named=path, key=key)
     return dict(zip(short_names([*config.tsne, str(root)]), [*models, str(root / task / BEST)], strict=True))
 
 
 def check_drawable(task: str, *, setting: str) -> None:
-    """Raises UserError if a task has no classes that t-SNE could color."""
     if not named_benchmark(task)[0].has_classes:
         raise UserError(f"{setting}: t-SNE draws the classes of examples, and {task} has none; leave it out for {task}")
 
 
 def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key: str) -> None:
-    """Raises UserError if a model does not have the layer for t-SNE."""
     num_layers = shape_of(config).num_layers
     if layer is not None and layer > num_layers:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
@@ -193,10 +176,10 @@ def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str
 
 
 def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[str, Any]:
-    """Count the parameters by part and, if asked for, time forward passes; one rank calls this function.
+    """Count the parameters by part and, if asked for, time forward passes; kept in a file and not measured again.
 
     Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
-    The speed-ups are relative to the first model. The result is stored in a file and not measured again.
+    The speed-ups are relative to the first model.
     """
     named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
     models = {role: path for role, path in named.items() if path is not None}
@@ -214,6 +197,6 @@ def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[s
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
     found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:
-        repeats = _GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS
+        repeats = 20 if device.type == "cuda" else 5
         found["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
     return write_result(file, asked, found)

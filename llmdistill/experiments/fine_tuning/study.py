@@ -35,40 +35,44 @@ from llmdistill.experiments.fine_tuning.protocols import (
     recipe_of,
 )
 from llmdistill.experiments.fine_tuning.results import summarize
-from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
-from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
+from llmdistill.experiments.trials import (
+    Choice,
+    Progress,
+    Result,
+    Trial,
+    changed_values,
+    choose,
+    may_be_best,
+    points,
+    trial_title,
+)
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run.artifacts import finished_metrics
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark
-from llmdistill.tasks.glue import Glue
 
 SUBMISSION = "predictions"
-"""The folder of the files for a benchmark's server."""
 
 
 def dev_score(result: Result) -> float:
-    """Return the score of a trial on dev, by which settings are chosen."""
     assert result.metrics is not None
     return float(result.metrics["student"]["score"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskStudy:
-    """The runs on one task."""
-
     config: FineTuningConfig
     task: str
     """The title of the task, such as RTE or SQuAD2."""
     root: Path
     teacher: str | None
-    """Folder or hub name of the teacher; None without a teacher."""
     drawn: Mapping[str, str] = field(default_factory=dict)
     """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
     pending: Mapping[str, PreTrainedConfig] = field(default_factory=dict)
@@ -76,43 +80,24 @@ class TaskStudy:
 
     @property
     def folder(self) -> Path:
-        """The folder of all files of the task."""
         return self.root / self.task
 
     @cached_property
     def protocol(self) -> FineTuningProtocol:
-        """The settings that are tried."""
         return protocol_of(self.config, self.task)
-
-    def read(self, world: World) -> Benchmark:
-        """Read the task's examples; every rank must call this method.
-
-        Raises:
-            UserError: a file is missing or malformed, or examples do not fit the models.
-        """
-        return self.benchmark.read_on_all(self.plan.models, world)
 
     @property
     def benchmark(self) -> Benchmark:
-        """The task of the runs."""
         assert isinstance(self.plan.task, Benchmark)
         return self.plan.task
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the first trial, checked from configurations alone; the other trials differ only in numbers.
-
-        Raises:
-            UserError: the settings are invalid.
-        """
+        """The plan of the first trial, checked from configurations alone; the other trials differ only in numbers."""
         return make_plan(self.trials()[0].config, pending=self.pending)
 
     def trials(self) -> list[Trial]:
-        """Return all trials; the trials that differ only in the seed are adjacent.
-
-        Raises:
-            UserError: two settings contradict each other.
-        """
+        """Return all trials; the trials that differ only in the seed are adjacent."""
         seeds = self.protocol.seeds
         return [self._trial(settings, seed) for settings in points(self.protocol.grid) for seed in seeds]
 
@@ -142,7 +127,6 @@ class TaskStudy:
         return Trial(f"{self.task} teacher", {}, seed, run)
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
-        """Return a run on the task that trains nothing yet."""
         config, recipe = self.config, recipe_of(self.task)
         # A run saves no checkpoints, because an interruption loses only this short run; that of a recipe is long.
         train = TrainConfig(schedule="linear", log_every=None, save_every=None) if recipe is None else recipe.train
@@ -171,15 +155,12 @@ class TaskStudy:
     def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
-        `data` are the examples that `read` returns. Every rank must call this method.
-
-        Raises:
-            UserError: the folder belongs to a run with other settings, scoring the teacher fails, or no settings have
-                a score for every seed.
+        `data` is the benchmark with its examples. Every rank must call this method. Raises UserError if the folder
+        belongs to a run with other settings, scoring the teacher fails, or no settings have a score for every seed.
         """
         trials = self.trials()
         # All folders are checked first, so that a mistake in the settings is reported before hours of training.
-        on_main(lambda: [trial.metrics() for trial in trials], world)
+        on_main(lambda: [finished_metrics(trial.config) for trial in trials], world)
         teacher, warnings = None, []
         if self.teacher is not None:
             (scored,) = runner.run([self._teacher_trial()])
@@ -211,7 +192,7 @@ class TaskStudy:
         }
 
     def _progress(self, metric: str, total: int) -> Progress:
-        """Return what follows the trials: it prints their scores, and removes models that can no longer be the best."""
+        """Return what prints the scores of the trials, and removes models that can no longer be the best."""
         ended: list[Result] = []
 
         def drop(result: Result) -> None:
@@ -227,10 +208,8 @@ class TaskStudy:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
-        kept = on_main(
-            lambda: (best / "config.json").is_file() and read_result(best / RESULT_FILE, asked) is not None, world
-        )
-        if kept:
+        has_model = (best / "config.json").is_file
+        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None, world):
             return
         if not on_main((student / "config.json").is_file, world):
             print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more", world)
@@ -270,23 +249,7 @@ class TaskStudy:
     def figure(
         self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
     ) -> dict[str, Any]:
-        """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
+        """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""
         from llmdistill.experiments.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
 
-        benchmark = self.benchmark
-        assert isinstance(benchmark, Glue), "only classes and scores are drawn"
-        return on_main(
-            lambda: draw(
-                models,
-                benchmark.read_files(),
-                benchmark.task.classes,
-                folder=folder,
-                name=name,
-                layer=self.config.tsne_layer,
-                aspect=aspect,
-                max_length=self.protocol.max_length,
-                dtype=self.plan.models.dtype,
-                device=world.device,
-            ),
-            world,
-        )
+        return on_main(lambda: draw(self, models, aspect, folder, name, world.device), world)

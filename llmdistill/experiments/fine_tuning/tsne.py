@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from llmdistill.artifacts import read_result, write_result
 from llmdistill.batch import Aspect
 from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
@@ -26,10 +27,9 @@ from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
-from llmdistill.report.plots import COLORS, MARKERS, STYLE, frame_panel, new_figure, save_plot
+from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import targets_of
-from llmdistill.tasks.glue_files import PairSet
-from llmdistill.tasks.stored import TaskFiles
+from llmdistill.tasks.glue import Glue
 
 EXAMPLES = 1000
 """Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
@@ -38,57 +38,25 @@ _BATCH_SIZE = 32
 _PERPLEXITY = 30.0
 """scikit-learn's default; lower if there are few examples."""
 
-_MAX_PANELS = 4
-"""Maximum number of panels side by side."""
-
-
-class Cloud(NamedTuple):
-    """One panel."""
-
-    title: str
-    note: str
-    """Text below the title."""
-    points: np.ndarray
-    """(rows, 2)."""
+_MAX_PANELS = 4  # side by side
 
 
 def draw(
-    models: Mapping[str, str],
-    data: TaskFiles[PairExample, PairSet],
-    classes: Sequence[str],
-    *,
-    folder: Path,
-    name: str,
-    layer: int | None,
-    aspect: Aspect,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    study: TaskStudy, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, device: torch.device
 ) -> dict[str, Any]:
     """Plot each model's hidden states on the dev set side by side; one rank calls this function.
 
-    The result is stored in files and not computed again.
-
-    Args:
-        models: models that are fine-tuned on the task: folders or hub names by the titles of their panels.
-        data: the examples of the task.
-        classes: the classes of the task; none if it has a score.
-        folder: the folder of NAME.png, NAME.svg and NAME.json, which contains every point.
-        name: name of the files.
-        layer: the layer, counted from 1; None: the middle layer of each model.
-        aspect: the features of the layer, of the model's width.
-        max_length: maximum number of tokens of an example.
-        dtype: number format of the models.
-        device: the device on which the models run.
+    `models` are fine-tuned on the task: folders or hub names by the titles of their panels. `aspect` are the features
+    of the layer, of the model's width. The plot is NAME.png and NAME.svg in the folder; NAME.json has every point, and
+    is not computed again.
 
     Returns:
         The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
         features before t-SNE, from -1 to 1; None for a regression task.
-
-    Raises:
-        UserError: a model cannot be loaded.
     """
-    file = folder / f"{name}.json"
+    assert isinstance(study.benchmark, Glue), "only classes and scores are drawn"
+    data, classes, file = study.benchmark.read_files(), study.benchmark.task.classes, folder / f"{name}.json"
+    layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
     prints = {title: fingerprint(path) for title, path in models.items()}
     asked = {
         **{"models": prints, "layer": layer, "aspect": aspect},
@@ -98,7 +66,9 @@ def draw(
     if kept is not None and (folder / f"{name}.png").is_file():
         return _summary(kept)
     dev = data.sets["dev"].examples
-    rows = _chosen(len(dev))
+    rows = list(range(len(dev)))
+    if len(dev) > EXAMPLES:  # at random, as files are often sorted
+        rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
     examples = [dev[row] for row in rows]
     targets = targets_of(examples)
     found, clouds = {}, []
@@ -111,7 +81,7 @@ def draw(
         apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
         found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
-        clouds.append(Cloud(title, f"layer {number}{note}", points))
+        clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
     return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
 
@@ -119,13 +89,6 @@ def draw(
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
     models = {title: {key: model[key] for key in ("layer", "silhouette")} for title, model in result["models"].items()}
     return {"examples": len(result["rows"]), "models": models}
-
-
-def _chosen(count: int) -> list[int]:
-    """Return the indices of the dev examples in the plot: all, or a random sample, as files are often sorted."""
-    if count <= EXAMPLES:
-        return list(range(count))
-    return sorted(np.random.default_rng(0).choice(count, EXAMPLES, replace=False).tolist())
 
 
 def middle_layer(path: str) -> int:
@@ -147,9 +110,6 @@ def layer_features(
     """Return a layer's features (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
 
     A decoder's first token cannot represent the example, because it attends only to itself.
-
-    Raises:
-        UserError: the model cannot be loaded.
     """
     model = load_model(path, dtype=dtype, device=device, head="sequence")
     tokenizer: Any = load_tokenizer(path)
@@ -173,13 +133,10 @@ def embed(features: np.ndarray) -> np.ndarray:
 
 
 @rc_context(STYLE)
-def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Plot the clouds side by side, colored by class or score (KroneckerBERT Figure 4).
+def plot_clusters(clouds: Sequence[Panel], targets: np.ndarray, classes: Sequence[str]) -> Figure:
+    """Plot the clouds (rows, 2) of the same examples side by side, colored by class or score (KroneckerBERT Figure 4).
 
-    Args:
-        clouds: one cloud per model, all of the same examples.
-        targets: (rows,), the class or the score of each example.
-        classes: the names of the classes; empty if targets are scores, which are shown by a color scale.
+    `targets` (rows,) are indices of `classes`, or scores if there are no classes.
     """
     columns = min(len(clouds), _MAX_PANELS)
     lines = -(-len(clouds) // columns)
@@ -190,10 +147,10 @@ def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequenc
         if classes:
             for index, name in enumerate(classes):
                 look = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
-                axes.scatter(*cloud.points[targets == index].T, **look, **small)
+                axes.scatter(*cloud.values[targets == index].T, **look, **small)
         else:
-            axes.scatter(*cloud.points.T, c=targets, cmap="viridis", **small)
-        frame_panel(axes, cloud.title, cloud.note)
+            axes.scatter(*cloud.values.T, c=targets, cmap="viridis", **small)
+        frame_panel(axes, cloud)
         # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
         axes.set_xticks([])
         axes.set_yticks([])

@@ -6,8 +6,7 @@ import statistics
 import pytest
 
 from llmdistill.config import RunConfig
-from llmdistill.experiments.grid import choose, may_be_best
-from llmdistill.experiments.trials import Result, Trial
+from llmdistill.experiments.trials import Result, Trial, choose, may_be_best
 
 CONFIG = RunConfig(ds_config="zero2.json", output_dir="runs/x")
 

@@ -11,9 +11,9 @@ import yaml
 from llmdistill.config.command_line import config_of, recipe_names
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.experiments import chunks
-from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
+from llmdistill.report.paper import load_table, table_names
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import KNOWN_SETS

@@ -13,6 +13,7 @@ from llmdistill.report.panels import plot_terms
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
+from llmdistill.report.tables import Spread
 
 
 def curve(values, steps=None):
@@ -40,8 +41,8 @@ def test_curve_is_mean_and_range_over_runs():
 
 def test_scores_stand_where_their_numbers_are():
     dots = [
-        plots.Dots("KD", styles(1)["m0"], 40.0, 1.5, [39.0, 41.0]),
-        plots.Dots("SFT", styles(1)["m0"], 30.0, 0, [30.0]),
+        ("KD", styles(1)["m0"], Spread(40.0, 1.5, [39.0, 41.0])),
+        ("SFT", styles(1)["m0"], Spread(30.0, 0, [30.0])),
     ]
     axes = plots.plot_scores(dots, 50.0, ROUGE_L, ["seen"]).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["KD", "SFT"]
