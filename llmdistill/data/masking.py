@@ -38,7 +38,7 @@ def mask_tokens(
         special: (T,) bool, true at tokens that are never chosen: special tokens and padding.
         rng: the source of all random numbers.
         mask_share: the share of the tokens that is chosen.
-        mask_token_id: the id of the mask token.
+        mask_token_id: what most of them become.
         vocabulary: the ids from which random tokens are drawn.
         word_starts: from the function `word_starts`, to choose whole words; None chooses single tokens.
 

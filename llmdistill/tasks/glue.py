@@ -11,8 +11,8 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import SplitWriter, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
+from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.errors import UserError
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel

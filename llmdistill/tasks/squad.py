@@ -11,7 +11,7 @@ from typing import Any, cast
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
-from llmdistill.data.columns import SplitWriter
+from llmdistill.data.store import SplitWriter
 from llmdistill.data.windows import (
     WINDOWS,
     QuestionExample,
