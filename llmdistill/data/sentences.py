@@ -33,8 +33,8 @@ class SentencePair:
 def read_sentences(reference: str | Path) -> list[str]:
     """Read the sentences of a training set, each once, in order.
 
-    It is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or a file
-    or data set on the hub with rows (see `data.sources.read_examples`), with sentences under any of FIELDS.
+    The set is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or
+    rows in a file or on the hub (see `data.sources.read_examples`), with sentences under any of FIELDS.
 
     Raises:
         UserError: there is no sentence, or a row has none.

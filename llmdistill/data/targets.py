@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.masking import mask_tokens, ordinary_tokens
+from llmdistill.data.masking import Masking
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 
@@ -154,7 +154,7 @@ class MaskedTargets:
     """Sources with their targets as inputs of a model, each a pure function of seed, epoch and index.
 
     Some tokens of the target, the end token among them, are chosen anew in each epoch, to be predicted where they
-    stand; of these most are masked, some replaced by random tokens, as in BERT (see `mask_tokens`). The source stays.
+    stand; of these most are masked, some replaced by random tokens, as in BERT (see `Masking`). The source stays.
     """
 
     def __init__(
@@ -163,8 +163,7 @@ class MaskedTargets:
         """`mask_share` is the share of the tokens of each target that is predicted; at least one is."""
         self.items = items
         self._marks = Marks.of(tokenizer)
-        self._vocabulary = ordinary_tokens(tokenizer)
-        self._mask_share = mask_share
+        self._masking = Masking.of(tokenizer, mask_share)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -186,12 +185,5 @@ class MaskedTargets:
 
     def _masked(self, item: EncodedTarget, seed: int, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(item.ids)
-        return mask_tokens(
-            ids,
-            np.arange(len(ids)) < len(item.source_ids),
-            rng=np.random.default_rng((seed, epoch, index, 1)),
-            mask_share=self._mask_share,
-            mask_token_id=self._marks.mask,
-            vocabulary=self._vocabulary,
-            word_starts=None,
-        )
+        in_source = np.arange(len(ids)) < len(item.source_ids)
+        return self._masking(ids, in_source, np.random.default_rng((seed, epoch, index, 1)))

@@ -14,7 +14,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
-from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
+from llmdistill.data.masking import Masking, special_mask
 from llmdistill.errors import UserError
 
 _STRIDE = 5  # separates these random numbers from those of epochs, sequences, windows, documents and answers
@@ -48,17 +48,13 @@ class TextSequences:
         assert pairs or not next_sentence, "only a pair has a next sentence"
         self.next_sentence = next_sentence
         self.layout = lay_out(corpus, tokenizer, objective, max_length, pairs)
-        self._mask_share = mask_share
-        self._mask_token_id = tokenizer.mask_token_id
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
         # segment id.
         self._token_types = self.masked and "token_type_ids" in tokenizer.model_input_names
-        self._vocabulary = ordinary_tokens(tokenizer)
-        self._special = vocabulary_mask(tokenizer, lambda _: False)
-        self._special[tokenizer.all_special_ids] = True
-        self._word_starts = word_starts(tokenizer) if self.masked and whole_words else None
+        self._special = special_mask(tokenizer)
+        self._masking = Masking.of(tokenizer, mask_share, whole_words=whole_words) if self.masked else None
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -93,19 +89,11 @@ class TextSequences:
         # The 1 separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
         rng = np.random.default_rng((seed, epoch, index, 1, *part))
         sequence = self.layout.read(index, rng)
-        if not self.masked:
+        if self._masking is None:
             return sequence
         special = self._special[sequence.ids]
         special[0] = True  # nearly always the start token; no loss uses the first label
-        shown, labels = mask_tokens(
-            sequence.ids,
-            special,
-            rng=rng,
-            mask_share=self._mask_share,
-            mask_token_id=self._mask_token_id,
-            vocabulary=self._vocabulary,
-            word_starts=self._word_starts,
-        )
+        shown, labels = self._masking(sequence.ids, special, rng)
         return replace(sequence, ids=shown, labels=labels)
 
 
