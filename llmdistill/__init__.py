@@ -33,19 +33,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.6.0"
 
-_PUBLIC: dict[str, str] = {
+_MODULES = {
     "DistillationLoss": "llmdistill.run.loss",
     "DistillationTrainer": "llmdistill.run.hf_trainer",
-    "Distilled": "llmdistill.api",
     "LossOutput": "llmdistill.run.loss",
     "UserError": "llmdistill.errors",
-    "compress": "llmdistill.api",
-    "distill": "llmdistill.api",
-    "evaluate": "llmdistill.api",
-    "export": "llmdistill.api",
-    "sizes": "llmdistill.api",
 }
-"""Public name -> the module from which it is loaded on first access."""
+"""Public name -> the module from which it is loaded on first access; all others are loaded from llmdistill.api."""
 
 __all__ = [
     "DistillationLoss",
@@ -70,9 +64,9 @@ wrapt.register_post_import_hook(lambda _: import_module("llmdistill.factorize.hu
 def __getattr__(name: str) -> Any:
     if name == "losses":
         return import_module("llmdistill.losses")
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_MODULES.get(name, "llmdistill.api")), name)
 
 
 def __dir__() -> list[str]:

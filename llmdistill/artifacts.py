@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON returns for it: tuples become lists, keys become strings."""
+    """Return what JSON makes of a value: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
 
@@ -88,10 +88,7 @@ def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict
 
 
 def read_record(file: Path, *, remedy: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Read a JSON object, None if there is no file; a UserError, which ends with the remedy, if it is damaged.
-
-    `keys` are those that it must have, with the types of their values.
-    """
+    """Read a JSON object as `find_record` does; a UserError, which ends with the remedy, if it is damaged."""
     record, damage = find_record(file, keys)
     if damage is not None:
         raise UserError(f"{damage}; {remedy}")

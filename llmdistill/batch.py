@@ -81,7 +81,6 @@ class Sequences:
         return cls(starts.int(), tuple(lengths), max(lengths))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
-        """The same sequences, their starts on another device."""
         return replace(self, starts=self.starts.to(device, non_blocking=non_blocking))
 
 
@@ -206,12 +205,9 @@ class Batch:
         return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-
-        def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if hasattr(value, "to") else value
-
-        return Batch(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        movable = {name: value for name, value in values.items() if hasattr(value, "to")}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in movable.items()})
 
 
 class Loader(Protocol):
@@ -219,7 +215,6 @@ class Loader(Protocol):
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro batches of this rank for a step (counted from 0)."""
-        ...
 
 
 @dataclass
@@ -277,7 +272,6 @@ class TopK(NamedTuple):
     """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the tail beside log_probs / t."""
 
     def at(self, here: slice | Tensor) -> TopK:
-        """Some of the rows."""
         return TopK(self.tokens[here], self.log_probs[here], {t: tail[here] for t, tail in self.tails.items()})
 
 

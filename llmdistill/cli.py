@@ -208,25 +208,20 @@ def evaluate(arguments: Sequence[str]) -> None:
     evaluate_answers(words, prog="llmdistill evaluate")
 
 
-def _of_module(name: str) -> Callable[[Sequence[str]], None]:
-    """Return what runs the command of the module of the same name, which is imported then."""
+def _of_module(name: str, in_ranks: bool = False) -> Callable[[Sequence[str]], None]:
+    """Return what runs the command of the module of the same name, which is imported then.
+
+    Flags of the launcher run a command `in_ranks` in several.
+    """
 
     def run(arguments: Sequence[str]) -> None:
+        if in_ranks:
+            launcher, arguments = split_launcher_flags(arguments)
+            if launcher:
+                launch(launcher, "llmdistill.cli", name, *arguments)
         code = getattr(import_module(f"llmdistill.commands.{name}"), name)(arguments)
         if code:
             raise SystemExit(code)
-
-    return run
-
-
-def _in_ranks(name: str) -> Callable[[Sequence[str]], None]:
-    """Return what runs such a command, in several ranks if there are flags of the launcher."""
-
-    def run(arguments: Sequence[str]) -> None:
-        launcher, words = split_launcher_flags(arguments)
-        if launcher:
-            launch(launcher, "llmdistill.cli", name, *words)
-        _of_module(name)(words)
 
     return run
 
@@ -254,8 +249,11 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "compare": ("train by several methods under equal conditions and report how they compare", _of_module("compare")),
     "recipes": ("list the shipped recipes, or show one", _of_module("recipes")),
     "compress": ("factorize a model folder", compress),
-    "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", _in_ranks("cache")),
-    "generate": ("let a teacher answer prompts, as training data for SeqKD", _in_ranks("generate")),
+    "cache": (
+        "keep a teacher's outputs, so that trainings read them and do not load it",
+        _of_module("cache", True),
+    ),
+    "generate": ("let a teacher answer prompts, as training data for SeqKD", _of_module("generate", True)),
     "export": ("write a student as ONNX, or merge it into a stock model", export),
     "push": ("upload a student with its model card to the Hugging Face hub", _of_module("push")),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),

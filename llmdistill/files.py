@@ -150,7 +150,6 @@ def is_unused(folder: Path, *others: str) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -183,8 +182,7 @@ def parse_json(text: str) -> Any:
         raise json.JSONDecodeError("nested too deeply", text, _place(_TOO_DEEP, text)) from error
     except ValueError as error:
         raise json.JSONDecodeError("a number with too many digits", text, _place(_TOO_LONG, text)) from error
-    half = has_half_surrogate(value) if "\\ud" in text or "\\uD" in text else False
-    if half:
+    if ("\\ud" in text or "\\uD" in text) and has_half_surrogate(value):
         place = max(text.find("\\ud"), text.find("\\uD"))
         raise json.JSONDecodeError("a \\ud... escape without its other half, which is no character", text, place)
     return value
@@ -250,7 +248,14 @@ def temporary_folder(final: Path) -> Iterator[Path]:
 
     It is locked, so that `remove_abandoned` knows it from those that killed processes have left.
     """
-    partial, lock = _locked_folder(final)
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PART, dir=final.parent))
+        lock = os.open(partial, os.O_RDONLY)
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.is_dir():  # another process may have taken it for abandoned before it was locked
+            break
+        os.close(lock)
     try:
         yield partial
     finally:
@@ -264,18 +269,6 @@ def share(path: Path) -> None:
     os.umask(umask)
     for each in (path, *path.rglob("*")):
         each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
-
-
-def _locked_folder(final: Path) -> tuple[Path, int]:
-    """Create a temporary folder and lock it until the returned descriptor is closed, by a kill if need be."""
-    while True:
-        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PART, dir=final.parent))
-        descriptor = os.open(partial, os.O_RDONLY)
-        with suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if partial.is_dir():  # another process may have taken it for abandoned before it was locked
-            return partial, descriptor
-        os.close(descriptor)
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:

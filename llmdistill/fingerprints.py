@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmdistill.errors import UserError
+from llmdistill.files import read_json
 
 _VOLATILE_KEYS = frozenset({"transformers_version", "transformers_weights", "_name_or_path", "dtype", "torch_dtype"})
 """Keys of a config.json that can change each time the same model is saved."""
@@ -51,7 +52,6 @@ def digest(value: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a whole file."""
     hashed = hashlib.sha256()
     with path.open("rb") as file:
         _add(hashed, file, path.stat().st_size)
@@ -59,7 +59,7 @@ def file_sha256(path: Path) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Return what a manifest keeps of a file: its size in bytes and its sha256."""
+    """What a manifest keeps of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
@@ -74,7 +74,6 @@ def file_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
 
 
 def content_fingerprint(value: Any) -> str:
-    """Return "sha256:…" of a plain JSON value."""
     return f"sha256:{digest(value)}"
 
 
@@ -106,12 +105,7 @@ def _model_fingerprint(folder: Path) -> str:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise UserError(f"{file}: nested too deeply: fix or replace it") from error
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: fix or replace it") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise UserError(f"{file}: not a JSON object: fix or replace it")
     return config

@@ -27,10 +27,14 @@ class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if record.levelno >= logging.WARNING:
-            if getattr(record, "framed", False):
-                _print_framed(line)
-            else:
+            if not getattr(record, "framed", False):
                 print(line, file=sys.stderr, flush=True)
+                return
+            from rich.console import Console
+            from rich.panel import Panel
+            from rich.text import Text
+
+            Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
         elif os.environ.get("RANK", "0") == "0":
             progress.heard()
             stream = sys.stderr if getattr(record, "aside", False) else sys.stdout
@@ -69,11 +73,3 @@ def say(line: str, *, aside: bool = False) -> None:
 def print_result(result: object) -> None:
     """Print a result on stdout: a text as it is, plain values as one line of JSON."""
     print(result if isinstance(result, str) else json.dumps(result), flush=True)
-
-
-def _print_framed(line: str) -> None:
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))

@@ -98,7 +98,6 @@ class Activity:
 
     @property
     def has_bar(self) -> bool:
-        """Whether it is a bar on a terminal."""
         return self._bar is not None and not self._bar.disable
 
     def refresh(self) -> None:

@@ -28,7 +28,6 @@ from llmdistill.runtime.terminal import exit_code
 # dry run does not wait for DeepSpeed or the libraries of the reports.
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
-    from llmdistill.experiments.two_stages import TasksPlan
     from llmdistill.run.plan import Plan
 
 
@@ -46,7 +45,11 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
         typed = " ".join(launcher)
         raise UserError(f"{launcher[0]} is the launcher's: give it to deepspeed ({typed} {script}) or llmdistill train")
     plans = make_plans(config, local_ranks(launcher) if launcher else None)
-    tasks = second_stage(plans)
+    tasks = None
+    if plans[-1].config.tasks.names:
+        from llmdistill.experiments.two_stages import plan_tasks
+
+        tasks = plan_tasks(plans)
     if flags.dry_run:
         from llmdistill.run.describe import show
 
@@ -93,15 +96,6 @@ def check_places(plans: Sequence[Plan]) -> None:
         check_writable(Path(statistics), "--student.factorize.calibration.folder")
     if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
         plans[0].task.check_files()
-
-
-def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
-    """Return the plan of the second stage, the training on tasks; None if no tasks are set."""
-    if not plans[-1].config.tasks.names:
-        return None
-    from llmdistill.experiments.two_stages import plan_tasks  # imported only by runs with tasks
-
-    return plan_tasks(plans)
 
 
 if __name__ == "__main__":

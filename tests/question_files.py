@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 
+from llmdistill.data.windows import EncodedWindow, encode_in_pieces
+
+
+def encode_windows(*given: Any, learned: bool) -> list[EncodedWindow]:
+    return [window for piece in encode_in_pieces(*given, learned=learned) for window in piece]
+
 
 def question(generator: torch.Generator, number: int, *, has_answer: bool) -> dict[str, Any]:
     """The answer is "yes" or "maybe", of which a context has one, or neither if it has no answer."""

@@ -41,21 +41,17 @@ class Encoded:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of prompt and response."""
         return self.prompt_ids + self.response_ids
 
     @property
     def prompt_length(self) -> int:
-        """The number of tokens of the prompt."""
         return len(self.prompt_ids)
 
     @cached_property
     def sample_id(self) -> int:
-        """The id of the sample; see the function `sample_id`."""
         return sample_id(self.prompt_ids, self.response_ids)
 
     def __len__(self) -> int:
-        """The number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -141,7 +137,6 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Put each example into the first row that has room for it."""
     rows: list[list[int]] = []
     filled: list[int] = []
     for index in order:
@@ -156,7 +151,6 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_length: int) ->
 
 
 def _fill_evenly(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Put each example into the row that is emptiest so far."""
     rows: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for index in order:

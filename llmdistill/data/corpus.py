@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import READERS, stream_rows
-from llmdistill.data.store import reading, store, store_folder, token_dtype, tokenizer_fingerprint
-from llmdistill.data.text_files import content_sha256, text_lines
+from llmdistill.data.sources import READERS, content_sha256, open_rows, text_lines
+from llmdistill.data.store import reading, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.progress import progress
 
@@ -47,30 +46,14 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        """The number of documents."""
         return len(self.documents) - 1
 
     def first_token(self, document: int) -> int:
-        """The place of the first token of a document; the number of tokens for the document after the last one."""
+        """The place of the first token of a document; of the document after the last one, the number of tokens."""
         return int(self.segments[self.documents[document]])
 
     def report(self) -> str:
-        """One sentence with every count."""
         return f"{self.num_documents:,} documents, {len(self.segments) - 1:,} segments, {len(self.tokens):,} tokens"
-
-
-def tokenize(
-    reference: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    field: str = "text",
-    cache_dir: str | Path | None = None,
-    fraction: float = 1.0,
-    seed: int = 0,
-) -> Corpus:
-    """Tokenize a text and open it; see `store_corpus`, of which these are the arguments and errors."""
-    settings: dict[str, Any] = {"field": field, "cache_dir": cache_dir, "fraction": fraction, "seed": seed}
-    return open_corpus(store_corpus(reference, tokenizer, **settings))
 
 
 def store_corpus(
@@ -91,10 +74,10 @@ def store_corpus(
 
     Args:
         reference: a file (JSONL, JSON, Parquet and CSV hold rows, any other ending is plain text); or a folder, whose
-            files are read in the order of their names, except hidden files; or a name on the hub as in `stream_rows`.
+            files are read in the order of their names, except hidden files; or a name on the hub as in `open_rows`.
         tokenizer: the tokenizer of the model that is trained on the text.
         field: the key of the text in rows.
-        cache_dir: the tokens are stored in its folder ``corpora``; see `store_folder`. A local text is identified by
+        cache_dir: the tokens are stored in its folder ``corpora``; see `store`. A local text is identified by
             its content, a text on the hub by its name.
         fraction: the share of the documents that is used, drawn by the seed; see `draw_documents`.
         seed: see fraction.
@@ -117,7 +100,6 @@ def store_corpus(
         # A whole text has no fraction in its key, so that caches made before this setting existed stay valid.
         **({"fraction": fraction, "seed": seed} if fraction < 1 else {}),
     }
-    meta = {"reference": str(reference), **request}
 
     def write(folder: Path) -> dict[str, Any]:
         segments = _read_segments(reference, files, field, keep_ends)
@@ -125,10 +107,15 @@ def store_corpus(
             segments = draw_documents(segments, fraction, seed)
         counts = _write(folder, progress(segments, "Tokenizing", "segments"), tokenizer)
         if counts["tokens"] == 0:
-            raise _no_text(meta)
+            why = "holds no text; give at least one line of it"
+            if fraction < 1:
+                why = (
+                    f"data.text.fraction {fraction} takes no document of it; raise the fraction, or give a longer text"
+                )
+            raise UserError(f"{reference}: {why}")
         return counts
 
-    return store(store_folder(cache_dir, "corpora", request), meta, write)
+    return store(cache_dir, "corpora", request, write, reference=str(reference))
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -139,15 +126,6 @@ def open_corpus(folder: Path) -> Corpus:
         arrays = {name: np.memmap(folder / f"{name}.bin", each["dtype"], "r") for name, each in meta["arrays"].items()}
     # Plain views of the mapped offsets, because one number of a memmap costs ten times as much as one of an array.
     return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))
-
-
-def _no_text(meta: dict[str, Any]) -> UserError:
-    why = "holds no text; give at least one line of it"
-    if "fraction" in meta:
-        why = (
-            f"data.text.fraction {meta['fraction']} takes no document of it; raise the fraction, or give a longer text"
-        )
-    return UserError(f"{meta['reference']}: {why}")
 
 
 def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -205,13 +183,11 @@ def text_files(reference: str | Path) -> list[Path] | None:
 
 
 def _kind(file: Path) -> str:
-    """The ending of a file of rows, else "text"."""
     suffix = file.suffix.lower()
     return suffix if suffix in READERS else "text"
 
 
 def _read_segments(reference: str | Path, files: list[Path] | None, field: str, keep_ends: bool) -> Segments:
-    """The segments of the files of a text, or of a data set on the hub, one after the other."""
     if files is None:
         yield from _rows(0, reference, field, keep_ends)
         return
@@ -251,7 +227,7 @@ def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
 
 
 def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
-    for document, (row, source) in enumerate(stream_rows(reference)):
+    for document, (row, source) in enumerate(open_rows(reference, streaming=True)):
         text = row.get(field)
         if text is None:
             raise UserError(

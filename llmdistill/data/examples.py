@@ -40,7 +40,6 @@ class Example:
 
 
 def all_empty(examples: Sequence[Example]) -> bool:
-    """Whether no example has an answer with a character in it."""
     return not any(output.strip() for example in examples for output in example.outputs)
 
 
@@ -108,7 +107,6 @@ def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Exa
 
 
 def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
-    """The answer under the first of these keys that exists: a string or a list of strings."""
     key = _first(row, keys)
     if key is None:
         if needed:

@@ -1,22 +1,49 @@
-"""Tokenizes examples: renders prompts, applies the limits on length, and always appends the end token."""
+"""Tokenizes instructions: renders prompts, limits lengths and appends the end token; a whole set is kept on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chat import end_of_turn, render_chats
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import Example
-from llmdistill.data.prompts import MINILLM, as_chat, is_chat, render_prompt, resolve_prompt
+from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
+from llmdistill.data.prompts import (
+    MINILLM,
+    PROMPT_WITH_INPUT,
+    PROMPT_WITHOUT_INPUT,
+    as_chat,
+    end_of_turn,
+    is_chat,
+    render_chats,
+    render_prompt,
+    resolve_prompt,
+)
+from llmdistill.data.sources import READERS, content_sha256, no_example, open_rows, read_examples
+from llmdistill.data.store import (
+    TOKEN_IDS,
+    Layout,
+    MappedItems,
+    SplitWriter,
+    StoredSplits,
+    in_pieces,
+    store,
+    tokenizer_fingerprint,
+)
 from llmdistill.errors import UserError
 
-LongPrompts = Literal["error", "drop", "truncate"]
-"""What to do with a prompt that is longer than the limit."""
+_FORMAT = 4
+"""Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
+
+_ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
+"""Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,27 +53,22 @@ class Limits:
     max_prompt_length: int = 256
     max_length: int = 512
     """Of prompt and response together; a longer response is cut and counted."""
-    long_prompts: LongPrompts = "error"
+    long_prompts: Literal["error", "drop", "truncate"] = "error"
     prompt: str = MINILLM
     """The resolved prompt of instructions; see `resolve_prompt`."""
 
     def __post_init__(self) -> None:
-        check_lengths(self.max_prompt_length, self.max_length)
+        if not 0 < self.max_prompt_length < self.max_length:
+            raise UserError(
+                f"data.max_prompt_length={self.max_prompt_length} must be at least 1 and below data.max_length="
+                f"{self.max_length}; lower the first or raise the second"
+            )
 
     @classmethod
     def of(cls, settings: DataConfig | ResponseConfig, tokenizers: Sequence[PreTrainedTokenizerBase]) -> Limits:
         """The limits in these settings, with the prompt for the models of the tokenizers; see `resolve_prompt`."""
         values = {each.name: getattr(settings, each.name) for each in fields(cls)}
         return cls(**{**values, "prompt": resolve_prompt(settings.prompt, tokenizers)})
-
-
-def check_lengths(max_prompt_length: int, max_length: int) -> None:
-    """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
-    if not 0 < max_prompt_length < max_length:
-        raise UserError(
-            f"data.max_prompt_length={max_prompt_length} must be at least 1 and below data.max_length={max_length}; "
-            "lower the first or raise the second"
-        )
 
 
 @dataclass(frozen=True)
@@ -71,11 +93,9 @@ class EncodedCounts(NamedTuple):
     """Responses that are cut at the maximum length; these have no end token."""
 
     def plus(self, other: EncodedCounts) -> EncodedCounts:
-        """Return the counts of two parts together."""
         return EncodedCounts(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def report(self) -> str:
-        """Report all counts in one sentence."""
         return (
             f"{self.examples} examples: {self.dropped} dropped for a long prompt, "
             f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated."
@@ -106,7 +126,11 @@ def encode_prompts(
     long = [index for index, ids in enumerate(all_ids) if len(ids) > limit]
     if long and limits.long_prompts == "error":
         first = examples[long[0]].source or f"prompt {long[0] + 1}"
-        raise _too_long(first, len(all_ids[long[0]]), len(long), len(all_ids), limit)
+        setting, length = f"data.max_prompt_length={limit}", len(all_ids[long[0]])
+        said = f"{len(long)} of {len(all_ids)} prompts are longer than {setting} tokens, first {first} with {length}"
+        if len(all_ids) == 1:  # a stream passes a single prompt at a time
+            said = f"{first}: the prompt has {length} tokens and is longer than {setting}"
+        raise UserError(f"{said}; set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length")
     dropped = set(long) if limits.long_prompts == "drop" else set()
     if dropped and len(dropped) == len(all_ids) and not may_be_empty:
         raise none_left(len(dropped), limits)
@@ -116,7 +140,6 @@ def encode_prompts(
 
 
 def prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[list[int]]:
-    """The tokens of each example's prompt, without a limit on their number."""
     plain = [render_prompt(example, prompt=prompt) for example in examples if not is_chat(example, prompt)]
     chatting = [as_chat(example) for example in examples if is_chat(example, prompt)]
     chats = render_chats(chatting, tokenizer) if chatting else []
@@ -135,17 +158,7 @@ def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:-1] if ends else ids
 
 
-def _too_long(first: str, length: int, count: int, total: int, limit: int) -> UserError:
-    setting = f"data.max_prompt_length={limit}"
-    many = f"{count} of {total} prompts are longer than {setting} tokens, first {first} with {length}"
-    # A stream passes a single prompt at a time.
-    one = f"{first}: the prompt has {length} tokens and is longer than {setting}"
-    remedy = "set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length"
-    return UserError(f"{one if total == 1 else many}; {remedy}")
-
-
 def none_left(dropped: int, limits: Limits) -> UserError:
-    """The error for a set of which all prompts are dropped."""
     return UserError(
         f"all {dropped} prompts are longer than data.max_prompt_length={limits.max_prompt_length} tokens and "
         "data.long_prompts=drop leaves none; set a larger data.max_prompt_length or data.long_prompts=truncate"
@@ -185,3 +198,105 @@ def encode(
         items.append(Encoded(prompt_ids, response_ids[:room], examples[index].teacher))
     counts = EncodedCounts(len(items), prompts.dropped, prompts.truncated, truncated_responses)
     return InstructData(items, prompts.kept, counts)
+
+
+EXAMPLES = Layout(
+    make=lambda ids, prompt_length, teacher: Encoded(
+        ids[:prompt_length].tolist(), ids[prompt_length:].tolist(), teacher
+    ),
+    columns={"ids": TOKEN_IDS, "prompt_length": pa.int32(), "teacher": pa.string()},
+)
+"""How encoded examples are kept on disk."""
+
+
+class StoredExamples(NamedTuple):
+    items: MappedItems[Encoded]
+    counts: EncodedCounts
+
+
+def store_examples(
+    reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, cache_dir: str | Path | None = None
+) -> Path:
+    """Tokenize an instruction set into a folder; reuse that of the same rows, tokenizer and limits.
+
+    The examples are those that `encode` makes of `read_examples`, in their order. The rows are identified by their
+    content, also those of the hub.
+
+    Returns:
+        The folder, for `open_examples`: one in the folder ``instructions`` of `cache_dir`, see `store`.
+
+    Raises:
+        UserError: as in `read_examples` and `encode`, or the cache has no room.
+    """
+    request = {
+        "format": _FORMAT,
+        "rows": _content(reference),
+        "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "prompts": [PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, _chat(tokenizer)],
+        **asdict(limits),
+    }
+
+    def write(folder: Path) -> dict[str, Any]:
+        writer = SplitWriter(folder, tokenizer)
+        counts = EncodedCounts()
+
+        def pieces() -> Iterator[list[Encoded]]:
+            nonlocal counts
+            for data in _encoded(reference, tokenizer, limits):
+                counts = counts.plus(data.counts)
+                yield data.items
+
+        writer.add("train", pieces(), EXAMPLES)
+        return {"counts": counts, "splits": writer.splits}
+
+    return store(cache_dir, "instructions", request, write, reference=str(reference))
+
+
+def open_examples(folder: Path) -> StoredExamples:
+    """Map an instruction set into memory. Raises UserError if it is damaged."""
+    stored = StoredSplits(folder)
+    return StoredExamples(stored.items("train", EXAMPLES), EncodedCounts(*stored.meta["counts"]))
+
+
+def _content(reference: str | Path) -> list[str]:
+    """What identifies the rows of a set: how they are read and their content."""
+    path = Path(reference)
+    if path.is_file():
+        kind = path.suffix.lower()
+        return [kind if kind in READERS else ".jsonl", content_sha256(path)]
+    hashed = hashlib.sha256()
+    for row, _ in open_rows(reference):
+        hashed.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return ["rows", hashed.hexdigest()]
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
+    """What a chat template is, and what it writes today."""
+    if not tokenizer.chat_template:
+        return [None, None]
+    template = json.dumps(tokenizer.chat_template)
+    try:
+        return [template, render_prompt(_ASKED, tokenizer)]
+    except UserError:  # the template wants other messages
+        return [template, None]
+
+
+def _encoded(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Iterator[InstructData]:
+    """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
+    read, kept, has_answers = 0, 0, False
+    for examples in in_pieces(parse_row(row, source) for row, source in open_rows(reference)):
+        try:
+            data = encode(examples, tokenizer, limits, may_be_empty=True)
+        except UserError:
+            # The message counts the long prompts of the whole set, and malformed rows come first in it.
+            encode(read_examples(reference), tokenizer, limits)
+            raise
+        yield data
+        read, kept = read + len(examples), kept + len(data.items)
+        has_answers = has_answers or not all_empty(examples)
+    if read == 0:
+        raise no_example(reference)
+    if kept == 0:
+        raise none_left(read, limits)
+    if not has_answers:
+        raise no_answer(reference, read)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.collate import sample_id
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.masking import vocabulary_mask
 from llmdistill.errors import UserError
@@ -30,10 +32,19 @@ class TextSequence:
 
     ids: np.ndarray
     """(T,) int64."""
+    labels: np.ndarray
+    """(T,) int64."""
     second: int
     """Start of the second segment; the length of the sequence if there is no second segment."""
     target: int = IGNORE_INDEX
     """0 where the second segment follows the first, 1 where it does not."""
+
+    @cached_property
+    def sample_id(self) -> int:
+        return sample_id(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 def lay_out(
@@ -119,7 +130,7 @@ class Packed:
                 text[first - start : last - start] = self._corpus.tokens[first - before : last - before]
             document += 1
         ids = np.concatenate([np.array(self._start, np.int64), text, np.array(self._end, np.int64)])
-        return TextSequence(ids, len(ids))
+        return TextSequence(ids, ids, len(ids))
 
     def _begin(self, document: int) -> int:
         """The start of a document, the separators before it included."""
@@ -177,7 +188,8 @@ class Pairs:
         if rng.random() < 0.5:
             second, target = self._from_elsewhere(document, len(second), rng), 1
         head = np.concatenate([self._start, first, self._between])
-        return TextSequence(np.concatenate([head, second, self._end]).astype(np.int64), len(head), target)
+        ids = np.concatenate([head, second, self._end]).astype(np.int64)
+        return TextSequence(ids, ids, len(head), target)
 
     def _span(self, index: int) -> tuple[int, int, int]:
         """The document of a pair, and the start and end of its text among the tokens."""

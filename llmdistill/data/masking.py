@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,52 +17,57 @@ _BYTE_BLANKS = ("Ġ", "Ċ", "ĉ", "č")
 """The characters by which byte-level vocabularies write blank, newline, tabulator and carriage return."""
 
 
-def mask_tokens(
-    ids: np.ndarray,
-    special: np.ndarray,
-    *,
-    rng: np.random.Generator,
-    mask_share: float,
-    mask_token_id: int,
-    vocabulary: np.ndarray,
-    word_starts: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Choose tokens of a sequence for the model to predict, and mask most of them (Devlin et al. 2019, section 3.1).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Masking:
+    """Chooses tokens of a sequence for the model to predict, and masks most of them (Devlin et al. 2019, section 3.1).
 
     As in BERT a fixed number of tokens is chosen, at least one. Each chosen token becomes the mask token with
     probability 0.8, becomes a random token with probability 0.1, and stays with probability 0.1, also within whole
     words. There are three differences from BERT: the number is a share of the tokens that can be chosen, without
     special tokens; random tokens are never special tokens; and the word that exceeds the number is masked whole, while
     BERT skips it.
-
-    Args:
-        ids: (T,) the tokens.
-        special: (T,) bool, true at tokens that are never chosen: special tokens and padding.
-        rng: the source of all random numbers.
-        mask_share: the share of the tokens that is chosen.
-        mask_token_id: the id of the mask token.
-        vocabulary: the ids from which random tokens are drawn.
-        word_starts: from the function `word_starts`, to choose whole words; None chooses single tokens.
-
-    Returns:
-        The input tokens, (T,) as ids, and the labels, (T,) int64: the original token if it is chosen, else
-        IGNORE_INDEX.
     """
-    labels = np.full(len(ids), IGNORE_INDEX, np.int64)
-    shown = ids.copy()
-    places = np.flatnonzero(~special)
-    if len(places) == 0:
+
+    mask_share: float
+    """The share of the tokens that is chosen."""
+    mask_token_id: int
+    vocabulary: np.ndarray
+    """The ids from which random tokens are drawn."""
+    word_starts: np.ndarray | None = None
+    """From the function `word_starts`, to choose whole words; None chooses single tokens."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, mask_share: float, *, whole_words: bool = False) -> Masking:
+        """The masking with a tokenizer's own tokens. Raises UserError as `word_starts` does."""
+        mask: Any = tokenizer.mask_token_id
+        vocabulary = np.flatnonzero(vocabulary_mask(tokenizer, lambda _: True) & ~special_mask(tokenizer))
+        starts = word_starts(tokenizer) if whole_words else None
+        return cls(mask_share=mask_share, mask_token_id=mask, vocabulary=vocabulary, word_starts=starts)
+
+    def __call__(self, ids: np.ndarray, special: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Mask the tokens of a sequence (T,).
+
+        `special`, (T,) bool, is true at tokens that are never chosen: special tokens and padding.
+
+        Returns:
+            The input tokens, (T,) as ids, and the labels, (T,) int64: the original token if it is chosen, else
+            IGNORE_INDEX.
+        """
+        labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+        shown = ids.copy()
+        places = np.flatnonzero(~special)
+        if len(places) == 0:
+            return shown, labels
+        number = max(1, round(self.mask_share * len(places)))
+        if self.word_starts is None:
+            chosen = rng.permutation(places)[:number]
+        else:
+            chosen = _whole_words(ids, places, number, self.word_starts, rng)
+        labels[chosen] = ids[chosen]
+        dice = rng.random(len(chosen))
+        random_tokens = rng.choice(self.vocabulary, len(chosen))
+        shown[chosen] = np.where(dice < 0.8, self.mask_token_id, np.where(dice < 0.9, random_tokens, ids[chosen]))
         return shown, labels
-    number = max(1, round(mask_share * len(places)))
-    if word_starts is None:
-        chosen = rng.permutation(places)[:number]
-    else:
-        chosen = _whole_words(ids, places, number, word_starts, rng)
-    labels[chosen] = ids[chosen]
-    dice = rng.random(len(chosen))
-    random_tokens = rng.choice(vocabulary, len(chosen))
-    shown[chosen] = np.where(dice < 0.8, mask_token_id, np.where(dice < 0.9, random_tokens, ids[chosen]))
-    return shown, labels
 
 
 def _whole_words(
@@ -92,16 +99,14 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
             "(WordPiece, byte-level BPE and sentencepiece do); leave whole_words out"
         )
     prefixes, begin = marks
-    starts = vocabulary_mask(tokenizer, lambda token: token.startswith(prefixes) == begin)
-    starts[tokenizer.all_special_ids] = True
-    return starts
+    return vocabulary_mask(tokenizer, lambda token: token.startswith(prefixes) == begin) | special_mask(tokenizer)
 
 
-def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The ids of all tokens but the special ones, ascending: (number of tokens,)."""
-    ordinary = vocabulary_mask(tokenizer, lambda _: True)
-    ordinary[tokenizer.all_special_ids] = False
-    return np.flatnonzero(ordinary)
+def special_mask(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """For each token of the vocabulary, whether it is a special one, (highest id + 1,) bool."""
+    special = vocabulary_mask(tokenizer, lambda _: False)
+    special[tokenizer.all_special_ids] = True
+    return special
 
 
 def vocabulary_mask(tokenizer: PreTrainedTokenizerBase, condition: Callable[[str], bool]) -> np.ndarray:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import TOKEN_IDS, Layout
+from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 
 
@@ -32,8 +32,6 @@ class PairExample:
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """The tokens of one example."""
-
     input_ids: list[int]
     token_type_ids: list[int] | None
     """0 in the first and 1 in the second sentence; None for models without segments."""
@@ -43,11 +41,9 @@ class EncodedPair:
 
     @cached_property
     def sample_id(self) -> int:
-        """The id of the sample; see `data.collate.sample_id`."""
         return sample_id(self.input_ids, self.token_type_ids or [])
 
     def __len__(self) -> int:
-        """The number of tokens, special tokens included."""
         return len(self.input_ids)
 
 
@@ -94,9 +90,8 @@ def encode_pairs(
 def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
     """Collate examples into a right-padded batch (B, T) with targets for sequences (of windows (B, 2), start and end).
 
-    There are no labels; see Batch.targets.
-
-    Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown).
+    Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown); no token is a
+    label.
     """
     rows = [item.input_ids for item in items]
     input_ids = padded(rows, pad_token_id)

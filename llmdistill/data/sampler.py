@@ -1,22 +1,26 @@
-"""Chooses the examples of each step: a pure function of seed and step, for any number of ranks and micro batches."""
+"""Chooses the examples of each step: a pure function of seed and step, for any number of ranks and micro batches.
+
+Also prepares the batches of the next step while the device computes the current step.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.batch import IGNORE_INDEX, Batch, Loader
 
 Item = TypeVar("Item", bound=Sized)
 """An example; its length is its number of tokens."""
 Element = TypeVar("Element")
-Other = TypeVar("Other")
 
 _WINDOW_ORDER = 3  # separates these random numbers from those of epochs, sequences and answers
 
@@ -31,8 +35,6 @@ def global_batch_indices(*, seed: int, step: int, dataset_size: int, global_batc
     Each epoch goes through the data set in a new permutation; a batch may contain examples of two epochs, so no example
     is left out.
     """
-    assert dataset_size > 0
-    assert step >= 0
     first = step * global_batch_size
     places = (divmod(place, dataset_size) for place in range(first, first + global_batch_size))
     return [int(_permutation(seed, epoch, dataset_size)[offset]) for epoch, offset in places]
@@ -51,8 +53,7 @@ def bucket(
 
     The window holds the examples of `bucket_steps` successive steps; the number of the first step is a multiple of
     `bucket_steps`. The examples are sorted by length and cut into `bucket_steps` global batches, whose random order
-    depends on seed and step. If bucket_steps is 1, the step keeps its examples and only sorts them. `length` returns
-    the number of tokens of an example.
+    depends on seed and step. `length` returns the number of tokens of an example.
     """
     size, rest = divmod(len(window), bucket_steps)
     assert rest == 0, "the window does not divide into global batches"
@@ -63,25 +64,6 @@ def bucket(
     return ordered[taken * size : (taken + 1) * size]
 
 
-def rank_micro_batches(
-    batch: Sequence[Element], *, rank: int, world_size: int, micro_batch_size: int, spread: bool = False
-) -> list[list[Element]]:
-    """The micro batches of one rank, in order; len(batch) = micro_batch_size x world_size x accumulation.
-
-    Neighbors in the global batch are in the same micro batch, and the micro batches of all ranks at one accumulation
-    step are neighbors, so with a sorted batch the ranks have about the same work. With `spread` the examples are dealt
-    out in turn instead, so that every micro batch has short and long examples and all micro batches have about the same
-    number of tokens, which suits packing.
-    """
-    stride = micro_batch_size * world_size
-    assert len(batch) % stride == 0, "the global batch does not divide into micro batches and ranks"
-    if spread:
-        parts = len(batch) // micro_batch_size
-        return [list(batch[part::parts]) for part in range(rank, parts, world_size)]
-    starts = range(rank * micro_batch_size, len(batch), stride)
-    return [list(batch[start : start + micro_batch_size]) for start in starts]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """This rank's share of the batches."""
@@ -89,10 +71,25 @@ class Share:
     seed: int
     """The seed of the order."""
     global_batch_size: int
-    """The number of examples of a step, over all ranks."""
+    """The number of examples of a step, over all ranks: micro_batch_size x world_size x accumulation."""
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
+
+    def micro_batches(self, batch: Sequence[Element], *, spread: bool = False) -> list[list[Element]]:
+        """The micro batches of this rank, in order, of a global batch.
+
+        Neighbors in the global batch are in the same micro batch, and the micro batches of all ranks at one
+        accumulation step are neighbors, so with a sorted batch the ranks have about the same work. With `spread` the
+        examples are dealt out in turn instead, so that every micro batch has short and long examples and all micro
+        batches have about the same number of tokens, which suits packing.
+        """
+        size, stride = self.micro_batch_size, self.micro_batch_size * self.world_size
+        assert len(batch) % stride == 0, "the global batch does not divide into micro batches and ranks"
+        if spread:
+            parts = len(batch) // size
+            return [list(batch[part::parts]) for part in range(self.rank, parts, self.world_size)]
+        return [list(batch[start : start + size]) for start in range(self.rank * size, len(batch), stride)]
 
 
 class StepLoader(ABC, Generic[Element]):
@@ -102,28 +99,18 @@ class StepLoader(ABC, Generic[Element]):
     """
 
     def __init__(self, share: Share, collate: Callable[[list[Element]], Batch], *, spread: bool = False) -> None:
-        """Store the settings; `spread` is that of `rank_micro_batches`."""
+        """Store the settings; `spread` is that of `Share.micro_batches`."""
         self.share = share
         self.collate = collate
         self.spread = spread
 
     @abstractmethod
-    def global_batch(self, step: int) -> list[Element]:
-        """The examples of a step (from 0), over all ranks, in order."""
+    def global_batch(self, step: int) -> list[Any]:
+        """The examples of a step (from 0), or what stands for them, over all ranks, the longest example first."""
 
     def micro_batch_items(self, step: int) -> list[list[Element]]:
         """The examples of each of this rank's micro batches of a step, in order."""
-        return self._own(self.global_batch(step))
-
-    def _own(self, batch: Sequence[Other]) -> list[list[Other]]:
-        share = self.share
-        return rank_micro_batches(
-            batch,
-            rank=share.rank,
-            world_size=share.world_size,
-            micro_batch_size=share.micro_batch_size,
-            spread=self.spread,
-        )
+        return self.share.micro_batches(self.global_batch(step), spread=self.spread)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro batches of a step, each (B, T) with B = micro_batch_size, fewer rows if packed."""
@@ -152,16 +139,8 @@ class TrainLoader(StepLoader[Item]):
         self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
         self._length = getattr(items, "length", lambda index: len(items[index]))
 
-    def global_batch(self, step: int) -> list[Item]:
-        """See StepLoader; the longest example comes first."""
-        return [self.items[index] for index in self._indices(step)]
-
-    def micro_batch_items(self, step: int) -> list[list[Item]]:
-        """See StepLoader."""
-        return [[self.items[index] for index in part] for part in self._own(self._indices(step))]
-
-    def _indices(self, step: int) -> list[int]:
-        """The indices of the examples of a step, over all ranks, in order."""
+    def global_batch(self, step: int) -> list[int]:
+        """See StepLoader: the indices of the examples."""
         window = global_batch_indices(
             seed=self.share.seed,
             step=step // self.bucket_steps,
@@ -170,6 +149,10 @@ class TrainLoader(StepLoader[Item]):
         )
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 
+    def micro_batch_items(self, step: int) -> list[list[Item]]:
+        indices = self.share.micro_batches(self.global_batch(step), spread=self.spread)
+        return [[self.items[index] for index in part] for part in indices]
+
 
 class SequenceSource(Protocol):
     """The sequences of a training set, each made anew in every epoch, with masks or pairs of its own.
@@ -177,17 +160,13 @@ class SequenceSource(Protocol):
     They are counted through the epochs without end: a place is epoch * number of sequences + index.
     """
 
-    def __len__(self) -> int:
-        """The number of sequences of an epoch."""
-        ...
+    def __len__(self) -> int: ...
 
     def length(self, place: int) -> int:
         """The number of tokens at a place, by which the sequences of a step are sorted."""
-        ...
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """The sequences at these places, (B, T), a pure function of place and seed."""
-        ...
 
 
 class SequenceLoader(StepLoader[int]):
@@ -201,7 +180,7 @@ class SequenceLoader(StepLoader[int]):
         self.sequences = sequences
 
     def global_batch(self, step: int) -> list[int]:
-        """See StepLoader; the items are the places of the sequences, the longest sequence first."""
+        """See StepLoader: the places of the sequences."""
         size, share = len(self.sequences), self.share
         indices = global_batch_indices(
             seed=share.seed, step=step, dataset_size=size, global_batch_size=share.global_batch_size
@@ -209,6 +188,60 @@ class SequenceLoader(StepLoader[int]):
         first = step * share.global_batch_size
         places = [(first + offset) // size * size + index for offset, index in enumerate(indices)]
         return sorted(places, key=self.sequences.length, reverse=True)
+
+
+class Prefetched:
+    """A loader that prepares the micro batches of the next step in a thread while the caller uses the current ones.
+
+    The batches are the same as without prefetching. An exception in the thread is raised when the caller asks for the
+    step. The thread is idle between steps and ends with the loader, or with the process.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        steps: int,
+        device: torch.device,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        """Wrap a loader whose batches depend on the step alone; from now on no other code may ask it for batches.
+
+        No batches are prepared beyond `steps`, the steps of the run. `prepare` is applied to each batch, on the CPU.
+        For a GPU the batches are kept in pinned memory, from which it copies asynchronously.
+        """
+        self._loader = loader
+        self._steps = steps
+        self._device = device
+        self._prepare = prepare
+        # One thread makes all batches, in the order in which they are requested, because a loader may have a position
+        # in a stream.
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step; if they are not prepared, as when a run begins, they are made now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == step:
+            batches = ahead[1].result()
+        else:
+            if ahead is not None:
+                ahead[1].cancel()
+            batches = self._thread.submit(self._make, step).result()
+        if step + 1 < self._steps:
+            self._ahead = step + 1, self._thread.submit(self._make, step + 1)
+        return batches
+
+    def _make(self, step: int) -> list[Batch]:
+        if self._device.type != "cuda":
+            return [self._prepare(batch) for batch in self._loader.micro_batches(step)]
+        torch.cuda.set_device(self._device)  # else the thread of every rank would pin memory through the first GPU
+        return [_pinned(self._prepare(batch)) for batch in self._loader.micro_batches(step)]
+
+
+def _pinned(batch: Batch) -> Batch:
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return replace(batch, **{name: value.pin_memory() for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def scoring_batches(
@@ -233,7 +266,6 @@ def scoring_batches(
 
 
 def _unlearned(batch: Batch) -> Batch:
-    """The same batch with unknown labels and targets."""
     labels, targets = torch.full_like(batch.labels, IGNORE_INDEX), batch.targets
     if targets is not None:
         targets = torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)

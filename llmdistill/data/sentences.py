@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.data.sources import open_rows
-from llmdistill.data.text_files import text_lines
+from llmdistill.data.sources import open_rows, text_lines
 from llmdistill.errors import UserError
 
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
@@ -34,10 +33,8 @@ class SentencePair:
 def read_sentences(reference: str | Path) -> list[str]:
     """Read the sentences of a training set, each once, in order.
 
-    Args:
-        reference: a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored;
-            or a file or data set on the hub with rows (see `data.sources.read_examples`), with sentences under any of
-            FIELDS.
+    The set is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or
+    rows in a file or on the hub (see `data.sources.read_examples`), with sentences under any of FIELDS.
 
     Raises:
         UserError: there is no sentence, or a row has none.
@@ -48,17 +45,14 @@ def read_sentences(reference: str | Path) -> list[str]:
     elif _is_plain(path):
         found = dict.fromkeys(text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
     else:
-        found = dict.fromkeys(text for row in open_rows(reference, streaming=False) for text in _sentences(*row))
+        found = dict.fromkeys(text for row in open_rows(reference) for text in _sentences(*row))
     if not found:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
     return list(found)
 
 
 def read_triples(reference: str | Path) -> list[str]:
-    """Read the sentences of a training set of triples, in order: query, positive and negative of each row.
-
-    Args:
-        reference: a file or data set on the hub with rows of query (or anchor), positive and negative.
+    """Read the sentences of a set of rows of query (or anchor), positive and negative, in this order.
 
     Raises:
         UserError: there is no row, or one lacks a sentence.
@@ -66,7 +60,7 @@ def read_triples(reference: str | Path) -> list[str]:
     path = Path(reference)
     if path.suffix.lower() == ".txt" or _is_plain(path):
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
-    found = [text for row in open_rows(reference, streaming=False) for text in _triple(*row)]
+    found = [text for row in open_rows(reference) for text in _triple(*row)]
     if not found:
         raise UserError(f"{reference}: holds no row; give rows of query, positive, negative")
     return found
@@ -75,16 +69,15 @@ def read_triples(reference: str | Path) -> list[str]:
 def read_pairs(reference: str | Path) -> list[SentencePair]:
     """Read pairs of sentences with a score.
 
-    Args:
-        reference: a TSV file without a header and with the columns score, sentence, sentence; or a file or data set on
-            the hub with rows of sentence1, sentence2 and score (or similarity_score, or label).
+    They are in a TSV file without a header and with the columns score, sentence, sentence; or in a file or data set on
+    the hub with rows of sentence1, sentence2 and score (or similarity_score, or label).
 
     Raises:
         UserError: a row is malformed, or the scores are fewer than two or all the same, so that nothing correlates.
     """
     path = Path(reference)
     plain = _is_plain(path)
-    pairs = list(_plain_pairs(path) if plain else (_pair(*row) for row in open_rows(reference, streaming=False)))
+    pairs = list(_plain_pairs(path) if plain else (_pair(*row) for row in open_rows(reference)))
     if len({pair.score for pair in pairs}) < 2:
         raise UserError(f"{reference}: {len(pairs)} pairs with no two different scores; give pairs whose scores differ")
     return pairs

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmdistill.data.examples import Example, parse_row
-from llmdistill.data.text_files import first_line, text_lines, unreadable
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json, write_text
-from llmdistill.fingerprints import digest
+from llmdistill.fingerprints import digest, file_sha256
 from llmdistill.progress import progress
 
 Rows = Iterator[tuple[dict[str, Any], str]]
@@ -37,6 +36,44 @@ _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv
 _SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
 
+def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text file, with their ends; a UserError if it cannot be read, or is not UTF-8.
+
+    Only newlines end a line; str.splitlines would also split at separators inside strings. `newline` is that of `open`.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def content_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def unreadable(path: Path, kind: str, error: Exception) -> UserError:
+    """The error for a file that cannot be read as text or as a table; it names the first line that is not UTF-8."""
+    if not isinstance(error, UnicodeDecodeError) or not path.is_file():
+        return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
+    where = ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                where = f":{number}"
+                break
+    return UserError(f"{path}{where}: cannot be read as {kind} ({error.reason}); save it as UTF-8")
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[Example]:
     """Read the examples of a file or of a data set on the hub; `parse_row` describes their forms.
 
@@ -51,32 +88,16 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    rows = progress(open_rows(reference, streaming=False), f"Reading {shown(reference)}", "rows")
+    rows = progress(open_rows(reference), f"Reading {shown(reference)}", "rows")
     examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
     if not examples:
         raise no_example(reference)
     return examples
 
 
-def stream_rows(reference: str | Path) -> Rows:
-    """Read the rows of a file or of a data set on the hub one after the other, never all of them in memory.
-
-    A JSON array is the exception: it has to be read as a whole. Of the slices of the datasets library only those with
-    whole numbers can be streamed.
-
-    Raises:
-        UserError: immediately if the data set does not exist; for a malformed row, when the reading reaches it.
-    """
-    return open_rows(reference, streaming=True)
-
-
 def check_first_row(reference: str | Path) -> None:
-    """Check that a local data set exists, and the first row of a file whose rows are lines; nothing else is read.
-
-    Raises:
-        UserError: as in `read_examples`.
-    """
-    rows = stream_rows(reference)
+    """Check that a local data set exists, and the first row of a file whose rows are lines; nothing else is read."""
+    rows = open_rows(reference, streaming=True)
     if Path(reference).is_file() and Path(reference).suffix.lower() in (".jsonl", ".tsv"):
         first = next(rows, None)
         if first is None:
@@ -90,12 +111,18 @@ def shown(reference: str | Path) -> str:
 
 
 def no_example(reference: str | Path) -> UserError:
-    """The error for a data set without any row."""
     return UserError(f"{shown(reference)}: holds no example; give at least one row of instruction, input, output")
 
 
-def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
-    """Read the rows of a file or of a data set on the hub; see `read_examples` and `stream_rows`."""
+def open_rows(reference: str | Path, *, streaming: bool = False) -> Rows:
+    """Read the rows of a file or of a data set on the hub, see `read_examples`, one after the other.
+
+    Of a file they are never all in memory, but for a JSON array; of the hub they are not if `streaming`, which of the
+    slices of the datasets library takes only those with whole numbers.
+
+    Raises:
+        UserError: immediately if the data set does not exist; for a malformed row, when the reading reaches it.
+    """
     path = Path(reference)
     if os.path.exists(path):  # Path.exists raises an error for a name that is too long
         return READERS.get(path.suffix.lower(), _jsonl_rows)(path)
@@ -185,29 +212,24 @@ def _table_rows(kind: str, path: Path) -> Rows:
     """Read the rows of a table piece by piece, so that the datasets library makes no second copy of it in its cache."""
 
     def open_table() -> Iterable[dict[str, Any]]:
-        import datasets
-
         files, options = glob.escape(str(path)), _csv_options(path) if kind == "CSV" else {}
-        return datasets.load_dataset(kind.lower(), data_files=files, split="train", streaming=True, **options)
+        return _load(kind.lower(), data_files=files, split="train", streaming=True, **options)
 
     return _numbered(str(path), open_table, lambda error: unreadable(path, kind, error))
 
 
 def _hub_rows(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
     def open_set() -> Iterable[dict[str, Any]]:
-        import datasets
-
         if not streaming or "[" not in split:
-            return datasets.load_dataset(name, config, split=split, streaming=streaming, **more)
+            return _load(name, config, split=split, streaming=streaming, **more)
         part = _SLICE.fullmatch(split)
         if part is None:
             raise UserError(
                 f"{reference}: a set that is streamed is cut by whole numbers alone, such as train[:500]; "
                 "cut it so or set data.streaming=false"
             )
-        rows = datasets.load_dataset(name, config, split=part["split"], streaming=True, **more)
         start = int(part["start"] or 0)
-        rows = rows.skip(start)
+        rows = _load(name, config, split=part["split"], streaming=True, **more).skip(start)
         return rows.take(max(int(part["stop"]) - start, 0)) if part["stop"] else rows
 
     def not_loaded(error: Exception) -> UserError:
@@ -228,19 +250,19 @@ def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> 
     """
     place = ", ".join(part for part in (name, config, split) if part is not None)
 
-    def open_set() -> Iterable[dict[str, Any]]:
-        import datasets
-
-        rows: Iterable[dict[str, Any]] = list(datasets.load_dataset(name, config, split=split))
-        return rows
-
     def not_loaded(error: Exception) -> UserError:
         return UserError(
             f"{place}: not loaded from the hub ({first_line(error)}); check the network, or give {files} as the data "
             "folder"
         )
 
-    return _numbered(place, open_set, not_loaded)
+    return _numbered(place, lambda: list(_load(name, config, split=split)), not_loaded)
+
+
+def _load(*source: Any, **options: Any) -> Any:
+    import datasets
+
+    return datasets.load_dataset(*source, **options)
 
 
 def _numbered(
@@ -268,8 +290,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 def kind_of(data: Data, *, field: str = "text") -> DataKind:
     """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
 
-    Raises:
-        UserError: there is no row.
+    Raises UserError if there is no row.
     """
     if isinstance(data, str | Path):
         return "text" if Path(data).suffix.lower() == ".txt" else "instructions"
@@ -284,8 +305,7 @@ def kind_of(data: Data, *, field: str = "text") -> DataKind:
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:
     """The examples of a file or of rows in memory; error messages name the rows `name`: row 1, 2 ...
 
-    Raises:
-        UserError: the file does not exist, there is no row, or a row is malformed.
+    Raises UserError if the file does not exist, there is no row, or a row is malformed.
     """
     if isinstance(data, str | Path):
         return read_examples(locate(str(data)))
@@ -302,7 +322,6 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
 
 
 def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
-    """Raise a UserError for a text in memory that no file and no tokenizer takes."""
     if has_half_surrogate(row if isinstance(row, str) else dict(row)):
         raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; fix the text")
 

@@ -15,7 +15,7 @@ from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
-from llmdistill.data.sources import no_example, stream_rows
+from llmdistill.data.sources import no_example, open_rows
 from llmdistill.errors import UserError
 
 Item = TypeVar("Item")
@@ -48,12 +48,8 @@ def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iter
 
 
 def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
-    """Check that a set can be read: read and tokenize its first row.
-
-    Raises:
-        UserError: the set is missing or empty, or the row is malformed; or as in `encode`.
-    """
-    first = next(stream_rows(reference), None)
+    """Read and tokenize the first row of a set; a UserError if it is missing or empty, or as in `encode`."""
+    first = next(open_rows(reference, streaming=True), None)
     if first is None:
         raise no_example(reference)
     encode([parse_row(*first)], tokenizer, limits, may_be_empty=True)
@@ -69,26 +65,21 @@ class Exchange(Protocol):
 
     def deal(self, parts: list[Value] | None) -> Value:
         """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
-        ...
 
     def collect(self, value: Value) -> list[Value]:
         """Return the values of all ranks, in order, on every rank."""
-        ...
 
 
 class Alone:
     """The exchange of a rank that reads and tokenizes the whole stream by itself."""
 
-    rank = 0
-    size = 1
+    rank, size = 0, 1
 
     def deal(self, parts: list[Value] | None) -> Value:
-        """See Exchange."""
         assert parts is not None
         return parts[0]
 
     def collect(self, value: Value) -> list[Value]:
-        """See Exchange."""
         return [value]
 
 
@@ -147,7 +138,7 @@ class StreamLoader(StepLoader[Encoded]):
         self._restart()
 
     def global_batch(self, step: int) -> list[Encoded]:
-        """See StepLoader; the longest example comes first.
+        """See StepLoader.
 
         Raises:
             UserError: before this step is reached, a row is malformed or, if data.long_prompts is "error", a prompt is
@@ -176,7 +167,6 @@ class StreamLoader(StepLoader[Encoded]):
 
     def _read_window(self, number: int) -> list[Encoded]:
         """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""
-        assert number >= 0
         if number < self._number:
             self._restart()
         size = self.bucket_steps * self.share.global_batch_size
@@ -199,7 +189,7 @@ class StreamLoader(StepLoader[Encoded]):
         for epoch in count():
             found = False
             rng = np.random.default_rng((self.share.seed, epoch))
-            examples = (parse_row(row, source) for row, source in stream_rows(self.reference))
+            examples = (parse_row(row, source) for row, source in open_rows(self.reference, streaming=True))
             # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
             for example in shuffled(examples, self.shuffle_buffer, rng):
                 found = True
@@ -246,7 +236,6 @@ class StreamLoader(StepLoader[Encoded]):
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 
     def _tokenized(self, examples: list[Example]) -> InstructData | _Failed:
-        """Tokenize this rank's share of a block."""
         try:
             return encode(examples, self.tokenizer, self.limits, may_be_empty=True)
         except UserError:

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
-from llmdistill.data.columns import TOKEN_IDS, Layout
-from llmdistill.data.masking import mask_tokens, ordinary_tokens
+from llmdistill.data.masking import Masking
+from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 
 
@@ -36,25 +36,20 @@ class TargetExample:
 
 @dataclass(frozen=True)
 class EncodedTarget:
-    """The tokens of one example."""
-
     source_ids: list[int]
     """Source and hint with their special tokens."""
     target_ids: list[int]
     """Ends with the end token unless the target was cut."""
 
     def __len__(self) -> int:
-        """The number of tokens, special tokens included."""
         return len(self.source_ids) + len(self.target_ids)
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of source, hint and target."""
         return self.source_ids + self.target_ids
 
     @property
     def source_length(self) -> int:
-        """The number of tokens of source and hint."""
         return len(self.source_ids)
 
 
@@ -68,8 +63,6 @@ TARGETS = Layout(make=_of_columns, columns={"ids": TOKEN_IDS, "source_length": p
 
 @dataclass(frozen=True)
 class EncodedTargets:
-    """The tokens of the examples of one split, in order."""
-
     items: list[EncodedTarget]
     cut_sources: int
     """The number of sources whose end is left out."""
@@ -109,11 +102,8 @@ def encode_targets(
 ) -> EncodedTargets:
     """Tokenize each example; what exceeds the limits is left out at the end of the source, or of the target.
 
-    Args:
-        examples: the examples.
-        tokenizer: the tokenizer of an encoder.
-        max_source: the largest number of tokens of source and hint, special tokens included.
-        max_target: the largest number of tokens of the target, end token included.
+    `max_source` counts the tokens of source and hint, special tokens included, `max_target` those of the target with
+    its end token.
 
     Raises:
         UserError: a hint leaves no room for its source, or the tokenizer lacks a special token.
@@ -144,7 +134,7 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
 
 def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:
     """Collate sources with their targets as they are, (B, T), padded on the right, without labels."""
-    rows = [np.array([*item.source_ids, *item.target_ids]) for item in items]
+    rows = [np.array(item.ids) for item in items]
     input_ids = padded(rows, marks.padding)
     types = [np.arange(len(item)) >= len(item.source_ids) for item in items]
     return Batch(
@@ -152,7 +142,10 @@ def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:
         attention_mask=padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
         token_type_ids=padded(types, 0) if marks.has_segments else None,
-        visible_until=padded([_visible_until(item) for item in items], input_ids.shape[1]),
+        # All of the source is seen, and the target up to the token itself.
+        visible_until=padded(
+            [np.maximum(np.arange(1, len(item) + 1), len(item.source_ids)) for item in items], input_ids.shape[1]
+        ),
         sample_ids=tuple((sample_id(row),) for row in rows),
     )
 
@@ -161,7 +154,7 @@ class MaskedTargets:
     """Sources with their targets as inputs of a model, each a pure function of seed, epoch and index.
 
     Some tokens of the target, the end token among them, are chosen anew in each epoch, to be predicted where they
-    stand; of these most are masked, some replaced by random tokens, as in BERT (see `mask_tokens`). The source stays.
+    stand; of these most are masked, some replaced by random tokens, as in BERT (see `Masking`). The source stays.
     """
 
     def __init__(
@@ -170,19 +163,16 @@ class MaskedTargets:
         """`mask_share` is the share of the tokens of each target that is predicted; at least one is."""
         self.items = items
         self._marks = Marks.of(tokenizer)
-        self._vocabulary = ordinary_tokens(tokenizer)
-        self._mask_share = mask_share
+        self._masking = Masking.of(tokenizer, mask_share)
 
     def __len__(self) -> int:
-        """The number of sequences of an epoch."""
         return len(self.items)
 
     def length(self, place: int) -> int:
-        """See `sampler.SequenceSource`."""
         return len(self.items[place % len(self)])
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """The sequences at these places, (B, T), padded on the right; a place is epoch * len(self) + index."""
+        """See `sampler.SequenceSource`: the sequences are padded on the right."""
         items = [self.items[place % len(self)] for place in places]
         parts = [self._masked(item, seed, *divmod(place, len(self))) for item, place in zip(items, places, strict=True)]
         rows, labels = [shown for shown, _ in parts], [labels for _, labels in parts]
@@ -194,19 +184,6 @@ class MaskedTargets:
         )
 
     def _masked(self, item: EncodedTarget, seed: int, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The input tokens of an example, and its labels."""
-        ids = np.array([*item.source_ids, *item.target_ids])
-        return mask_tokens(
-            ids,
-            np.arange(len(ids)) < len(item.source_ids),
-            rng=np.random.default_rng((seed, epoch, index, 1)),
-            mask_share=self._mask_share,
-            mask_token_id=self._marks.mask,
-            vocabulary=self._vocabulary,
-            word_starts=None,
-        )
-
-
-def _visible_until(item: EncodedTarget) -> np.ndarray:
-    """The position before which the keys lie that each token sees; see `Batch.visible_until`."""
-    return np.maximum(np.arange(1, len(item) + 1), len(item.source_ids))
+        ids = np.array(item.ids)
+        in_source = np.arange(len(ids)) < len(item.source_ids)
+        return self._masking(ids, in_source, np.random.default_rng((seed, epoch, index, 1)))

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
-from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
+from llmdistill.data.masking import Masking, special_mask
 from llmdistill.errors import UserError
 
-
-@dataclass(frozen=True)
-class TextInputs:
-    """A sequence as a model sees it."""
-
-    sequence: TextSequence
-    shown: np.ndarray
-    """(T,) int64, the input tokens."""
-    labels: np.ndarray
-    """(T,) int64."""
-
-    @cached_property
-    def sample_id(self) -> int:
-        """The id of the sample; see the function `sample_id`."""
-        return sample_id(self.shown)
-
-    def __len__(self) -> int:
-        """The number of tokens."""
-        return len(self.shown)
+_STRIDE = 5  # separates these random numbers from those of epochs, sequences, windows, documents and answers
 
 
 class TextSequences:
@@ -66,81 +48,126 @@ class TextSequences:
         assert pairs or not next_sentence, "only a pair has a next sentence"
         self.next_sentence = next_sentence
         self.layout = lay_out(corpus, tokenizer, objective, max_length, pairs)
-        self._mask_share = mask_share
-        self._mask_token_id = tokenizer.mask_token_id
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
         # segment id.
         self._token_types = self.masked and "token_type_ids" in tokenizer.model_input_names
-        self._vocabulary = ordinary_tokens(tokenizer)
-        self._special = vocabulary_mask(tokenizer, lambda _: False)
-        self._special[tokenizer.all_special_ids] = True
-        self._word_starts = word_starts(tokenizer) if self.masked and whole_words else None
+        self._special = special_mask(tokenizer)
+        self._masking = Masking.of(tokenizer, mask_share, whole_words=whole_words) if self.masked else None
 
     def __len__(self) -> int:
-        """The number of sequences of an epoch."""
         return len(self.layout)
+
+    def __getitem__(self, index: int) -> TextSequence:
+        """A sequence of a decoder, which is the same in every epoch."""
+        return self.read(0, 0, index)
 
     def length(self, place: int) -> int:
         """See `sampler.SequenceSource`: nearly all sequences are as long as they may be."""
         return self.max_length
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """The sequences at these places, padded on the right; places count through the epochs without end.
-
-        A place is epoch * len(self) + index.
-        """
+        """See `sampler.SequenceSource`: the sequences are padded on the right."""
         return self.collate([self.read(seed, *divmod(place, len(self))) for place in places])
 
-    def collate(self, parts: Sequence[TextInputs]) -> Batch:
+    def collate(self, parts: Sequence[TextSequence]) -> Batch:
         """The batch of sequences that `read` has made, also those of other texts with the same settings."""
-        rows = [part.shown for part in parts]
-        types = [np.arange(len(part)) >= part.sequence.second for part in parts]
+        rows = [part.ids for part in parts]
+        types = [np.arange(len(part)) >= part.second for part in parts]
         return Batch(
             input_ids=padded(rows, self._pad_token_id),
             attention_mask=padding_mask(rows),
             labels=padded([part.labels for part in parts], IGNORE_INDEX),
             token_type_ids=padded(types, 0) if self._token_types else None,
-            targets=torch.tensor([part.sequence.target for part in parts]) if self.next_sentence else None,
+            targets=torch.tensor([part.target for part in parts]) if self.next_sentence else None,
             sample_ids=tuple((part.sample_id,) for part in parts),
         )
 
-    def read(self, seed: int, epoch: int, index: int, *part: int) -> TextInputs:
+    def read(self, seed: int, epoch: int, index: int, *part: int) -> TextSequence:
         """The sequence at an index, as an epoch sees it; `part` is the number of this text among several."""
         # The 1 separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
         rng = np.random.default_rng((seed, epoch, index, 1, *part))
         sequence = self.layout.read(index, rng)
-        if not self.masked:
-            return TextInputs(sequence, sequence.ids, sequence.ids)
+        if self._masking is None:
+            return sequence
         special = self._special[sequence.ids]
         special[0] = True  # nearly always the start token; no loss uses the first label
-        shown, labels = mask_tokens(
-            sequence.ids,
-            special,
-            rng=rng,
-            mask_share=self._mask_share,
-            mask_token_id=self._mask_token_id,
-            vocabulary=self._vocabulary,
-            word_starts=self._word_starts,
-        )
-        return TextInputs(sequence, shown, labels)
+        shown, labels = self._masking(sequence.ids, special, rng)
+        return replace(sequence, ids=shown, labels=labels)
 
 
-class FixedSequences:
-    """The sequences of a text for a decoder, the same in every epoch; they are read when they are requested."""
+class MixedSequences:
+    """The sequences of several texts; like those of one text, each is a pure function of seed, epoch and index.
 
-    def __init__(self, text: TextSequences, limit: int | None = None) -> None:
-        """`limit` keeps the first ones."""
-        assert not text.masked, "the masks of an encoder are drawn in every epoch"
-        self._text = text
-        self._size = len(text) if limit is None else min(len(text), limit)
+    Text i with n_i of the N sequences is sampled with probability q_i = n_i^a / (n_1^a + n_2^a + ...) for the exponent
+    a (XLM, Lample and Conneau 2019, section 3.1; XLM-R takes a = 0.3). An epoch has N sequences, of which N q_i are
+    from text i, so that the shares are exact in every epoch and not only in the mean. Each text goes through all of its
+    own sequences before one of them comes again, however many epochs that takes, and in an order of its own, so that
+    also the first epoch sees all regions of a large text.
+    """
+
+    def __init__(self, parts: Mapping[str, TextSequences], exponent: float) -> None:
+        """Choose the number of sequences of each part in an epoch; the parts have the same settings and tokenizer."""
+        self.names = list(parts)
+        self.parts = list(parts.values())
+        sizes = [len(part) for part in self.parts]
+        self.counts = mixture_counts(sizes, exponent)
+        self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
-        return self._size
+        return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> TextInputs:
-        return self._text.read(0, 0, index)
+    def batch(self, places: Sequence[int], seed: int) -> Batch:
+        return self.parts[0].collate([self._read(seed, *divmod(place, len(self))) for place in places])
+
+    def length(self, place: int) -> int:
+        return self.parts[0].length(place)
+
+    def _read(self, seed: int, epoch: int, index: int) -> TextSequence:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part, count = self.parts[number], self.counts[number]
+        own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
+        return part.read(seed, own_epoch, _spread(offset, len(part), (seed, own_epoch, number)), number)
+
+    def report(self) -> str:
+        """One sentence with the share of each text in the whole and in the batches."""
+        total = len(self)
+        shares = [
+            f"{name} {len(part) / total:.1%} of the text and {count / total:.1%} of the batches"
+            for name, part, count in zip(self.names, self.parts, self.counts, strict=True)
+        ]
+        return f"{len(shares)} parts: {', '.join(shares)}"
+
+
+def mixture_counts(sizes: Sequence[int], exponent: float) -> list[int]:
+    """Return how many sequences of an epoch each text gives; they add up to the sum of the sizes.
+
+    The largest remainders are rounded up, and each text gives at least one.
+    """
+    total = sum(sizes)
+    weights = [size**exponent for size in sizes]
+    wanted = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, math.floor(each)) for each in wanted]
+    order = sorted(range(len(sizes)), key=lambda number: counts[number] - wanted[number])
+    for number in order[: max(0, total - sum(counts))]:
+        counts[number] += 1
+    while sum(counts) > total:  # where tiny texts were given their one sequence
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+def _spread(offset: int, size: int, key: tuple[int, int, int]) -> int:
+    """Return the index at an offset of an order of 0, 1, ... size - 1 that depends on the key.
+
+    A step of about the golden ratio of the size spreads the first few over the whole, and costs no memory, unlike a
+    permutation of a large text.
+    """
+    start = int(np.random.default_rng((*key, _STRIDE)).integers(size))
+    step = round(size * 0.618)
+    while math.gcd(step, size) != 1:
+        step += 1
+    return (start + offset * step) % size
 
 
 def validation_batches(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.chat import end_of_turn
+from llmdistill.data.prompts import end_of_turn
 from llmdistill.errors import UserError
 
 
@@ -55,7 +55,6 @@ class TokenBytes:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """The ids of the special tokens."""
         return frozenset(index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special)
 
     @cached_property

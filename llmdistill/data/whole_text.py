@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmdistill.data.sources import READERS, Data, stream_rows
-from llmdistill.data.text_files import text_lines
+from llmdistill.data.sources import READERS, Data, open_rows, text_lines
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"
@@ -23,7 +22,7 @@ class TextSet(NamedTuple):
     """Whether each line of a plain text file is a row, as in the copy of WikiText on the hub: blank lines are empty
     rows, all others keep their line end."""
 
-    def read(self, *, field: str = "text") -> str:
+    def read(self) -> str:
         """Return a plain text file as it stands, and of anything else the rows' texts joined with PARAGRAPH.
 
         Raises:
@@ -35,24 +34,24 @@ class TextSet(NamedTuple):
             if self.lines:
                 text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
         else:
-            text = PARAGRAPH.join(_rows(self.data, field))
+            text = PARAGRAPH.join(_rows(self.data))
         if not text.strip():
             raise UserError(f"{path or 'data'}: holds no text; give at least one line of it")
         return text
 
 
-def _rows(data: Data, field: str) -> list[str]:
+def _rows(data: Data) -> list[str]:
     if isinstance(data, str | Path):
         if Path(data).suffix.lower() == ".txt":
             raise UserError(f"{data}: no such file; give a plain text, or NAME of a data set on the hub")
-        rows: Iterable[tuple[str | Mapping[str, Any], str]] = stream_rows(data)
+        rows: Iterable[tuple[str | Mapping[str, Any], str]] = open_rows(data, streaming=True)
     else:
         given: Iterable[Any] = data
         rows = ((row, f"row {number}") for number, row in enumerate(given, start=1))
     texts = []
     for row, source in rows:
-        text = row if isinstance(row, str) else row.get(field)
+        text = row if isinstance(row, str) else row.get("text")
         if not isinstance(text, str):
-            raise UserError(f'{source}: the key "{field}" is missing or no string (there are {sorted(row)})')
+            raise UserError(f'{source}: the key "text" is missing or no string (there are {sorted(row)})')
         texts.append(text)
     return texts

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import sample_id
-from llmdistill.data.columns import TOKEN_IDS, Layout, in_pieces
+from llmdistill.data.store import TOKEN_IDS, Layout, in_pieces
 from llmdistill.errors import UserError
 
 NO_ANSWER = 0
@@ -23,8 +23,6 @@ NO_ANSWER = 0
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in a context."""
-
     text: str
     start: int
     """The position of its first character in the context."""
@@ -32,8 +30,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class QuestionExample:
-    """A question about a context."""
-
     id: str
     question: str
     context: str
@@ -81,17 +77,13 @@ class EncodedWindow:
 
     @cached_property
     def sample_id(self) -> int:
-        """The id of the sample; see `data.collate.sample_id`."""
         return sample_id(self.input_ids, [] if self.token_type_ids is None else self.token_type_ids)
 
     def __len__(self) -> int:
-        """The number of tokens, special tokens included."""
         return len(self.input_ids)
 
 
-def _of_columns(
-    input_ids: Any, token_type_ids: Any | None, characters: Any | None, target: Any, question: int
-) -> EncodedWindow:
+def _of_columns(input_ids: Any, token_type_ids: Any, characters: Any, target: Any, question: int) -> EncodedWindow:
     places = None if characters is None else characters.reshape(-1, 2)
     first, last = target.tolist()
     return EncodedWindow(input_ids.astype(np.int32), token_type_ids, (first, last), question, places)
@@ -108,13 +100,6 @@ WINDOWS = Layout(
     },
 )
 """How encoded windows are kept on disk."""
-
-
-def encode_windows(
-    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learned: bool
-) -> list[EncodedWindow]:
-    """Tokenize each question with its context; see `encode_in_pieces`."""
-    return [window for piece in encode_in_pieces(examples, tokenizer, limits, learned=learned) for window in piece]
 
 
 def encode_in_pieces(
@@ -152,15 +137,15 @@ def _encode(
     learned: bool,
 ) -> list[EncodedWindow]:
     texts = [examples[index].question.strip() for index in indices]
-    questions = _cut(texts, tokenizer, limits.max_question_length)
+    questions = dict(zip(indices, _cut(texts, tokenizer, limits.max_question_length), strict=True))
     windows: dict[int, list[EncodedWindow]] = {index: [] for index in indices}
     # The tokenizer slides by its own measure, the overlap, which depends on the length of the question.
-    order = sorted(indices, key=lambda index: questions[index - indices[0]][1])
-    for length, group in groupby(order, key=lambda index: questions[index - indices[0]][1]):
+    order = sorted(indices, key=lambda index: questions[index][1])
+    for length, group in groupby(order, key=lambda index: questions[index][1]):
         members = list(group)
         room = limits.max_length - length - tokenizer.num_special_tokens_to_add(pair=True)
         encoded = tokenizer(
-            [questions[index - indices[0]][0] for index in members],
+            [questions[index][0] for index in members],
             [examples[index].context for index in members],
             truncation="only_second",
             max_length=limits.max_length,

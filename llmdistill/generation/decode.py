@@ -13,8 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.data.chat import answer_ends
-from llmdistill.data.instruct import check_lengths
+from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
@@ -109,7 +108,6 @@ def generate_passes(
     model is sharded (ZeRO-3), so all ranks run the same number of forward passes. The global random state, the model's
     mode and its generation settings are restored.
     """
-    check_lengths(max_prompt_length, max_length)
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
     if not model.can_generate():

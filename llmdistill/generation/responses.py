@@ -16,9 +16,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import ResponseConfig
-from llmdistill.data.chat import answer_ends
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
+from llmdistill.data.prompts import answer_ends
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError

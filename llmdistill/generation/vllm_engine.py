@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import TopK
-from llmdistill.data.chat import answer_ends
+from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.data.chat import answer_ends
-from llmdistill.data.prefetch import Prefetched
-from llmdistill.data.sampler import Share
+from llmdistill.data.prompts import answer_ends
+from llmdistill.data.sampler import Prefetched, Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
 from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, RunConfig
-from llmdistill.data.chat import tokenizer_gaps
+from llmdistill.data.prompts import tokenizer_gaps
 from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft

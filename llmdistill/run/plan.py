@@ -8,8 +8,7 @@ from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.chat import tokenizer_gaps
-from llmdistill.data.prompts import CHAT, resolve_prompt
+from llmdistill.data.prompts import CHAT, resolve_prompt, tokenizer_gaps
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method

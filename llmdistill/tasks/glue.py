@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import SplitWriter, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
+from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.objective import Objective

@@ -15,12 +15,11 @@ from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
-from llmdistill.data.columns import MappedItems
-from llmdistill.data.example_store import StoredExamples, open_examples, store_examples
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode_prompts, prompt_ids
+from llmdistill.data.instruct import Limits, StoredExamples, encode_prompts, open_examples, prompt_ids, store_examples
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_first_row, read_examples
+from llmdistill.data.store import MappedItems
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import Rows, stream_rows, tsv_rows
+from llmdistill.data.sources import Rows, open_rows, tsv_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import plain_name
 from llmdistill.tasks.glue_files import GLUE_TASKS, TABLES, GlueTask, PairSet
@@ -116,4 +116,4 @@ def table_rows(reference: str) -> Rows:
         UserError: immediately if there is no such file; for a row or a file that cannot be read, when it is read.
     """
     path = Path(reference)
-    return tsv_rows(path) if path.suffix.lower() == ".txt" and path.is_file() else stream_rows(reference)
+    return tsv_rows(path) if path.suffix.lower() == ".txt" and path.is_file() else open_rows(reference, streaming=True)

@@ -21,11 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import Grouped, SplitWriter, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
-from llmdistill.data.sources import stream_rows
+from llmdistill.data.sources import open_rows
+from llmdistill.data.store import Grouped, SplitWriter, in_pieces
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
@@ -109,7 +109,7 @@ class Sentences(StoredTask):
             if name != "train" and locate(reference).is_file():
                 read_pairs(locate(reference))
             elif not locate(reference).is_file():
-                stream_rows(locate(reference))
+                open_rows(locate(reference), streaming=True)
 
     def read_files(self) -> TaskFiles[str, list[SentencePair]]:
         references = {name: locate(reference) for name, reference in self._references().items()}

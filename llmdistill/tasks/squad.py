@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import padded
-from llmdistill.data.columns import SplitWriter
+from llmdistill.data.store import SplitWriter
 from llmdistill.data.windows import (
     NO_ANSWER,
     WINDOWS,

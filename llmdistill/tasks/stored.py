@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.data.columns import Layout, MappedItems, SplitWriter, StoredSplits
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fingerprint
+from llmdistill.data.store import Layout, MappedItems, SplitWriter, StoredSplits, store, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 from llmdistill.models.families import max_positions
@@ -144,11 +143,11 @@ class StoredTask(Task):
         }
 
         def write(folder: Path) -> dict[str, Any]:
-            writer = SplitWriter(folder, token_dtype(tokenizer))
+            writer = SplitWriter(folder, tokenizer)
             found = self.write(self.read_files() if files is None else files, tokenizer, writer)
-            return {**found, **writer.record()}
+            return {**found, "splits": writer.splits}
 
-        return store(store_folder(self.config.data.cache_dir, "tasks", request), request, write)
+        return store(self.config.data.cache_dir, "tasks", request, write)
 
     def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Any:
         """Return the task with the examples of a folder of `stored`, for models of these configs.

@@ -9,16 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
-from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenize
-from llmdistill.data.mixture import MixedSequences
+from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.sources import Data, stream_rows, write_rows
-from llmdistill.data.text import FixedSequences, TextInputs, TextSequences, validation_batches
+from llmdistill.data.sources import Data, open_rows, write_rows
+from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
@@ -85,7 +84,7 @@ class Text(Task):
         data = self.config.data
         for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
             if reference is not None and text_files(locate(reference)) is None:
-                stream_rows(locate(reference))  # which asks the hub for nothing yet
+                open_rows(locate(reference), streaming=True)  # which asks the hub for nothing yet
         check_texts(text_tests(data.tests))
 
     def read(self, models: Models) -> Text:
@@ -179,13 +178,14 @@ class Text(Task):
     def loader(self, share: Share) -> SequenceLoader:
         return SequenceLoader(self._train_sequences(), share)
 
-    def taught_examples(self) -> tuple[Sequence[TextInputs], Callable[[list[TextInputs]], Batch]]:
+    def taught_examples(self) -> tuple[Sequence[TextSequence], Callable[[list[TextSequence]], Batch]]:
         """See Task: the sequences of the training text, and those that are validated by the same loss."""
         assert self.train is not None, "the text is not tokenized yet"
         texts = [self._sequences(text) for text in self.train.values()]
-        parts: list[Any] = [FixedSequences(text) for text in texts]
+        parts: list[Any] = [*texts]
         if self.valid is not None:
-            parts.append(FixedSequences(self._sequences(self.valid), self.config.data.text.valid_sequences))
+            valid: Any = self._sequences(self.valid)
+            parts.append(Subset(valid, range(min(len(valid), self.config.data.text.valid_sequences))))
         sequences: Any = ConcatDataset(parts)
         return sequences, texts[0].collate
 
@@ -297,7 +297,7 @@ def score_masked(
     total, count = 0.0, 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
-        corpus = tokenize(reference, tokenizer, cache_dir=folder)
+        corpus = open_corpus(store_corpus(reference, tokenizer, cache_dir=folder))
         sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
             loss_sum, labels = loss_of(batch)

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from llmdistill.config import RunConfig, WritingConfig
-from llmdistill.data.columns import SplitWriter, in_pieces
 from llmdistill.data.sampler import SequenceLoader, Share
+from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.data.targets import TARGETS, EncodedTarget, Marks, MaskedTargets, TargetExample, encode_targets
 from llmdistill.errors import UserError
 from llmdistill.files import write_text

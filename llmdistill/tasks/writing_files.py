@@ -148,7 +148,7 @@ class _Row(NamedTuple):
 
 def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
     reference = _reference(key, folder, split)
-    found = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference, streaming=False)]
+    found = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
     if not found:
         raise UserError(f"{reference}: holds no example; give at least one row of source and target")
     return found

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from benching import Line, Work, bench_parser, facts_of, measure, parse, run
 
 from llmdistill.data.collate import collate
-from llmdistill.data.example_store import open_examples, store_examples
-from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.instruct import Limits, encode, open_examples, store_examples
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader

@@ -17,6 +17,7 @@ ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
+    "fingerprints": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
     "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},

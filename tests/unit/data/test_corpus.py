@@ -13,11 +13,15 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
-from llmdistill.data.corpus import tokenize
+from llmdistill.data.corpus import open_corpus, store_corpus
 
 pytestmark = pytest.mark.usefixtures("cache")
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 TEXT = "One two. Three\n  four five \n\n \n\nsix\n\nseven eight\nnine"
+
+
+def tokenize(*arguments, **settings):
+    return open_corpus(store_corpus(*arguments, **settings))
 
 
 def letters(*, mask: bool = True, more: str = "") -> PreTrainedTokenizerFast:

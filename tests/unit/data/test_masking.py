@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.masking import mask_tokens, word_starts
+from llmdistill.data.masking import Masking, word_starts
 
 MASK = 4
 VOCABULARY = np.arange(5, 50)
@@ -14,7 +14,7 @@ VOCABULARY = np.arange(5, 50)
 
 def masked(ids, seed=0, **changes):
     settings = {"mask_share": 0.15, "mask_token_id": MASK, "vocabulary": VOCABULARY, "word_starts": None}
-    return mask_tokens(ids, ids < 5, rng=np.random.default_rng(seed), **{**settings, **changes})
+    return Masking(**{**settings, **changes})(ids, ids < 5, np.random.default_rng(seed))
 
 
 def chosen(labels: np.ndarray) -> list[int]:

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.config import DataConfig
 from llmdistill.config.command_line import changed
 from llmdistill.config.data import RolloutConfig, TextConfig
-from llmdistill.data.corpus import tokenize
-from llmdistill.data.example_store import store_examples
+from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.instruct import Limits, encode, store_examples
 from llmdistill.data.masking import word_starts
 from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of, read_examples, write_rows
@@ -82,7 +81,7 @@ def test_a_text(tmp_path, word_tokenizer):
         (b"caf\xe9\n", "a.txt:1: cannot be read as UTF-8 text (invalid continuation byte"),
     ):
         (tmp_path / "a.txt").write_bytes(content)
-        refuses(said, tokenize, tmp_path / "a.txt", word_tokenizer(), cache_dir=tmp_path / "cache")
+        refuses(said, store_corpus, tmp_path / "a.txt", word_tokenizer(), cache_dir=tmp_path / "cache")
     assert not [*tmp_path.glob("cache/corpora/*")]
 
 

@@ -7,7 +7,7 @@ import torch
 from hostile import refuses
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.prefetch import Prefetched
+from llmdistill.data.sampler import Prefetched
 from llmdistill.errors import UserError
 
 CPU = torch.device("cpu")

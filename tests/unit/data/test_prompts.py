@@ -8,10 +8,16 @@ import copy
 import pytest
 from byte_tokenizers import byte_level
 
-from llmdistill.data.chat import answer_ends, end_of_turn, tokenizer_gaps
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.data.instruct import Limits, encode
-from llmdistill.data.prompts import record_prompt, render_prompt, resolve_prompt
+from llmdistill.data.prompts import (
+    answer_ends,
+    end_of_turn,
+    record_prompt,
+    render_prompt,
+    resolve_prompt,
+    tokenizer_gaps,
+)
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.sampler import _permutation, global_batch_indices, rank_micro_batches
+from llmdistill.data.sampler import Share, _permutation, global_batch_indices
 
 from support import check_steps, train_loader
 
@@ -93,8 +93,8 @@ def test_a_window_is_a_small_part_of_the_data_set():
 def test_spread_micro_batches_are_about_equally_large():
     items = sorted(ITEMS[:24], key=len, reverse=True)
     for world_size, size in ((1, 4), (2, 3)):
-        settings = {"world_size": world_size, "micro_batch_size": size, "spread": True}
-        ranks = [rank_micro_batches(items, rank=rank, **settings) for rank in range(world_size)]
+        settings = {"world_size": world_size, "micro_batch_size": size, "seed": 0, "global_batch_size": len(items)}
+        ranks = [Share(rank=rank, **settings).micro_batches(items, spread=True) for rank in range(world_size)]
         tokens = [sum(map(len, part)) for parts in ranks for part in parts]
         assert max(tokens) - min(tokens) <= len(items[0]) - len(items[-1])
 

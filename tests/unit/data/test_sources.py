@@ -8,7 +8,7 @@ import pytest
 from hostile import refuses
 
 from llmdistill.data.examples import Example
-from llmdistill.data.sources import read_examples, stream_rows
+from llmdistill.data.sources import open_rows, read_examples
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
 ROWS = [ROW, {"instruction": "Greet.", "input": "", "output": "Hi."}]
@@ -29,7 +29,7 @@ class TestJsonl:
 
     def test_streaming_reads_no_further_than_asked(self, tmp_path):
         path = write(tmp_path / "a.jsonl", ROW, "not JSON")
-        assert list(islice(stream_rows(path), 1)) == [(ROW, f"{path}:1")]
+        assert list(islice(open_rows(path, streaming=True), 1)) == [(ROW, f"{path}:1")]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ class TestHub:
 
     @pytest.mark.parametrize(("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[2:4]", range(2, 4))])
     def test_streaming_cuts_by_numbers(self, calls, slice_, numbers):
-        rows = list(stream_rows(f"o/n:train{slice_}"))
+        rows = list(open_rows(f"o/n:train{slice_}", streaming=True))
         assert [row["instruction"] for row, _ in rows] == [f"Add {n}." for n in numbers]
         assert [source for _, source in rows] == [f"o/n:train{slice_}: row {n + 1}" for n in range(len(numbers))]
         assert calls == [("o/n", None, "train", True)]
@@ -119,7 +119,9 @@ class TestHub:
         (call,) = load.call_args_list
         assert (call.args[0], call.kwargs["split"], call.kwargs["data_files"]) == ("json", split[1:] or "train", name)
         for unknown in ("[:50%]", "[-3:]", "[:3]+train[5:]"):
-            refuses("by whole numbers alone, such as train[:500]", list, stream_rows(f"o/n:train{unknown}"))
+            refuses(
+                "by whole numbers alone, such as train[:500]", list, open_rows(f"o/n:train{unknown}", streaming=True)
+            )
 
     def test_failure_names_the_set_and_the_remedy(self, monkeypatch):
         unreachable = Mock(side_effect=ConnectionError("Couldn't reach it\nafter 5 trials"))
@@ -133,5 +135,5 @@ class TestHub:
         "reference", ["none.jsonl", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"]
     )
     def test_what_is_no_name_is_a_missing_file(self, calls, reference):
-        refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", stream_rows, reference)
+        refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", open_rows, reference)
         assert calls == []

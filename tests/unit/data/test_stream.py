@@ -89,13 +89,13 @@ def test_steps_are_sorted_by_length(make, tmp_path):
 def test_the_set_is_never_held(make, monkeypatch):
     read = 0
 
-    def endless(_):
+    def endless(_, *, streaming):
         nonlocal read
         while True:
             read += 1
             yield {"prompt": f"n{read}", "completion": "yes"}, f"endless:{read}"
 
-    monkeypatch.setattr(stream, "stream_rows", endless)
+    monkeypatch.setattr(stream, "open_rows", endless)
     loader = make("endless", shuffle_buffer=50)
     gc.collect()
     before = _alive()
@@ -119,12 +119,12 @@ def on_ranks(make, size, reference, job, **settings):
 class TestSharedAmongRanks:
     @pytest.mark.parametrize(("long_prompts", "bucket_steps"), [("error", 1), ("truncate", 3), ("drop", 3)])
     def test_the_batches_are_those_of_one_rank(self, make, monkeypatch, tmp_path, long_prompts, bucket_steps):
-        rows, encode = stream.stream_rows, stream.encode
+        rows, encode = stream.open_rows, stream.encode
         read, tokenized = Counter[int](), Counter[int]()
 
-        def counted_rows(reference):
+        def counted_rows(reference, *, streaming):
             read[ThreadRanks.own.rank] += 1
-            return rows(reference)
+            return rows(reference, streaming=streaming)
 
         def counted_encode(examples, *args, **more):
             tokenized[ThreadRanks.own.rank] += len(examples)
@@ -140,7 +140,7 @@ class TestSharedAmongRanks:
 
         alone = make(path, micro_batch_size=12, **settings)
         expected = [alone.micro_batch_items(step)[0] for step in steps]
-        monkeypatch.setattr(stream, "stream_rows", counted_rows)
+        monkeypatch.setattr(stream, "open_rows", counted_rows)
         monkeypatch.setattr(stream, "encode", counted_encode)
         for size in (2, 12):
             tokenized.clear()

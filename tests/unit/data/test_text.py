@@ -12,9 +12,8 @@ from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus
-from llmdistill.data.mixture import MixedSequences, mixture_counts
 from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
-from llmdistill.data.text import TextSequences, validation_batches
+from llmdistill.data.text import MixedSequences, TextSequences, mixture_counts, validation_batches
 
 from support import check_steps
 

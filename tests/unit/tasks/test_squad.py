@@ -3,11 +3,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from question_files import encode_windows
 from word_models import word_tokenizer
 
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits, encode_windows
+from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.squad import best_spans, predict_spans
 

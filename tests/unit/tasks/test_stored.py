@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-from question_files import write_tasks
+from question_files import encode_windows, write_tasks
 from transformers import BertConfig
 from word_models import save_tokenizer
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig, WritingConfig
-from llmdistill.data import columns
+from llmdistill.data import store
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.data.targets import encode_targets
-from llmdistill.data.windows import encode_windows
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks import make_task
@@ -26,7 +25,7 @@ LENGTH = 20
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(columns, "AT_ONCE", 4)
+    monkeypatch.setattr(store, "AT_ONCE", 4)
     return tmp_path / "cache" / "tasks"
 
 

@@ -2,13 +2,11 @@ from dataclasses import replace
 from functools import partial
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 
-from llmdistill.data import columns, example_store
-from llmdistill.data.example_store import open_examples, store_examples
-from llmdistill.data.instruct import Limits, encode
+from llmdistill.data import instruct, store
+from llmdistill.data.instruct import Limits, encode, open_examples, store_examples
 from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.sources import read_examples
 
@@ -22,12 +20,12 @@ ROWS = [{"prompt": "p" * (1 + n % 15), "completion": "abc"[: n % 4]} for n in ra
 @pytest.fixture
 def untouched(monkeypatch):
     """From its call on nothing may be tokenized."""
-    return lambda: monkeypatch.setattr(example_store, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
+    return lambda: monkeypatch.setattr(instruct, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
 
 
 @pytest.mark.parametrize(("at_once", "long_prompts"), [(1, "drop"), (4, "truncate")])
 def test_items_are_those_of_encode(word_tokenizer, tmp_path, monkeypatch, at_once, long_prompts):
-    monkeypatch.setattr(columns, "AT_ONCE", at_once)
+    monkeypatch.setattr(store, "AT_ONCE", at_once)
     path, limits = write_rows(tmp_path / "a.jsonl", ROWS), replace(LIMITS, long_prompts=long_prompts)
     folder = store_examples(path, word_tokenizer(), limits)
     found = open_examples(folder)
@@ -41,18 +39,19 @@ def test_items_are_those_of_encode(word_tokenizer, tmp_path, monkeypatch, at_onc
     assert pa.ipc.open_file(str(folder / "0.arrow")).schema.field("ids").type == pa.list_(pa.uint16())
 
 
-def test_an_example_is_made_only_when_it_is_asked_for(tmp_path):
+def test_an_example_is_made_only_when_it_is_asked_for(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "AT_ONCE", 2)
     items, made = [EncodedPair([5, 6, 7][: 1 + n % 3], None, n / 3, n + 10) for n in range(7)], []
-    writer = columns.SplitWriter(tmp_path, np.dtype(np.uint16))
-    writer.add("train", columns.in_pieces(items, 2), PAIRS)
+    writer = store.SplitWriter(tmp_path, word_tokenizer())
+    writer.add("train", store.in_pieces(items), PAIRS)
     allocated = pa.total_allocated_bytes()
-    watched = columns.Layout(make=lambda **given: made.append(given["index"]), columns=PAIRS.columns)
-    found = columns.MappedItems(tmp_path / "0.arrow", watched)
+    watched = store.Layout(make=lambda **given: made.append(given["index"]), columns=PAIRS.columns)
+    found = store.MappedItems(tmp_path / "0.arrow", watched)
     assert (len(found), found.longest, found.length(2), made) == (7, 3, 3, [])
     found[4]
     assert made == [14]
     assert pa.total_allocated_bytes() == allocated, "the ranks of a node share the pages of the file"
-    kept = list(columns.MappedItems(tmp_path / "0.arrow", PAIRS))
+    kept = list(store.MappedItems(tmp_path / "0.arrow", PAIRS))
     assert [repr(each) for each in kept] == [repr(each) for each in items], "plain Python numbers, not numpy's"
 
 
