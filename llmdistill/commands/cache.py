@@ -8,23 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, parse, parse_run, split_words
+from llmdistill.config.command_line import build, parse_own, parse_run
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import quiet_transformers
 
 
-def build_parser(prog: str) -> ArgumentParser:
+def build_parser() -> ArgumentParser:
     """Return the parser of the command's own arguments."""
     parser = ArgumentParser(
-        prog=prog,
-        usage=f"{prog} --output DIR [--num_gpus N] [--recipe NAME] [--cache.KEY VALUE ...] [--KEY VALUE ...]",
+        prog="llmdistill cache",
+        usage="llmdistill cache --output DIR [--num_gpus N] [--recipe NAME] [--cache.KEY VALUE ...] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Run the teacher of a run once over its training set and keep of its outputs what the method "
         "needs. All settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are "
@@ -38,14 +37,9 @@ def build_parser(prog: str) -> ArgumentParser:
 
 
 def cache(arguments: Sequence[str]) -> None:
-    """Make a cache according to the arguments, on every rank of the launcher, and print a summary.
-
-    Raises:
-        UserError: bad arguments or input.
-    """
+    """Make a cache according to the arguments, on every rank of the launcher, and print a summary."""
     began = time.perf_counter()
-    own, rest = split_own(arguments)
-    parsed = parse(build_parser("llmdistill cache"), own)
+    parsed, rest = parse_own(build_parser(), arguments)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
@@ -60,32 +54,18 @@ def cache(arguments: Sequence[str]) -> None:
         data = plan.task.read_on_all(plan.models, world).prepared(world)
         record = make_cache(plan, data, settings, parsed.output, world)
     if world.is_main:
-        summary = summarize(record, parsed.output, time.perf_counter() - began)
-        print_result(summary if parsed.json else sentence(summary))
-
-
-def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into those of the cache and those of the run."""
-    return split_words(arguments, {"help", "output", "json", "cache"})
-
-
-def summarize(record: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
-    """Return the size of a cache and the time of the command."""
-    size = sum(entry["bytes"] for entry in record["files"].values())
-    return {
-        "cache": str(folder),
-        "examples": record["examples"],
-        "tokens": record["tokens"],
-        "bytes": size,
-        "bytes_per_token": size / max(1, record["tokens"]),
-        "seconds": seconds,
-    }
-
-
-def sentence(summary: dict[str, Any]) -> str:
-    """Return the summary for the terminal."""
-    return (
-        f"{summary['cache']} has the teacher's outputs for {summary['examples']:,} examples of {summary['tokens']:,} "
-        f"tokens: {byte_size(summary['bytes'])}, {summary['bytes_per_token']:,.0f} bytes a token, in "
-        f"{summary['seconds']:.1f} s. Train with --teacher.cache {summary['cache']}"
-    )
+        size, tokens = sum(entry["bytes"] for entry in record["files"].values()), record["tokens"]
+        summary = {
+            "cache": str(parsed.output),
+            "examples": record["examples"],
+            "tokens": tokens,
+            "bytes": size,
+            "bytes_per_token": size / max(1, tokens),
+            "seconds": time.perf_counter() - began,
+        }
+        said = (
+            f"{parsed.output} has the teacher's outputs for {record['examples']:,} examples of {tokens:,} tokens: "
+            f"{byte_size(size)}, {summary['bytes_per_token']:,.0f} bytes a token, in {summary['seconds']:.1f} s. "
+            f"Train with --teacher.cache {parsed.output}"
+        )
+        print_result(summary if parsed.json else said)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
-from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
+from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names
 from llmdistill.config.marks import at_least
 from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import Stopped, UserError
@@ -28,10 +28,6 @@ from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
 from llmdistill.report.paper import table_names
 from llmdistill.runtime.launch import split_launcher_flags
-
-DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
-GRID_FACTORS = (0.5, 1.0, 2.0)
-"""Learning rates to try, as multiples of the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +59,17 @@ class CompareConfig:
     """Folder of the comparison; default: runs/compare-RECIPE, followed by the suite's name if a suite is given."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: two settings contradict each other.
-        """
         if self.suite is not None and self.methods is not None:
             raise ValueError("--suite and --methods both say what is compared: leave one out")
         if self.rows is not None and self.suite not in table_names():
             raise ValueError("--rows names rows of a table of encoders: name that table with --suite, or leave it out")
-        if self.suite in table_names():
-            self._check_table()
-
-    def _check_table(self) -> None:
-        """Raises ValueError for a setting that is only for comparisons of decoders."""
-        for each in fields(self):
-            given = getattr(self, each.name)
-            default = each.default_factory() if each.default_factory is not MISSING else each.default
-            if each.name not in ("suite", "rows", "output_dir", "trials_at_once") and given != default:
+        if self.suite not in table_names():
+            return
+        defaults = CompareConfig()
+        for name in ("starts", "seeds", "learning_rates", "sizes"):
+            if getattr(self, name) != getattr(defaults, name):
                 raise ValueError(
-                    f"--{each.name} is for comparisons of decoders, and {self.suite} is a table of encoders: leave it "
+                    f"--{name} is for comparisons of decoders, and {self.suite} is a table of encoders: leave it "
                     "out; the settings of its fine-tunings are under --tasks"
                 )
 
@@ -107,15 +94,10 @@ def build_parser() -> ArgumentParser:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Run the command and return 1 if a run failed, 130 or 143 if a signal stopped it, else 0.
-
-    Raises:
-        UserError: bad arguments, or the teacher and the untrained student cannot be scored.
-    """
+    """Run the command and return 1 if a run failed, 130 or 143 if a signal stopped it, else 0."""
     launcher_flags, arguments = split_launcher_flags(arguments)
     command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
-    own, rest = split_own(arguments)
-    parsed = parse(build_parser(), own)
+    parsed, rest = parse_own(build_parser(), arguments)
     settings = build(parsed, CompareConfig, prefix="--")
     if settings.suite in table_names():
         rows = None if settings.rows is None else _listed(settings.rows)
@@ -128,7 +110,7 @@ def compare(arguments: Sequence[str]) -> int:
             "take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings, recipe.data.kind)
-    rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
+    rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.collect import collect
     from llmdistill.experiments.comparison import conduct
@@ -137,11 +119,14 @@ def compare(arguments: Sequence[str]) -> int:
     from llmdistill.report.comparison import print_comparison, write_comparison
     from llmdistill.run.plan import with_prompt
 
+    name = flags.recipe or "own"
+    name = name.replace("/", "-") if name in recipe_names() else Path(name).stem
+    default = f"runs/compare-{name}" + ("" if settings.suite is None else f"-{settings.suite}")
     launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
     launcher.check()
     study = Study(
         recipe=with_prompt(recipe),  # of the teacher, also for students that an earlier run has left
-        root=Path(settings.output_dir or default_folder(flags.recipe or "own", settings.suite)),
+        root=Path(settings.output_dir or default),
         variants=suite.variants,
         grid={"train.learning_rate": rates},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],
@@ -170,20 +155,13 @@ def compare(arguments: Sequence[str]) -> int:
     return 1 if findings.failed else 0
 
 
-def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into those of the comparison and those of the run."""
-    return split_words(arguments, {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"})
-
-
 def choose_suite(settings: CompareConfig, kind: str) -> Suite:
-    """Return the suite that is named, or one of the methods that are named, from every start that is named.
-
-    `kind` is that of the data, which decides on the methods if none are named.
-    """
+    """Return the named suite, or one of the named methods (by default those for the kind of data), from every start."""
     if settings.suite is not None:
         suite = load_suite(settings.suite)
     else:
-        default = [name for name in _listed(DEFAULT_METHODS) if kind != "text" or not METHODS[name].teacher_writes]
+        usual = ("none", "sft", "kd", "seqkd", "makd")
+        default = [name for name in usual if kind != "text" or not METHODS[name].teacher_writes]
         names = default if settings.methods is None else _listed(settings.methods)
         suite = Suite("Did it help? Methods under equal conditions", load_methods(names))
     if settings.starts is None:
@@ -193,12 +171,6 @@ def choose_suite(settings: CompareConfig, kind: str) -> Suite:
 
 def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def default_folder(recipe: str, suite: str | None) -> str:
-    """Return the default folder of a comparison."""
-    name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
-    return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
 
 
 def print_plan(study: Any, *, as_json: bool) -> None:

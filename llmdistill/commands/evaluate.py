@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
-from llmdistill.config.generation import PROMPT_HELP
+from llmdistill.config.generation import GenerationConfig, add_limits
 from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
@@ -25,68 +24,31 @@ from llmdistill.tasks.instruction_sets import SETS, TEXTS, suite_sets
 
 def build_parser(prog: str) -> ArgumentParser:
     """Return the parser; the settings of generation and their defaults come from GenerationConfig."""
-    limits = DataConfig()
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
         description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily, and its perplexity on texts.",
     )
-    parser.add_argument(
-        "--model", type=str, required=True, help="Folder, hub name or GGUF file of the model, or embedded:teacher."
-    )
-    parser.add_argument(
-        "--data",
-        type=str,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME; "
-        "and plain texts (.txt), whose perplexity is measured.",
-    )
-    parser.add_argument(
-        "--kind",
-        "--data.kind",
-        type=Literal["instructions", "text"],
-        help="What --data holds; default: a .txt is a text, anything else instructions.",
-    )
-    parser.add_argument(
-        "--suite",
-        type=str,
-        metavar="A,B",
-        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
-        "WikiText-2's test text, its lines joined as in the papers on SVD. Some suites "
-        "have settings of their own, which --help lists after their name: glue fine-tunes the model, zero_shot scores "
-        "decoders on tasks of lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times "
-        "models, conll2000 scores the layers of encoders on phrases, and attention draws the attention maps of models.",
-    )
-    parser.add_argument(
-        "--data_dir",
-        type=Path,
-        metavar="DIR",
-        help="Folder of the suite's NAME.jsonl files, and of wikitext2's test.txt; default: the hub.",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="Folder for metrics.json and the predictions (JSONL); default: runs/evaluate/MODEL-DECODING.",
-    )
+    text = "Folder, hub name or GGUF file of the model, or embedded:teacher."
+    parser.add_argument("--model", type=str, required=True, help=text)
+    text = "Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME; "
+    text += "and plain texts (.txt), whose perplexity is measured."
+    parser.add_argument("--data", type=str, nargs="+", default=[], metavar="FILE", help=text)
+    text = "What --data holds; default: a .txt is a text, anything else instructions."
+    parser.add_argument("--kind", "--data.kind", type=Literal["instructions", "text"], help=text)
+    text = f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
+    text += "WikiText-2's test text, its lines joined as in the papers on SVD. Some suites have settings of their own, "
+    text += "which --help lists after their name: glue fine-tunes the model, zero_shot scores decoders on tasks of "
+    text += "lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times models, conll2000 "
+    text += "scores the layers of encoders on phrases, and attention draws the attention maps of models."
+    parser.add_argument("--suite", type=str, metavar="A,B", help=text)
+    text = "Folder of the suite's NAME.jsonl files, and of wikitext2's test.txt; default: the hub."
+    parser.add_argument("--data_dir", type=Path, metavar="DIR", help=text)
+    text = "Folder for metrics.json and the predictions (JSONL); default: runs/evaluate/MODEL-DECODING."
+    parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
-    # Both names are accepted, so that an error message that names a run's key is valid for this command too.
-    for name in ("max_prompt_length", "max_length"):
-        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(limits, name), help="Tokens.")
-    parser.add_argument(
-        "--prompt",
-        "--data.prompt",
-        type=str,
-        help=PROMPT_HELP,
-    )
-    parser.add_argument(
-        "--long_prompts",
-        "--data.long_prompts",
-        type=Literal["error", "drop", "truncate"],
-        help="What to do with prompts over max_prompt_length; default: error, or with --suite drop, as in MiniLLM.",
-    )
+    add_limits(parser, long_prompts=None, hint="; default: error, or with --suite drop, as in MiniLLM")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     parser.add_class_arguments(GenerationConfig)
     return parser
@@ -98,11 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
 
 
 def evaluate(arguments: Sequence[str], *, prog: str) -> None:
-    """Score a model according to the arguments, on every rank of the launcher, and print the result.
-
-    Raises:
-        UserError: bad arguments or input.
-    """
+    """Score a model according to the arguments, on every rank of the launcher, and print the result."""
     parsed = parse(build_parser(prog), arguments)
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
@@ -143,11 +101,16 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
 def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
     """Return {name: reference of instructions, or text} of the sets in --suite and --data.
 
-    Raises:
-        UserError: there is no set, or two sets have the same name.
+    The name of a set of --data is its file's name without the extension. Raises UserError if there is no set, or two
+    sets have the same name.
     """
     suite = {} if parsed.suite is None else suite_sets(parsed.suite, parsed.data_dir)
-    given = set_names(parsed.data)
+    given: dict[str, str] = {}
+    for path in parsed.data:
+        name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
+        if name in given:
+            raise UserError(f"--data: {given[name]} and {path} would both be called {name}; rename one of the files")
+        given[name] = path
     if not suite and not given:
         raise UserError("--data is missing: name a file, or sets with --suite dolly,self_inst,vicuna")
     twice = sorted(suite.keys() & given.keys())
@@ -155,21 +118,6 @@ def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
         raise UserError(f"--data and --suite both have a set called {twice[0]}; leave one out or rename the file")
     kinds = {name: parsed.kind or kind_of(path) for name, path in given.items()}
     return {**suite, **{name: TextSet(path) if kinds[name] == "text" else path for name, path in given.items()}}
-
-
-def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return {name: path}; the name of a set is its file's name without the extension.
-
-    Raises:
-        UserError: two sets have the same name.
-    """
-    names: dict[str, str] = {}
-    for path in paths:
-        name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
-        if name in names:
-            raise UserError(f"--data: {names[name]} and {path} would both be called {name}; rename one of the files")
-        names[name] = path
-    return names
 
 
 def default_output(model: str, decoding: str) -> Path:
@@ -200,15 +148,7 @@ def print_scores(result: dict[str, Any]) -> None:
     ]
     if rows:
         print_table(title, header, rows)
-    if result["texts"]:
-        of_texts = f"{result['model']}: {result['params']:,} parameters, {result['dtype']}"
-        print_table(of_texts, *text_cells(result["texts"]))
-
-
-def text_cells(texts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the perplexity on texts, as text."""
-    from llmdistill.tasks.perplexity import show_perplexity
-
+    title = f"{result['model']}: {result['params']:,} parameters, {result['dtype']}"
     header = ["text", "perplexity", "loss, nats/token", "tokens scored", "windows", "tokens of a window", "stride"]
     rows = [
         [
@@ -220,6 +160,7 @@ def text_cells(texts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[s
             f"{score['window']:,}",
             f"{score['stride']:,}",
         ]
-        for name, score in texts.items()
+        for name, score in result["texts"].items()
     ]
-    return header, rows
+    if rows:
+        print_table(title, header, rows)

@@ -15,21 +15,6 @@ from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import exit_code
 
 
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser; its arguments are all fields of FineTuningConfig."""
-    parser = ArgumentParser(
-        prog=prog,
-        exit_on_error=False,
-        description="Fine-tune a model on tasks of GLUE, SQuAD or MLQA, choose learning rate and epochs on dev, and "
-        "report mean and standard deviation over seeds. Finished runs are kept, so the same command continues an "
-        "interrupted one. Under the deepspeed launcher several ranks share each run.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
-    add_config(parser, FineTuningConfig, METHODS)
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
     """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
     return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
@@ -45,11 +30,18 @@ def evaluate(
     """Fine-tune a model according to the arguments and print the result.
 
     With `launch`, the launcher with its flags replaces this process, unless each run has its own process and launcher.
-
-    Raises:
-        UserError: bad arguments or input.
     """
-    parsed = parse(build_parser(prog), arguments)
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        description="Fine-tune a model on tasks of GLUE, SQuAD or MLQA, choose learning rate and epochs on dev, and "
+        "report mean and standard deviation over seeds. Finished runs are kept, so the same command continues an "
+        "interrupted one. Under the deepspeed launcher several ranks share each run.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    add_config(parser, FineTuningConfig, METHODS)
+    parsed = parse(parser, arguments)
     config = build(parsed, FineTuningConfig, METHODS, prefix="--")
     if launcher_flags and launch is not None and config.trials_at_once == 1:
         launch()

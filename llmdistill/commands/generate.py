@@ -6,27 +6,20 @@ llmdistill generate [--num_gpus N] --model DIR --data FILE --output FILE.jsonl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config import ResponseConfig
 from llmdistill.config.command_line import build, parse
-from llmdistill.config.generation import PROMPT_HELP
-from llmdistill.messages import print_result, say
+from llmdistill.config.data import LIMITS
+from llmdistill.config.generation import ResponseConfig, add_limits
+from llmdistill.messages import print_result
 from llmdistill.runtime.terminal import quiet_transformers
 
 
 def generate(arguments: Sequence[str]) -> None:
-    """Generate answers according to the arguments, on every rank of the launcher, and print a summary.
-
-    Raises:
-        UserError: bad arguments or input.
-    """
-    # Imported below so that --help does not wait for transformers and DeepSpeed.
-    defaults = ResponseConfig()
+    """Generate answers according to the arguments, on every rank of the launcher, and print a summary."""
     parser = ArgumentParser(
         prog="llmdistill generate",
         exit_on_error=False,
@@ -34,47 +27,22 @@ def generate(arguments: Sequence[str]) -> None:
         "as data.train. After an interruption the same command continues, on any number of ranks.",
     )
     parser.add_argument("--model", type=str, required=True, help="The teacher: folder, hub name or embedded:teacher.")
-    parser.add_argument(
-        "--data", type=str, required=True, help="Prompts, in any form of data.train; answers in it are ignored."
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE.jsonl",
-        help="File for the answers; FILE.jsonl.provenance.json beside it records the model and the settings.",
-    )
+    text = "Prompts, in any form of data.train; answers in it are ignored."
+    parser.add_argument("--data", type=str, required=True, help=text)
+    text = "File for the answers; FILE.jsonl.provenance.json beside it records the model and the settings."
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help=text)
     parser.add_argument("--json", action="store_true", help="Print that record as one JSON object.")
-    # Both names are accepted, so that an error message that names a run's key is valid for this command too.
-    for name, text in (
-        ("max_prompt_length", "Largest number of tokens of a prompt, template included."),
-        ("max_length", "An answer has at most max_length - max_prompt_length tokens."),
-    ):
-        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(defaults, name), help=text)
-    parser.add_argument(
-        "--long_prompts",
-        "--data.long_prompts",
-        type=Literal["error", "drop", "truncate"],
-        default=defaults.long_prompts,
-        help="What to do with prompts over max_prompt_length.",
-    )
-    parser.add_argument("--prompt", "--data.prompt", type=str, help=PROMPT_HELP)
-    parser.add_class_arguments(ResponseConfig, skip={"prompt", "max_prompt_length", "max_length", "long_prompts"})
+    add_limits(parser, long_prompts="error")
+    parser.add_class_arguments(ResponseConfig, skip=set(LIMITS))
     parsed = parse(parser, arguments)
     settings = build(parsed, ResponseConfig, prefix="--")
     quiet_transformers()
+    # Imported here so that --help does not wait for transformers and DeepSpeed.
     from llmdistill.generation.responses import generate_responses
     from llmdistill.runtime.distributed import process_group
 
     with process_group(needed=False) as world:
-        record = generate_responses(
-            parsed.model,
-            parsed.data,
-            parsed.output,
-            settings,
-            world=world,
-            log=partial(say, aside=True),
-        )
+        record = generate_responses(parsed.model, parsed.data, parsed.output, settings, world=world)
     if world.is_main:
         print_result(record if parsed.json else summary(record, parsed.output))
 

@@ -13,8 +13,9 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, parse, parse_run, split_words
+from llmdistill.config.command_line import build, parse_own, parse_run, split_words
 from llmdistill.config.machine import MachineConfig
+from llmdistill.config.overrides import given_flags
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
 from llmdistill.messages import print_result
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
     from llmdistill.run.forecast.choices import LayoutChoice
     from llmdistill.run.plan import Plan
 
-_FLAGS = {"help", "json", "all", "write", "count_data", "cache"}
 
-
-def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser of the command's own arguments."""
+def plan(arguments: Sequence[str]) -> None:
+    """Forecast a training, and print and write a proposal; raises UserError if no setting fits."""
     parser = ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] [--KEY VALUE ...]",
+        prog="llmdistill plan",
+        usage="llmdistill plan [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] "
+        "[--KEY VALUE ...]",
         exit_on_error=False,
         description="Forecast, from configurations alone, the memory of a training by part and the time of a step on "
         "GPUs, or on this CPU, for each ZeRO stage, micro batch, activation checkpointing and place of the teacher, "
@@ -45,34 +45,16 @@ def build_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object with all settings.")
     parser.add_argument("--all", action="store_true", help="List every micro batch size, not only the best one.")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="DIR",
-        help="New folder for the proposal: ds_config.json, and launch.sh, which starts the training with it.",
-    )
-    parser.add_argument(
-        "--count_data",
-        action="store_true",
-        help="Read and tokenize the training set for the size of a cache; otherwise its examples are taken to be those "
-        "of the run's steps, each once and of data.max_length tokens.",
-    )
+    text = "New folder for the proposal: ds_config.json, and launch.sh, which starts the training with it."
+    parser.add_argument("--write", type=Path, metavar="DIR", help=text)
+    text = "Read and tokenize the training set for the size of a cache; otherwise its examples are taken to be those "
+    text += "of the run's steps, each once and of data.max_length tokens."
+    parser.add_argument("--count_data", action="store_true", help=text)
     parser.add_class_arguments(MachineConfig, None)
     parser.add_class_arguments(CacheConfig, "cache")
-    return parser
-
-
-def plan(arguments: Sequence[str]) -> None:
-    """Forecast a training, and print and write a proposal.
-
-    Raises:
-        UserError: bad arguments, or no setting fits.
-    """
-    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS)
-    parsed = parse(build_parser("llmdistill plan"), own)
-    machine = measured(build(parsed, MachineConfig, prefix="--"), own)
+    parsed, words = parse_own(parser, arguments)
+    machine = measured(build(parsed, MachineConfig, prefix="--"), arguments)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
-    given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.run.forecast.cache import CacheAsked
@@ -90,7 +72,7 @@ def plan(arguments: Sequence[str]) -> None:
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
     asked = CacheAsked(folder=str(folder), settings=settings, counts=counts)
-    one = given is not None or not machine.gpus  # nothing is sharded over the single rank of a CPU
+    one = "ds_config" in given_flags(words) or not machine.gpus  # nothing is sharded over the single rank of a CPU
     choices = make_choices(resolved, machine, [config.ds_config] if one else DS_CONFIGS, asked)
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
@@ -100,7 +82,11 @@ def plan(arguments: Sequence[str]) -> None:
         print_choices(resolved, machine, choices, every=parsed.all)
     best = propose(choices, config.train.micro_batch_size)
     if not parsed.json:
-        print_proposal(best, reason(best, choices, config.train.micro_batch_size), words, machine)
+        why, first = reason(best, choices, config.train.micro_batch_size), first_words(best, words, machine)
+        print_result(f"\nProposal   {best.described()}\nReason     {why}")
+        if first is not None:
+            print_result(f"First      {shlex.join(first)}")
+        print_result(f"Launch     {shlex.join(launch_words(best, words, machine, best.ds_config))}")
     if parsed.write is not None:
         write(parsed.write, best, words, machine)
         if not parsed.json:
@@ -113,8 +99,7 @@ def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
 
     from llmdistill.runtime.speed import measure_cpu
 
-    names = {each.name for each in fields(MachineConfig)}
-    given = names & {word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")}
+    given = {each.name for each in fields(MachineConfig)} & given_flags(words).keys()
     if machine.gpus != 0 and (given or torch.cuda.is_available()):
         return machine
     return replace(machine, gpus=0, **{name: each for name, each in measure_cpu().items() if name not in given})
@@ -135,11 +120,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
 
 
 def count_data(plan: Plan) -> Counts | None:
-    """Read and count the training set of a run; None if the run can have no cache.
-
-    Raises:
-        UserError: the data or the tokenizers cannot be read.
-    """
+    """Read and count the training set of a run; None if the run can have no cache."""
     from llmdistill.run.cache import count_examples
     from llmdistill.run.checks import can_cache
     from llmdistill.run.plan import make_plan
@@ -178,20 +159,16 @@ def launch_words(choice: LayoutChoice, words: Sequence[str], machine: MachineCon
     return ["llmdistill", "train", *launcher_words(machine), *words, "--ds_config", ds_config, *settings]
 
 
-def cache_words(cache: CacheForecast, words: Sequence[str], machine: MachineConfig) -> list[str]:
-    """Return the command line that makes the cache of a choice; it goes on where it was interrupted."""
+def first_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
+    """Return the command line that makes the cache of a choice, or goes on with it; None if nothing is to be made."""
+    cache = choice.cache
+    if cache is None or cache.is_there:
+        return None
     kept = {name: value for name, value in asdict(cache.settings).items() if value != getattr(CacheConfig(), name)}
     settings = [f"--cache.{name}={value}" for name, value in kept.items()]
     settings += [] if cache.sharding == "replicated" else [f"--teacher.sharding={cache.sharding}"]
     _, run = split_words(words, {"teacher.cache"})
     return ["llmdistill", "cache", *launcher_words(machine), *run, *settings, "--output", cache.folder]
-
-
-def first_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
-    """Return the command line that must run before the training; None if there is none."""
-    if choice.cache is None or choice.cache.is_there:
-        return None
-    return cache_words(choice.cache, words, machine)
 
 
 def described(
@@ -309,22 +286,11 @@ def about_cache(cache: CacheForecast) -> str:
     return f"{said}\n           made in {cache.seconds:,.3g} s by the teacher {cache.sharding}"
 
 
-def print_proposal(choice: LayoutChoice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
-    """Print a proposal, its reason, and the command that takes it."""
-    first = first_words(choice, words, machine)
-    print_result(f"\nProposal   {choice.described()}\nReason     {reason}")
-    if first is not None:
-        print_result(f"First      {shlex.join(first)}")
-    print_result(f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}")
-
-
 def write(folder: Path, choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> None:
     """Write the DeepSpeed configuration of a choice, and a script that launches the training with it.
 
-    The script makes the teacher's cache first if the choice has one that is not there.
-
-    Raises:
-        UserError: the folder exists and is not empty.
+    The script makes the teacher's cache first if the choice has one that is not there. Raises UserError if the folder
+    exists and is not empty.
     """
     command = shlex.join(launch_words(choice, words, machine, str(folder / "ds_config.json")))
     with new_folder(folder) as partial:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.overrides import flags, given_flags
 from llmdistill.errors import Stopped, UserError
 from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
@@ -33,16 +33,14 @@ def compare_table(
         launcher_flags: flags of the deepspeed launcher for every run.
         rows: the keys of the rows to run; None for all that can be run.
         command: the command as the user typed it.
-
-    Raises:
-        UserError: bad arguments, or a model, a text or a data set is missing.
     """
     quiet_transformers()
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.experiments.table_study import TableStudy, conduct, rows_to_run
     from llmdistill.report.paper import load_table
-    from llmdistill.report.published import print_published, write_published
+    from llmdistill.report.published import PublishedReport, print_published, write_published
+    from llmdistill.report.record import describe_versions, make_record
 
     table = load_table(parsed.suite)
     chosen = rows_to_run(table, rows)
@@ -62,7 +60,16 @@ def compare_table(
     except KeyboardInterrupt as stop:
         logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", root)
         return stop.code if isinstance(stop, Stopped) else 130
-    report = _report(study, measured, command)
+    record, limit = make_record(command, 1), study.tasks.limit
+    protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
+    facts = {
+        "Command": command,
+        "Hardware": record["hardware"],
+        "Versions": describe_versions(record),
+        **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
+        "Finished": record["finished"],
+    }
+    report = PublishedReport(table=table, measured=measured, facts=facts)
     results = write_published(root, report)
     if parsed.json:
         print_result(results)
@@ -80,7 +87,7 @@ def configs_of(
     What the user typed comes after the table's own settings, and wins. A row of the recipes' own teacher is a row of
     the user's teacher, if there is one.
     """
-    if any(word.split("=")[0] == "--recipe" for word in settings):
+    if "recipe" in given_flags(settings):
         raise UserError("--recipe: each row of a published table has its own; leave it out, or take --rows")
     first = next((row.recipe for row in table.rows if row.recipe is not None), _ANY_RECIPE)
     configs, models = {}, {}
@@ -96,8 +103,7 @@ def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], sett
     own = ["--recipe", recipe]
     if table.tasks:
         own += ["--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
-    for key, value in {"tasks.out_of_domain": dict(table.out_of_domain), **changes}.items():
-        own += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    own += flags({"tasks.out_of_domain": dict(table.out_of_domain), **changes})
     return parse_run([*own, *settings], METHODS)[0]
 
 
@@ -133,20 +139,3 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
 
 def _suite_command(study: TableStudy) -> str:
     return f"llmdistill evaluate --suite {study.table.suite}"
-
-
-def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any:
-    """Return the data of the report."""
-    from llmdistill.report.published import PublishedReport
-    from llmdistill.report.record import describe_versions, make_record
-
-    record, limit = make_record(command, 1), study.tasks.limit
-    protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
-    facts = {
-        "Command": command,
-        "Hardware": record["hardware"],
-        "Versions": describe_versions(record),
-        **({"Fine-tuning": protocol} if study.table.suite is None else {"Scores": _suite_command(study)}),
-        "Finished": record["finished"],
-    }
-    return PublishedReport(table=study.table, measured=measured, facts=facts)

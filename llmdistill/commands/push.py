@@ -24,11 +24,7 @@ _MODULES = ("*.json", "*.safetensors", "*.txt")
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Upload the files of a model.
-
-    Raises:
-        UserError: bad arguments, no token, files that are not as they were written, or the hub refuses.
-    """
+    """Upload the files of a model; raises UserError if there is no token, a file is damaged, or the hub refuses."""
     parser = ArgumentParser(
         prog="llmdistill push",
         exit_on_error=False,
@@ -41,13 +37,20 @@ def push(arguments: Sequence[str]) -> None:
     parser.add_argument("--private", action="store_true", help="Create the repository as a private one.")
     parsed = parse(parser, arguments)
     folder = model_folder(Path(parsed.folder))
-    _check_name(parsed.name)
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(parsed.name)
+    except HFValidationError as error:
+        raise UserError(
+            f"{parsed.name}: no repository's name; give USER/NAME (letters, digits, dots, - and _)"
+        ) from error
     damage = manifest_damage(folder) if (folder / MANIFEST).is_file() else None
     if damage is not None:
         raise UserError(f"{damage}: make the model again or copy it again; nothing was uploaded")
     files = list(model_files(folder))
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-
     if get_token() is None:
         raise UserError("there is no token of the hub: run `hf auth login`, or set HF_TOKEN; nothing was uploaded")
     api = HfApi(library_name="llmdistill")
@@ -90,13 +93,3 @@ def model_files(folder: Path) -> Iterator[str]:
         elif file.is_dir() and file.name[:1].isdigit() and "_" in file.name and (folder / "modules.json").is_file():
             inner = sorted(each for each in file.iterdir() if each.is_file())
             yield from (f"{file.name}/{each.name}" for each in inner if any(fnmatch(each.name, p) for p in _MODULES))
-
-
-def _check_name(name: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise UserError(f"{name}: no repository's name; give USER/NAME (letters, digits, dots, - and _)") from error

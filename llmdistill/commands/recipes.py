@@ -14,11 +14,7 @@ from llmdistill.messages import print_result
 
 
 def recipes(arguments: Sequence[str]) -> None:
-    """List the recipes, or print one.
-
-    Raises:
-        UserError: bad arguments, or there is no such recipe.
-    """
+    """List the recipes, or print one; raises UserError if there is no such recipe."""
     parser = ArgumentParser(
         prog="llmdistill recipes",
         exit_on_error=False,

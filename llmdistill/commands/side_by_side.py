@@ -74,31 +74,23 @@ SUITES = {
 """The suites by name."""
 
 
-def build_parser(suite: str, prog: str) -> ArgumentParser:
-    """Return the parser of a suite; its arguments are all fields of its settings."""
-    parser = ArgumentParser(prog=prog, exit_on_error=False, description=SUITES[suite].description)
-    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
-    parser.add_class_arguments(SUITES[suite].config, None)
-    return parser
-
-
 def main(suite: str, arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
     """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
     return exit_code(lambda: evaluate(suite, sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
 def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
-    """Run the models according to the arguments and print the result.
-
-    Raises:
-        UserError: bad arguments or input.
-    """
-    parsed = parse(build_parser(suite, prog), arguments)
-    config = build(parsed, SUITES[suite].config, prefix="--")
+    """Run the models according to the arguments and print the result."""
+    entry = SUITES[suite]
+    parser = ArgumentParser(prog=prog, exit_on_error=False, description=entry.description)
+    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
+    parser.add_class_arguments(entry.config, None)
+    parsed = parse(parser, arguments)
+    config = build(parsed, entry.config, prefix="--")
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
-    found = import_module(f"llmdistill.experiments.{SUITES[suite].module}").SUITE
+    found = import_module(f"llmdistill.experiments.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")

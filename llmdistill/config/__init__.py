@@ -1,8 +1,10 @@
 """All settings of a run, in typed, keyword-only, frozen dataclasses. The docstring under a field is its help text."""
 
+# ruff: noqa: F401  # the sections of a run are imported from here
+
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,37 +12,10 @@ from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingCo
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.marks import COMMON, FREE, at_least, replaces
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.student import (
-    CalibrationConfig,
-    FactorizeConfig,
-    LoraConfig,
-    QuantizeConfig,
-    StudentConfig,
-)
+from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, QuantizeConfig, StudentConfig
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.config.training import TrainConfig
-
-__all__ = [
-    "DEFAULT_DS_CONFIG",
-    "CalibrationConfig",
-    "DataConfig",
-    "FactorizeConfig",
-    "GenerationConfig",
-    "LoraConfig",
-    "OneTeacher",
-    "QuantizeConfig",
-    "ResponseConfig",
-    "RunConfig",
-    "StudentConfig",
-    "TaskConfig",
-    "TasksConfig",
-    "TeacherConfig",
-    "TextConfig",
-    "TrainConfig",
-    "WritingConfig",
-]
-
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """The DeepSpeed configuration of a run that does not name one."""
@@ -83,12 +58,16 @@ class RunConfig:
     """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:
-        """Check the settings that do not depend on the methods; raises ValueError if they contradict each other."""
         if self.train.epochs is not None and self.data.kind == "instructions":
             raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         if len(set(self.methods())) < len(self.methods()):
             raise ValueError(f"also is {self.also}, with method {self.method}: name each method once")
-        self._check_shapes()
+        if self.student.model is not None and (self.student.shape is not None or self.student.assistants):
+            raise ValueError("student.model is a student made before: leave student.shape and student.assistants out")
+        if self.student.assistants and self.student.shape is None:
+            raise ValueError("student.assistants come before a student with a shape: give student.shape")
+        if self.student.assistant_training and not self.student.assistants:
+            raise ValueError("student.assistant_training is for assistants: give student.assistants too")
 
     def methods(self) -> list[str]:
         """The names of all methods whose terms the student is trained on."""
@@ -99,20 +78,8 @@ class RunConfig:
         changed = replace(self.method_settings[method], **changes)
         return replace(self, method_settings={**self.method_settings, method: changed})
 
-    def _check_without_teacher(self, teachers: Collection[str]) -> None:
-        if self.data.kind != "task" or set(teachers) & set(self.methods()):
-            raise ValueError(
-                f"teacher.model is null, but method {' + '.join(self.methods())} on {self.data.kind} needs a teacher: "
-                "name one, or fine-tune on a task by method sft"
-            )
-        if self.student.model is None:
-            raise ValueError("teacher.model is null, so no student can be made of it: name student.model")
-
     def check_methods(self, known: MethodTable) -> None:
-        """Check the methods against the table of all methods.
-
-        Raises ValueError if a method does not exist, or it does not fit the other settings of the run.
-        """
+        """Raise a ValueError if a method is not in the table, or does not fit the other settings of the run."""
         teachers, tasks = with_teacher(known), self.tasks
         check_names("method", [self.method], known)
         check_names("also", self.also, teachers)
@@ -129,8 +96,13 @@ class RunConfig:
                 f"data.rollout.url is {self.data.rollout.url}, but student.quantize.weights is "
                 f"{self.student.quantize.weights}: vLLM cannot serve such a student, leave one of them out"
             )
-        if self.teacher.model is None:
-            self._check_without_teacher(teachers)
+        if self.teacher.model is None and (self.data.kind != "task" or set(teachers) & set(self.methods())):
+            raise ValueError(
+                f"teacher.model is null, but method {' + '.join(self.methods())} on {self.data.kind} needs a teacher: "
+                "name one, or fine-tune on a task by method sft"
+            )
+        if self.teacher.model is None and self.student.model is None:
+            raise ValueError("teacher.model is null, so no student can be made of it: name student.model")
         if self.also and self.method not in teachers:
             raise ValueError(
                 f"also is {self.also}, but method {self.method} has no teacher: make one of them the method"
@@ -139,11 +111,3 @@ class RunConfig:
             raise ValueError(f"student.assistants teach, but method {self.method} has no teacher: leave them out")
         for name in self.methods():
             known[name].check(self.method_settings.get(name), self)
-
-    def _check_shapes(self) -> None:
-        if self.student.model is not None and (self.student.shape is not None or self.student.assistants):
-            raise ValueError("student.model is a student made before: leave student.shape and student.assistants out")
-        if self.student.assistants and self.student.shape is None:
-            raise ValueError("student.assistants come before a student with a shape: give student.shape")
-        if self.student.assistant_training and not self.student.assistants:
-            raise ValueError("student.assistant_training is for assistants: give student.assistants too")

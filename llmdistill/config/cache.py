@@ -7,15 +7,12 @@ from typing import Literal
 
 from llmdistill.config.marks import at_least
 
-Content = Literal["hidden_states", "top_k"]
-"""What is kept of a teacher's distribution over tokens."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """What a cache keeps, and how it is written."""
 
-    content: Content = "hidden_states"
+    content: Literal["hidden_states", "top_k"] = "hidden_states"
     """What is kept for each predicted token. hidden_states: the input of the last matrix of the LM head, from which the
     exact logits follow; top_k: the most likely tokens with their log-probabilities, and the mass of all others, which
     gives a lower bound of each divergence."""

@@ -1,6 +1,6 @@
 """Builds a configuration from recipe and command line, or in Python from settings by name.
 
-An unknown key is an error that names the nearest key.
+An unknown key, a value that does not fit, and settings that contradict each other are UserErrors that name the key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
-from llmdistill.config.methods import MethodInfo, MethodTable
+from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
 from llmdistill.errors import FieldError, UserError
@@ -34,8 +34,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 _Config = TypeVar("_Config")
 
-_NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)
-"""What jsonargparse raises for values that do not fit."""
+_NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)  # for values that do not fit
 
 
 def run_parser(methods: MethodTable) -> ArgumentParser:
@@ -44,7 +43,7 @@ def run_parser(methods: MethodTable) -> ArgumentParser:
 
 
 @cache
-def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
+def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill/train.py",
         usage="deepspeed [--num_gpus N] llmdistill/train.py [--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]",
@@ -85,8 +84,6 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json.
 
     `recipe` is None for a run without one: the embedded example is only for runs that name no teacher or data.
-
-    Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
     topic = asked_help(arguments)
     if topic is not None:
@@ -148,6 +145,13 @@ def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[
     return own, rest
 
 
+def parse_own(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """Parse the flags of a command that also takes the settings of a run; returns their values and the other words."""
+    names = {flag.removeprefix("--").split(".")[0] for action in parser._actions for flag in action.option_strings}
+    own, rest = split_words(arguments, names)
+    return parse(parser, own), rest
+
+
 def typed_command(script: str, arguments: Sequence[str]) -> str:
     """The shell command that starts a script with these arguments on the same number of ranks."""
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -156,19 +160,16 @@ def typed_command(script: str, arguments: Sequence[str]) -> str:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
-
-    Raises UserError if a key is unknown, or a value does not fit.
-    """
+    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`."""
     hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
-    flags = [word[2:].split("=")[0] for word in arguments if word.startswith("--") and word != "--"]
-    check_keys(parser, [flag for flag in flags if flag != "print_config"], prefix="--")
+    typed = overrides.given_flags(arguments)
+    check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
     except _NOT_PARSED as error:
-        for key, value in overrides.given_flags(arguments).items():
+        for key, value in typed.items():
             check_plain(value, key)  # the parser does not name the key of a number that is too large
         raise UserError(one_sentence(str(error))) from error
 
@@ -211,8 +212,6 @@ def build(
         kind: the class of the configuration.
         methods: all methods, if the configuration has a section for each of them (see `add_config`).
         prefix: what the user types before the name of a field, for error messages.
-
-    Raises UserError if settings contradict each other.
     """
     given = values.as_dict() if isinstance(values, Namespace) else values
     built: dict[str, Any] = {}
@@ -245,7 +244,7 @@ def build(
 def checked(
     kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None, *, prefix: str = ""
 ) -> _Config:
-    """Build a configuration from the values of its fields and check it; a UserError if settings contradict."""
+    """Build a configuration from the values of its fields and check it."""
     try:
         config: Any = kind(**values)
         if methods is not None:
@@ -266,8 +265,6 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
     """Returns a section of a configuration with some values changed, which are checked like those of a recipe.
 
     `key` is the dotted key of the section for error messages; empty for names without a section.
-
-    Raises UserError if a key is unknown, or a value does not fit.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
@@ -277,7 +274,7 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
 
 
 def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> Any:
-    """Parse values by dotted key; a UserError if a key is unknown, or a value does not fit."""
+    """Parse values by dotted key."""
     check_keys(parser, values, prefix=prefix)
     for key, value in values.items():
         check_plain(value, f"{prefix}{key}")
@@ -295,8 +292,6 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
         keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
             the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`; or `decoding` of the scoring.
         methods: the table of all methods.
-
-    Raises UserError if a key is unknown, a value does not fit, or settings contradict each other.
     """
     method = str(settings.get("method", ""))
     own = _sections({method: methods[method]}) if method in methods else []
@@ -316,8 +311,6 @@ def method_settings(
     """Build the settings of some methods, by the method's name; the main method is first in `names`.
 
     Settings are given by dotted key (`{"minilm.attention": 2.0}`), those of the main method also as keywords.
-
-    Raises UserError if none of these methods has the setting, or a value does not fit.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():

@@ -65,7 +65,6 @@ class TextConfig:
     """Number of sequences of data.valid that are used, from its beginning."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a next sentence is learned without pairs."""
         if self.next_sentence and self.pairs is False:
             raise ValueError(
                 "data.text.next_sentence is true, but data.text.pairs is false: a next sentence needs pairs, leave one "
@@ -95,7 +94,6 @@ class WritingConfig:
     """No n-gram of this length occurs twice in a written text; 0 switches this off."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the shortest text leaves no place for the end token."""
         if self.min_length >= self.max_length:
             raise ValueError(
                 f"data.task.writing.min_length is {self.min_length} and max_length {self.max_length}: the end token "
@@ -142,7 +140,6 @@ class TaskConfig:
     """Settings of tasks in which an encoder writes texts: question_generation, summarization, xsum, cnn_dailymail."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if a set's name cannot be that of a file."""
         for name in self.out_of_domain:
             check_name(name, "data.task.out_of_domain")
 
@@ -248,15 +245,10 @@ class DataConfig:
     """Settings if kind is sentences."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the limits contradict each other, or a set's name cannot be that of a file."""
         for name in self.tests:
             check_name(name, "data.tests")
-        if self.kind == "text":
-            self._check_text()
-        elif self.kind == "task":
-            self._check_task()
-        elif self.kind == "sentences":
-            self._check_sentences()
+        if self.kind != "instructions":
+            self._check_kind()
         elif not 0 < self.max_prompt_length < self.max_length:
             raise ValueError(
                 f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
@@ -273,28 +265,20 @@ class DataConfig:
                 "not packed, leave one of them out"
             )
 
-    def _check_task(self) -> None:
-        if self.task.name is None:
+    def _check_kind(self) -> None:
+        """Raise a ValueError for settings that do not fit another kind of data than instructions."""
+        if self.kind == "task" and self.task.name is None:
             raise ValueError("data.kind is task, but data.task.name is missing: name a task, such as rte")
-        if self.train != DataConfig.train or self.valid is not None:
+        if self.kind == "task" and (self.train != DataConfig.train or self.valid is not None):
             key = "valid" if self.train == DataConfig.train else "train"
             raise ValueError(f"data.{key} names a file, but a task brings its own splits: leave it out")
-        self._check_unused()
-
-    def _check_text(self) -> None:
-        if self.max_length < 8:
+        if self.kind == "text" and self.max_length < 8:
             raise ValueError(f"data.max_length is {self.max_length}: give 8 or more, the shortest sequence of a text")
-        self._check_unused("tests")
-        if self.train.startswith("embedded:"):
-            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
-
-    def _check_sentences(self) -> None:
-        self._check_unused("tests", "bucket_steps")
-        if self.train.startswith("embedded:"):
-            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is sentences: name a file")
-
-    def _check_unused(self, *used: str) -> None:
+        used = {"text": ("tests",), "sentences": ("tests", "bucket_steps")}.get(self.kind, ())
         defaults = DataConfig()
         for key in ("tests", "on_policy", "rollout", "streaming", "bucket_steps", "packing", "prompt"):
             if key not in used and getattr(self, key) != getattr(defaults, key):
                 raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")
+        if self.kind != "task" and self.train.startswith("embedded:"):
+            what = "text" if self.kind == "text" else "file"
+            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is {self.kind}: name a {what}")

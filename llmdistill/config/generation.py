@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.config.marks import SHARE_OVER_0, at_least, each_once, takes
+from jsonargparse import ArgumentParser
 
-PROMPT_HELP = (
-    "How instructions are put to the model: minillm (MiniLLM's prompt), chat (the tokenizer's chat template), or a "
-    "text with {instruction} and usually {input} in it. Default: a student of ours is asked as it was trained, another "
-    "model by its chat template, and one without a template by MiniLLM's prompt."
-)
+from llmdistill.config.marks import SHARE_OVER_0, at_least, each_once, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +73,22 @@ class ResponseConfig:
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """hf: transformers' generate, on one or several ranks; vllm: vLLM, one process for all GPUs; auto: vLLM if it is
     installed and can run this request, else hf."""
+
+
+def add_limits(parser: ArgumentParser, *, long_prompts: str | None, hint: str = "") -> None:
+    """Add how prompts are put and cut to a parser, also under a run's keys, which error messages name.
+
+    `hint` ends the help of long_prompts, whose default is the value of the argument.
+    """
+    for name, text in (
+        ("max_prompt_length", "Largest number of tokens of a prompt, template included."),
+        ("max_length", "An answer has at most max_length - max_prompt_length tokens."),
+    ):
+        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(ResponseConfig, name), help=text)
+    text = f"What to do with prompts over max_prompt_length{hint}."
+    kinds = Literal["error", "drop", "truncate"]
+    parser.add_argument("--long_prompts", "--data.long_prompts", type=kinds, default=long_prompts, help=text)
+    text = "How instructions are put to the model: minillm (MiniLLM's prompt), chat (the tokenizer's chat template), "
+    text += "or a text with {instruction} and usually {input} in it. Default: a student of ours is asked as it was "
+    text += "trained, another model by its chat template, and one without a template by MiniLLM's prompt."
+    parser.add_argument("--prompt", "--data.prompt", type=str, help=text)

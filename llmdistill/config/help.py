@@ -39,11 +39,7 @@ def asked_help(words: Sequence[str]) -> str | None:
 
 
 def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str:
-    """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd.
-
-    Raises:
-        UserError: there is no such section.
-    """
+    """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd."""
     if topic == "":
         return _common(parser, methods)
     if topic == ALL:
@@ -67,7 +63,8 @@ def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
     lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
     # The flags that are no settings of a run stand around them.
     for key in ("recipe", *marked(RunConfig, "common"), "dry_run", "check"):
-        flag, text = f"  --{key}", _first_sentence(str(actions[key].help))
+        flag, text = f"  --{key}", " ".join(str(actions[key].help).split())
+        text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."
         default = actions[key].default
         if default not in (None, False, argparse.SUPPRESS) and default != {}:
             text += f" (default: {default})"
@@ -82,10 +79,6 @@ def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
         f"  {'--help all':{_WIDTH - 2}}every setting",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.) |; ", " ".join(text.split()), maxsplit=1)[0].rstrip(".") + "."
 
 
 def _settings(parser: ArgumentParser) -> list[Any]:

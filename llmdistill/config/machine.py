@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llmdistill.config.marks import OVER_0, SHARE_BELOW_1, SHARE_OVER_0, at_least
 from llmdistill.errors import FieldError
 
-_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,15 @@ class MachineConfig:
     """Share of a GPU's memory that a proposal leaves free where it can, because the forecast is not exact."""
 
     def __post_init__(self) -> None:
-        """Raise a FieldError if a text is no number of bytes."""
         for name in ("gpu_memory", "reserved", "cache_space"):
             parse_bytes(getattr(self, name), field=name)
 
     @property
     def ranks_of_node(self) -> int:
-        """The number of ranks of each node: one on a CPU."""
-        return max(1, self.gpus)
+        return max(1, self.gpus)  # one on a CPU
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all nodes."""
         return self.ranks_of_node * self.nodes
 
     @property
@@ -82,10 +79,8 @@ class MachineConfig:
 def parse_bytes(text: str, *, field: str) -> int:
     """Return the bytes that a text such as 80GB, 1.5 TB or 24GiB names; raises FieldError if it has another form."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text, re.ASCII)
-    size = None if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
+    units = {unit.upper(): size for unit, size in _UNITS.items()}
+    size = None if match is None else float(match[1]) * units.get(match[2].upper(), 0)
     if not size:
-        raise FieldError(f"{field} is {text!r}: give a number with one of the units {', '.join(_NAMES)}, such as 80GB")
+        raise FieldError(f"{field} is {text!r}: give a number with one of the units {', '.join(_UNITS)}, such as 80GB")
     return round(size)
-
-
-_NAMES = ("MB", "GB", "TB", "MiB", "GiB", "TiB")

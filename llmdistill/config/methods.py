@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
-
-class MethodInfo(Protocol):
-    """The fields of `methods.entry.MethodEntry` that the configuration uses; that class explains them."""
-
-    @property
-    def help(self) -> str: ...
-
-    @property
-    def settings(self) -> type[Any] | None: ...
-
-    @property
-    def needs_teacher(self) -> bool: ...
-
-    @property
-    def on_policy(self) -> bool: ...
-
-    @property
-    def searches_layer(self) -> bool: ...
-
-    @property
-    def check(self) -> Any: ...
-
-
-MethodTable = Mapping[str, MethodInfo]
+MethodTable = Mapping[str, Any]
+"""Name of a method -> its `methods.entry.MethodEntry`, a class that the configuration cannot import."""
 
 
 def with_teacher(known: MethodTable) -> list[str]:

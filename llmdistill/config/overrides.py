@@ -40,7 +40,10 @@ def taken_back(
         for others, gives_way in () if setting is None else setting.metadata.items():
             if isinstance(others, tuple) and gives_way(value):
                 back |= {other: _default(settings[other]) for other in others}
-    if {**below, **back, **given}.get(_WEIGHTING) == "none" and not _measures({**below, **given}):
+    # A student with a shape may take what calibration data choose.
+    chosen = {**below, **given}
+    measures = "important" in (chosen.get("student.init"), chosen.get("student.layers"))
+    if {**below, **back, **given}.get(_WEIGHTING) == "none" and not measures:
         back[_CALIBRATION_DATA] = None
     return {
         key: value
@@ -52,11 +55,6 @@ def taken_back(
 
 def _default(setting: Field[Any]) -> Any:
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
-
-
-def _measures(settings: Mapping[str, Any]) -> bool:
-    """Whether a student with a shape takes what calibration data choose."""
-    return "important" in (settings.get("student.init"), settings.get("student.layers"))
 
 
 def flags(back: Mapping[str, Any]) -> list[str]:

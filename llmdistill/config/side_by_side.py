@@ -60,7 +60,6 @@ class AttentionConfig(SideBySideConfig):
     """Heads, counted from 1 and separated by commas, which have a row each; default: the mean of all heads."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if there are no texts or two sources of them."""
         if (self.text is None) == (self.data is None):
             raise ValueError("--text or --data: give one of them, a text or a file of texts")
 
@@ -127,7 +126,6 @@ class MtebConfig(SideBySideConfig):
     the model say, else 512, and never more than the model's positions."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if tasks come from nowhere or from two places, or a benchmark has languages beside it."""
         if (self.tasks is None) == (self.benchmark is None):
             raise ValueError("--tasks or --benchmark: give one of them, names of tasks or the name of a benchmark")
         if self.benchmark is not None and self.languages is not None:

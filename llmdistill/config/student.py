@@ -14,9 +14,6 @@ Allocation = Literal["uniform", "loss"]
 Form = Literal["plain", "pivoted"]
 """Ways to store a product of a low rank."""
 
-ShapeInit = Literal["random", "layers", "slice", "important"]
-"""Initial weights of a student with a shape."""
-
 _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
 _NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
 """Given sizes leave no ranks to choose."""
@@ -113,7 +110,6 @@ class FactorizeConfig:
     teacher's such as 30%; default: no limit."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if settings of the weighting contradict each other."""
         if self.allocation == "loss" and (self.target_params is None or self.weighting != "gradients"):
             raise ValueError(
                 "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
@@ -158,7 +154,6 @@ class QuantizeConfig:
     byte. Factorized students, which need llmdistill anyway, are always packed."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if there are no weights for a setting."""
         if self.weights == "none" and (self.group_size is not None or self.packed):
             raise ValueError(
                 "student.quantize has settings, but no weights: give student.quantize.weights int8 or int4"
@@ -185,7 +180,7 @@ class StudentConfig:
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
     the feed-forward width and a fifth the head width, which by default keep the teacher's proportions. Of
     student.factorize only calibration and embedding_rank (svd) or embedding_columns (kronecker) are then used."""
-    init: ShapeInit = "random"
+    init: Literal["random", "layers", "slice", "important"] = "random"
     """Initial weights of a student with a shape: random; layers: the weights of teacher layers, at the teacher's
     width; slice: as layers, but of each matrix only the first rows and columns, and of each head the first features;
     important: as slice, but the channels, heads and feed-forward neurons with the largest activations on the data of
@@ -208,7 +203,6 @@ class StudentConfig:
     """Weights of few bits."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the student has no linears for its adapters or its bits, or has both."""
         if self.method == "kronecker" and self.lora.rank is not None and self.model is None and self.shape is None:
             raise ValueError(
                 "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "

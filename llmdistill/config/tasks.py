@@ -13,9 +13,6 @@ from llmdistill.errors import check_name
 
 ProtocolName = Literal["makd", "minilm", "minilm_v1", "minilmv2", "kroneckerbert", "custom"]
 
-RowName = Literal["two_stages", "no_pretraining", "no_kd"]
-"""The rows of KroneckerBERT Table 6."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GridConfig:
@@ -74,7 +71,6 @@ class GridConfig:
     """The text before the name of a setting as a user types it."""
 
     def __post_init__(self) -> None:
-        """Raise a UserError if a set's name cannot be that of a file."""
         for name in self.out_of_domain:
             check_name(name, f"{self.prefix}out_of_domain")
 
@@ -86,7 +82,7 @@ class TasksConfig(GridConfig):
 
     names: list[str] = field(default_factory=list)
     """Tasks such as rte, cola, sst2 and squad2; without tasks there is no second stage."""
-    rows: list[RowName] = field(
+    rows: list[Literal["two_stages", "no_pretraining", "no_kd"]] = field(
         default_factory=lambda: ["two_stages"], metadata=each_once(wanted=", of two_stages, no_pretraining and no_kd")
     )
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
@@ -154,7 +150,6 @@ class FineTuningConfig(GridConfig):
         return [default if self.method is None else self.method, *self.also]
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the methods contradict the teacher or each other."""
         super().__post_init__()
         methods = self.methods()
         if "sft" in methods and self.also:
@@ -169,10 +164,7 @@ class FineTuningConfig(GridConfig):
             raise ValueError(f"--also {self.also}, with method {methods[0]}: name each method once")
 
     def check_methods(self, known: MethodTable) -> None:
-        """Check the methods against the table of all methods.
-
-        Raises ValueError if a method does not exist, or its settings do not work with fine-tuning.
-        """
+        """Raise a ValueError if a method is not in the table, or its settings do not work with fine-tuning."""
         teachers = with_teacher(known)
         check_names("method", self.methods()[:1], ["sft", *teachers])
         check_names("also", self.also, teachers)

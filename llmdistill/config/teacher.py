@@ -39,7 +39,6 @@ class OneTeacher:
     """Weight of this teacher in the average of several; only the proportions matter."""
 
     def __post_init__(self) -> None:
-        """Raise a FieldError for settings of a sharded teacher that do not fit."""
         if self.zero and not self.is_sharded:
             raise FieldError("zero shapes a sharded teacher: set sharding to node or zero3 as well")
         if "stage" in self.zero:
@@ -77,7 +76,6 @@ class TeacherConfig(OneTeacher):
     data.train whose key teacher is its name, and teacher.model those without the key."""
 
     def __post_init__(self) -> None:
-        """Raise a FieldError as for one teacher, and if settings of a server or of several teachers contradict."""
         super().__post_init__()
         if (self.url is None) != (self.top_k is None):
             given, lacking = ("url", "top_k") if self.top_k is None else ("top_k", "url")

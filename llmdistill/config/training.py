@@ -24,9 +24,6 @@ LEARNING_RATES = takes(
     f"give one or more, each once, all over 0 and {MOST_LEARNING_RATE:g} or less",
 )
 
-LOG_LINES = 4
-"""The number of log lines if log_every is null."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -100,7 +97,6 @@ class TrainConfig:
     """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if settings contradict each other."""
         if self.warmup_ratio is not None and self.warmup_steps != 0:
             raise ValueError(
                 f"train.warmup_ratio is {self.warmup_ratio} and train.warmup_steps {self.warmup_steps}: both say how "
@@ -120,5 +116,5 @@ class TrainConfig:
     def with_steps(self, steps: int) -> TrainConfig:
         """The same settings for a known number of steps, with epochs, warmup_ratio and an open log_every resolved."""
         warmup = self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
-        log_every = math.ceil(steps / LOG_LINES) if self.log_every is None else self.log_every
+        log_every = math.ceil(steps / 4) if self.log_every is None else self.log_every
         return replace(self, steps=steps, epochs=None, warmup_steps=warmup, warmup_ratio=None, log_every=log_every)

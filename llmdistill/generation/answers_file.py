@@ -8,6 +8,7 @@ matter which rank wrote a line, so the generation can be resumed on any number o
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ Rows = dict[int, list[int]]
 
 
 def prompt_row(example: Example) -> dict[str, Any]:
-    """Return an example without its answers; the keys are those of the form in which it was read."""
+    """Return an example without its answers, in the form in which it was read."""
     if example.messages:
         return {"messages": [{"role": role, "content": content} for role, content in example.messages]}
     if example.raw_prompt is not None:
@@ -87,18 +88,19 @@ def parts_folder(output: Path) -> Path:
 def claim_output(output: Path, request: dict[str, Any]) -> bool:
     """Check that an output is unused or belongs to this request; returns True if it is already finished.
 
-    Args:
-        output: the file of answers to write.
-        request: everything that determines the answers, as plain JSON values.
-
-    Raises UserError if the output or its parts belong to another request, or the output was changed.
+    `request` is everything that determines the answers, as plain JSON values. Raises UserError if the output or its
+    parts belong to another request, or the output was changed.
     """
     parts = parts_folder(output)
     asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
     if output.exists():
         record = read_provenance(output) if output.is_file() else None
         if record is not None:
-            _check_finished(output, record, request)
+            same = {key: record.get(key) for key in request}
+            subject = f"{output} holds the answers to another request"
+            compare_records(same, request, subject=subject, remedy="choose another --output")
+            if file_sha256(output) != record.get("output_sha256"):
+                raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
             shutil.rmtree(parts, ignore_errors=True)
             return True
         if asked is None:
@@ -116,25 +118,11 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         write_json(parts / "request.json", request)
     side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
-        _drop_torn_line(file)
+        content = file.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # an interrupted write leaves half a line; its batch is generated again
+            os.truncate(file, whole)
     return False
-
-
-def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any]) -> None:
-    same = {key: record.get(key) for key in request}
-    subject = f"{output} holds the answers to another request"
-    compare_records(same, request, subject=subject, remedy="choose another --output")
-    if file_sha256(output) != record.get("output_sha256"):
-        raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
-
-
-def _drop_torn_line(file: Path) -> None:
-    """Drop an incomplete last line, which an interrupted write leaves; its batch is generated again."""
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with file.open("r+b") as opened:
-            opened.truncate(whole)
 
 
 def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:

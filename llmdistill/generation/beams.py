@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
+from llmdistill.config import WritingConfig
 from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
@@ -25,25 +25,9 @@ from llmdistill.models.families import first_position
 from llmdistill.runtime.distributed import World, largest_number
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeamSearch:
-    """How a text is searched."""
-
-    beams: int
-    """The number of unfinished texts that are kept; 1 is greedy decoding."""
-    length_penalty: float
-    """Alpha of GNMT's penalty: the log-probability of a text is divided by ((5 + length) / 6)^alpha (Wu et al. 2016,
-    eq. 14, without coverage); the end token counts. 0 compares the log-probabilities themselves."""
-    max_length: int
-    """The largest number of tokens, end token included. A text that is cut competes with the finished ones."""
-    min_length: int = 0
-    """The smallest number of tokens before the end token."""
-    no_repeat_ngram_size: int = 0
-    """No n-gram of this length occurs twice in a text; 0 switches this off."""
-
-    def penalty(self, length: int) -> float:
-        """The divisor for a text of this length."""
-        return float(((5 + length) / 6) ** self.length_penalty)
+def penalty(length: int, alpha: float) -> float:
+    """GNMT's divisor for a text of this length, which counts the end token (Wu et al. 2016, eq. 14, no coverage)."""
+    return float(((5 + length) / 6) ** alpha)
 
 
 Step = Callable[[Tensor | None, Tensor | None], Tensor]
@@ -57,7 +41,7 @@ in the first step; and returns the log-probabilities of the next tokens, (N, V),
 @torch.no_grad()
 def search(
     step: Step,
-    settings: BeamSearch,
+    settings: WritingConfig,
     *,
     batch_size: int,
     end: int,
@@ -68,7 +52,7 @@ def search(
 
     Args:
         step: predicts the next tokens.
-        settings: how to search.
+        settings: how to search. A text that is cut at max_length competes with the finished ones.
         batch_size: B.
         end: the end token.
         forbidden: (V,), true at tokens that are never written; also determines the device.
@@ -78,7 +62,7 @@ def search(
     Returns:
         The tokens of each text; the end token is the last one unless the text was cut.
     """
-    beams, device = settings.beams, forbidden.device
+    beams, alpha, device = settings.beams, settings.length_penalty, forbidden.device
     first_B1 = torch.arange(batch_size, device=device)[:, None] * beams
     live_BK = torch.full((batch_size, beams), -torch.inf, device=device)
     live_BK[:, 0] = 0.0  # all beams are equal at first, so only one of them counts
@@ -100,7 +84,7 @@ def search(
         parent_BC, token_BC = flat_BC // words, flat_BC % words
         is_end_BC = token_BC == end
         # A text ends only with one of the K best candidates, so that one beam is greedy decoding.
-        ending_BC = scores_BC.masked_fill(~is_end_BC, -torch.inf)[:, :beams] / settings.penalty(length)
+        ending_BC = scores_BC.masked_fill(~is_end_BC, -torch.inf)[:, :beams] / penalty(length, alpha)
         top_B, where_B = ending_BC.max(1)
         for b in (top_B > best_B).nonzero()[:, 0].tolist():
             texts[b] = [*tokens_NT[b * beams + parent_BC[b, where_B[b]]].tolist(), end]
@@ -109,10 +93,10 @@ def search(
         parents_N = (first_B1 + parent_BC.gather(1, kept_BK)).flatten()
         tokens_NT = torch.cat([tokens_NT[parents_N], token_BC.gather(1, kept_BK).reshape(-1, 1)], dim=1)
         # Log-probabilities only fall, and the largest divisor makes the most of them.
-        reachable_B = live_BK[:, 0] / settings.penalty(settings.max_length)
+        reachable_B = live_BK[:, 0] / penalty(settings.max_length, alpha)
         if all_done(bool((best_B >= reachable_B).all())):
             break
-    for b in (live_BK[:, 0] / settings.penalty(settings.max_length) > best_B).nonzero()[:, 0].tolist():
+    for b in (live_BK[:, 0] / penalty(settings.max_length, alpha) > best_B).nonzero()[:, 0].tolist():
         texts[b] = tokens_NT[b * beams].tolist()
     return texts
 
@@ -158,10 +142,7 @@ class MaskedSteps:
         count = tokens_NQ.shape[1]
         place_Q = self._written + torch.arange(count, device=tokens_NQ.device)
         before_QT = torch.arange(self._written + count, device=tokens_NQ.device) <= place_Q[:, None]
-        seen_NQT = torch.cat(
-            [self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)],
-            dim=2,
-        )
+        seen_NQT = torch.cat([self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)], dim=2)
         result = self._run(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
         self._written += count - 1
         logits_NV = result.logits[:, -1]
@@ -181,7 +162,7 @@ class MaskedSteps:
 def write_targets(
     model: PreTrainedModel,
     sources: Sequence[Sequence[int]],
-    settings: BeamSearch,
+    settings: WritingConfig,
     *,
     marks: Marks,
     forbidden: Sequence[int],
@@ -196,9 +177,7 @@ def write_targets(
 
     Args:
         model: an encoder with its LM head.
-        sources: the sources.
-        settings: how to search.
-        marks: the special tokens.
+        sources, settings, marks: what is written, how it is searched, and the special tokens.
         forbidden: tokens that are never written.
         batch_size: sources at once on each rank; each has as many rows as there are beams.
         world: the ranks.

@@ -23,18 +23,14 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen."""
+    """How the next token is chosen, as the fields of `ResponseConfig` with these names say."""
 
     sample: bool
     """True: sample from the model's distribution. False: greedy decoding, which ignores temperature, top_p, top_k."""
     temperature: float = 1.0
-    """The logits are divided by this temperature."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose total probability is at least top_p; 1 keeps all tokens."""
     top_k: int = 0
-    """Sample from the top_k most likely tokens; 0 keeps all tokens."""
     no_repeat_ngram_size: int = 0
-    """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int = 32
     """Prompts generated at once on each rank."""
 
@@ -74,9 +70,20 @@ class HuggingFaceEngine:
         synced: bool = False,
     ) -> None:
         """Decode with a loaded model; synced: the model is sharded (ZeRO-3), so all ranks must call answer together."""
-        self._model = model
-        self._arguments = _arguments(settings, tokenizer, max_new_tokens)
-        self._synced = synced
+        self._model, self._synced = model, synced
+        pad, sampling = tokenizer.pad_token_id, dict[str, Any]()
+        if settings.sample:
+            sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+        self._arguments = transformers.GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            num_beams=1,
+            no_repeat_ngram_size=settings.no_repeat_ngram_size,
+            eos_token_id=answer_ends(tokenizer),
+            pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+            use_cache=True,
+            do_sample=settings.sample,
+            **sampling,
+        )
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine. The global random state, the model's mode and its generation settings are restored."""
@@ -104,9 +111,8 @@ def generate_passes(
     Every answer has at most max_length - max_prompt_length tokens, so that the limit depends neither on the batch nor
     on the length of the prompt (MiniLLM pads every prompt to max_prompt_length). The prompts are divided into batches
     before the batches of all passes are distributed over the ranks, and each batch has its own random stream from
-    (seed, batch). Therefore one rank and several ranks generate the same texts, and one pass and several. synced: the
-    model is sharded (ZeRO-3), so all ranks run the same number of forward passes. The global random state, the model's
-    mode and its generation settings are restored.
+    (seed, batch). Therefore one rank and several ranks generate the same texts, and one pass and several. synced: as
+    for `HuggingFaceEngine`, which restores what it changes.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
@@ -115,8 +121,8 @@ def generate_passes(
     check_context(model.config, max_length)
     assert all(0 < len(ids) <= max_prompt_length for ids in prompt_ids)
     batches = plan_batches(prompt_ids, settings.batch_size)
-    max_new_tokens = max_length - max_prompt_length
-    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=max_new_tokens, synced=synced)
+    room = max_length - max_prompt_length
+    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=room, synced=synced)
     started = time.perf_counter()
     answers: dict[tuple[int, int], list[int]] = {}
     for job, is_extra in shared_jobs(len(seeds) * len(batches), world, synced=synced):
@@ -179,25 +185,6 @@ def check_context(config: PreTrainedConfig, max_length: int) -> None:
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and max_length > context:
         raise UserError(f"data.max_length={max_length} is beyond the model's context of {context} tokens; lower it")
-
-
-def _arguments(
-    settings: Decoding, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
-) -> transformers.GenerationConfig:
-    pad = tokenizer.pad_token_id
-    sampling: dict[str, Any] = {"do_sample": False}
-    if settings.sample:
-        chosen = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
-        sampling = {"do_sample": True, **chosen}
-    return transformers.GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        num_beams=1,
-        no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        eos_token_id=answer_ends(tokenizer),
-        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
-        use_cache=True,
-        **sampling,
-    )
 
 
 @contextmanager

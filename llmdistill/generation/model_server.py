@@ -32,8 +32,7 @@ class ModelServer:
         """Nothing is asked yet.
 
         Args:
-            url: where the protocol's paths begin, with or without /v1.
-            key: the setting that has the url, for messages.
+            url: where the protocol's paths begin, with or without /v1; `key` is its setting, for messages.
             wait: the seconds without any answer after which the server is lost.
             requests: the number of requests that are under way at the same time.
         """
@@ -48,8 +47,7 @@ class ModelServer:
     def models(self, remedy: str) -> Mapping[str, Any]:
         """Return what the server says of its models, by their names.
 
-        Raises:
-            UserError: there is no such server; the message ends with the remedy.
+        Raises UserError, whose message ends with the remedy, if there is no such server.
         """
         try:
             return {each["id"]: each for each in self.send("/v1/models")["data"]}
@@ -74,9 +72,8 @@ class ModelServer:
     ) -> Future[Answer]:
         """Ask for a completion, which is there later as `read` makes it of the answer, and so are the exceptions.
 
-        Raises:
-            ServerLost: the server has not answered for too long.
-            UserError: it refuses the request, which the message calls `what`; or what `read` raises.
+        These are ServerLost if the server has not answered for too long, a UserError if it refuses the request, which
+        the message calls `what`, and what `read` raises.
         """
         return self._threads.submit(lambda: read(self.insist("/v1/completions", body, what=what, remedy=remedy)))
 
@@ -89,13 +86,12 @@ class ModelServer:
         while self._loss is None:
             try:
                 answer = self.send(path, body)
+                self._answered = time.monotonic()
+                return answer
             except (OSError, HTTPException, json.JSONDecodeError) as error:
                 said = words_of(error)
                 if isinstance(error, HTTPError) and error.code < final and error.code not in _AGAIN:
                     raise UserError(f"{self.name}: it refuses {what}: {said}; {remedy}") from error
-            else:
-                self._answered = time.monotonic()
-                return answer
             # A signal, or the end of the program, is not kept waiting for the server.
             is_over = signals.caught() != 0 or not threading.main_thread().is_alive()
             if time.monotonic() - max(began, self._answered) >= self._wait or is_over:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,16 +27,15 @@ from llmdistill.generation import answers_file, decode
 from llmdistill.generation.answers_file import parts_folder, side_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
+from llmdistill.messages import say
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device, installed_versions
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, installed_versions
 from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
-
-Log = Callable[[str], None]
 
 _BATCH_SIZES = {"hf": 32, "vllm": 1024}
 
@@ -51,7 +49,6 @@ class _Job:
     output: Path
     settings: ResponseConfig
     """The settings, with engine, dtype, batch_size and prompt resolved where they were auto or None."""
-    decoding: Decoding
     examples: list[Example]
     """The examples whose prompts are kept, in order."""
     prompts: EncodedPrompts
@@ -67,15 +64,12 @@ def generate_responses(
     settings: ResponseConfig,
     *,
     world: World | None = None,
-    log: Log | None = None,
 ) -> dict[str, Any]:
     """Write the model's answer to every prompt of a set, in a file that can be used as data.train.
 
     The file has one row per kept prompt, in the set's order and form: instruction, input, output; or prompt,
-    completion; or messages that end with the answer. The file is written when all answers are generated. Until then
-    OUTPUT.parts holds every finished batch, and the same request resumes from these batches on any number of ranks and
-    writes the same file. OUTPUT.provenance.json beside the file says which model wrote the answers, to which prompts
-    and with which settings. If the finished file of this request already exists, nothing is generated.
+    completion; or messages that end with the answer. It is written when all answers are generated; `answers_file` says
+    what is beside it, and until then in its place. If the finished file of this request exists, nothing is generated.
 
     Args:
         model: folder or hub name of a causal LM, or embedded:teacher.
@@ -83,7 +77,6 @@ def generate_responses(
         output: the JSONL file to write.
         settings: the settings of the generation.
         world: the rank and the number of ranks; every rank must call this function. None: a single process.
-        log: is called with one line of text at a time.
 
     Returns:
         The record in OUTPUT.provenance.json, the same on every rank.
@@ -92,15 +85,15 @@ def generate_responses(
         UserError: the settings, prompts or model are invalid (found before the weights are loaded), or the output
             belongs to another request.
     """
-    job = _prepare(model, data, output, settings, world or World(rank=0, size=1, device=default_device()))
+    job = _prepare(model, data, output, settings, world or World.alone())
     request, finished, done = on_main(lambda: _claim(job), job.world)
-    say = log or (lambda _: None)
     if finished:
-        say(f"{output} holds these answers already; nothing to do.")
+        say(f"{output} holds these answers already; nothing to do.", aside=True)
     else:
         left = [number for number in range(len(job.batches)) if number not in done]
         if done:
-            say(f"{len(done)} of {len(job.batches)} batches are there already, in {parts_folder(output)}; going on.")
+            there = f"{len(done)} of {len(job.batches)} batches are there already, in {parts_folder(output)}"
+            say(f"{there}; going on.", aside=True)
         _answer(job, left)
         barrier()
         if job.world.is_main:
@@ -117,14 +110,6 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     )
     dtype = chosen_dtype(settings.dtype, world.device)
     batch_size = _BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size
-    decoding = Decoding(
-        sample=settings.decoding == "sample",
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        batch_size=batch_size,
-    )
     config = load_config(folder)
     if not is_causal(config):
         raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
@@ -140,7 +125,6 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
         data=data,
         output=output,
         settings=replace(settings, engine=engine, dtype=dtype, batch_size=batch_size, prompt=limits.prompt),
-        decoding=decoding,
         examples=[examples[index] for index in prompts.kept],
         prompts=prompts,
         batches=decode.plan_batches(prompts.ids, batch_size),
@@ -167,32 +151,30 @@ def _answer(job: _Job, left: list[int]) -> None:
     share = left[job.world.rank :: job.world.size]
     if not share:
         return
-    engine = _load_engine(job)
+    settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]
+    room = settings.max_length - settings.max_prompt_length
+    decoding = Decoding(
+        sample=settings.decoding == "sample",
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+    )
+    engine: Engine
+    if settings.engine == "hf":
+        model = load_model(folder, dtype=dtype, device=job.world.device)
+        engine = HuggingFaceEngine(model, job.tokenizer, decoding, max_new_tokens=room)
+    else:
+        lengths = {"max_new_tokens": room, "max_length": settings.max_length}
+        engine = VllmEngine(folder, job.tokenizer, decoding, dtype=dtype, seed=settings.seed, **lengths)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
     # Rank 0 counts the prompts of all ranks, as their shares are similar.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
         for turn, number in enumerate(share):
-            rows = answer_batch(engine, job.prompts.ids, job.batches, number, job.settings.seed)
+            rows = answer_batch(engine, job.prompts.ids, job.batches, number, settings.seed)
             answers_file.append_batch(job.output, job.world.rank, number, rows)
             together = left[turn * job.world.size : (turn + 1) * job.world.size]
             activity.advance(sum(len(job.batches[other]) for other in together))
-
-
-def _load_engine(job: _Job) -> Engine:
-    settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]
-    room = settings.max_length - settings.max_prompt_length
-    if settings.engine == "hf":
-        model = load_model(folder, dtype=dtype, device=job.world.device)
-        return HuggingFaceEngine(model, job.tokenizer, job.decoding, max_new_tokens=room)
-    return VllmEngine(
-        folder,
-        job.tokenizer,
-        job.decoding,
-        max_new_tokens=room,
-        max_length=settings.max_length,
-        dtype=dtype,
-        seed=settings.seed,
-    )
 
 
 def _finish(job: _Job, request: dict[str, Any]) -> None:

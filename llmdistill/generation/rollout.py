@@ -60,7 +60,7 @@ class OnPolicyLoader:
     world_size: int
 
     def is_on_policy(self, step: int) -> bool:
-        """Return whether the student generates the answers of this step; the result is the same on every rank."""
+        """Whether the student generates the answers of this step, on every rank."""
         return bool(np.random.default_rng((self.seed, step, _STEP_KIND)).random() < self.share)
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -74,8 +74,7 @@ class OnPolicyLoader:
 
     def _prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
         first_row = (number * self.world_size + self.rank) * len(items)
-        seeds = [_row_seed(self.seed, step, first_row + offset) for offset in range(len(items))]
-        return [Prompt(item.prompt_ids, seed) for item, seed in zip(items, seeds, strict=True)]
+        return [Prompt(item.prompt_ids, _row_seed(self.seed, step, row)) for row, item in enumerate(items, first_row)]
 
     def _answered(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
         answered = [Encoded(item.prompt_ids, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]

@@ -34,24 +34,18 @@ class RolloutServer:
     def __init__(
         self, url: str, *, vocabulary: int, max_new_tokens: int, end_token_ids: Sequence[int], wait: float
     ) -> None:
-        """Nothing is asked yet.
+        """Nothing is asked yet; `url` and `wait` are as for `ModelServer`.
 
         Args:
-            url: where the protocol's paths begin, with or without /v1.
             vocabulary: the number of the student's tokens.
             max_new_tokens: the largest number of tokens of an answer.
             end_token_ids: the tokens that end an answer, and are its last.
-            wait: the seconds without any answer after which the server is lost.
         """
         self._server = ModelServer(url, key="data.rollout.url", wait=wait, requests=_REQUESTS)
         self._vocabulary, self._longest, self._ends = vocabulary, max_new_tokens, list(end_token_ids)
 
     def check(self, longest: int) -> None:
-        """Check that the server is there, reads so many tokens, and can take weights.
-
-        Raises:
-            UserError: it does not; the message says what.
-        """
+        """Raise a UserError if the server is not there, does not read so many tokens, or cannot take weights."""
         start = (
             "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve STUDENT --worker-extension-cls "
             "llmdistill.generation.vllm_worker.StudentWeights`"

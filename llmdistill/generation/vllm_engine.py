@@ -34,7 +34,7 @@ def choose_engine(
 
     `key` is the setting of the engine, and `obstacle` what else keeps vLLM from running the request.
 
-    Raises UserError if vLLM is requested but cannot run this request; the message gives the reason.
+    Raises UserError with the reason if vLLM is requested but cannot run this request.
     """
     if wanted == "hf":
         return "hf"
@@ -123,12 +123,7 @@ class VllmScorer:
 
         self._k = k
         self._params = vllm.SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=k,
-            logprobs=k,
-            ignore_eos=True,
-            detokenize=False,
+            temperature=1.0, max_tokens=1, prompt_logprobs=k, logprobs=k, ignore_eos=True, detokenize=False
         )
         # Cached prefixes have no log-probabilities.
         self._llm = _load(model, dtype, max_length=max_length + 1, seed=0, max_logprobs=k, enable_prefix_caching=False)
@@ -136,8 +131,7 @@ class VllmScorer:
     def score(self, token_ids: list[list[int]]) -> list[TopK]:
         """Return the k most likely tokens after each of the T tokens of each text, (T, k), with the tail at 1.
 
-        Raises:
-            UserError: vLLM gives something else than documented.
+        Raises UserError if vLLM gives something else than documented.
         """
         results = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in token_ids],

@@ -16,7 +16,7 @@ from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.data.targets import TARGETS, EncodedTarget, Marks, MaskedTargets, TargetExample, encode_targets
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
+from llmdistill.generation.beams import goes_on, write_targets
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
@@ -183,7 +183,7 @@ class Writing(Benchmark):
         rows = write_targets(
             scored.model,
             [item.source_ids for item in self.encoded[name][:limit]],
-            BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
+            self.settings,
             marks=Marks.of(self.tokenizer),
             # A text ends with the separator; no other special token is ever a label.
             forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],

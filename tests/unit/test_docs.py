@@ -28,7 +28,7 @@ from llmdistill import cli
 from llmdistill.commands import cache as cache_command
 from llmdistill.commands import compare
 from llmdistill.commands.published_table import configs_of
-from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
+from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names, run_parser
 from llmdistill.experiments.table_study import rows_to_run
 from llmdistill.methods import METHODS
 from llmdistill.report.paper import load_table, table_names
@@ -89,8 +89,8 @@ def check_train(arguments: Sequence[str]) -> None:
 
 
 def check_compare(arguments: Sequence[str]) -> None:
-    own, rest = compare.split_own(arguments)
-    settings = build(parse(compare.build_parser(), own), compare.CompareConfig)
+    parsed, rest = parse_own(compare.build_parser(), arguments)
+    settings = build(parsed, compare.CompareConfig)
     if settings.suite in table_names():
         table = load_table(settings.suite)
         rows = rows_to_run(table, None if settings.rows is None else settings.rows.split(","))
@@ -101,8 +101,8 @@ def check_compare(arguments: Sequence[str]) -> None:
 
 
 def check_cache(arguments: Sequence[str]) -> None:
-    own, rest = cache_command.split_own(arguments)
-    assert parse(cache_command.build_parser("llmdistill cache"), own).output.name
+    parsed, rest = parse_own(cache_command.build_parser(), arguments)
+    assert parsed.output.name
     check_train(rest)
 
 

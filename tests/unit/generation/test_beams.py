@@ -7,8 +7,9 @@ import torch
 from tiny import tiny_model
 from torch import Tensor
 
+from llmdistill.config import WritingConfig
 from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
-from llmdistill.generation.beams import BeamSearch, MaskedSteps, search, write_targets
+from llmdistill.generation.beams import MaskedSteps, penalty, search, write_targets
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World
@@ -58,7 +59,7 @@ class Table:
 def naive(table, source, settings):
     """The search with lists: as many beams go on beside those that end; with enough of them it tries every text."""
     words = sorted({*range(WORDS)} - set(FORBIDDEN))
-    live, best = [(0.0, [0])], (-math.inf, [0])
+    live, best, alpha = [(0.0, [0])], (-math.inf, [0]), settings.length_penalty
     for length in range(1, settings.max_length + 1):
         found = [
             (total + float(table.log_probs[source, length - 1, text[-1], word]), [*text, word])
@@ -67,15 +68,15 @@ def naive(table, source, settings):
             if word != END or length > settings.min_length
         ]
         found.sort(reverse=True)
-        ended = [(total / settings.penalty(length), text) for total, text in found[: settings.beams] if text[-1] == END]
+        ended = [(total / penalty(length, alpha), text) for total, text in found[: settings.beams] if text[-1] == END]
         best = max(best, *ended) if ended else best
         live = [(total, text) for total, text in found if text[-1] != END][: settings.beams]
-    return max(best, (live[0][0] / settings.penalty(settings.max_length), live[0][1]))[1][1:]
+    return max(best, (live[0][0] / penalty(settings.max_length, alpha), live[0][1]))[1][1:]
 
 
-@pytest.mark.parametrize(("beams", "penalty", "least"), [(2, 3.0, 0), (3, 3.0, 0), (125, 0.6, 0), (125, 0.0, 2)])
-def test_it_is_the_search_with_lists(beams, penalty, least):
-    settings = BeamSearch(beams=beams, length_penalty=penalty, max_length=4, min_length=least)
+@pytest.mark.parametrize(("beams", "alpha", "least"), [(2, 3.0, 0), (3, 3.0, 0), (125, 0.6, 0), (125, 0.0, 2)])
+def test_it_is_the_search_with_lists(beams, alpha, least):
+    settings = WritingConfig(beams=beams, length_penalty=alpha, max_length=4, min_length=least)
     lengths = set()
     for seed in range(6):
         table = Table(seed, beams, settings.max_length)
@@ -93,7 +94,7 @@ def test_no_ngram_occurs_twice():
         pairs = list(itertools.pairwise(text))
         return len(set(pairs)) < len(pairs)
 
-    free, bound = (written(model, BeamSearch(no_repeat_ngram_size=size, **settings)) for size in (0, 2))
+    free, bound = (written(model, WritingConfig(no_repeat_ngram_size=size, **settings)) for size in (0, 2))
     assert any(map(repeats, free))
     assert not any(map(repeats, bound))
 
@@ -122,7 +123,7 @@ def test_kept_keys_and_values_give_what_training_computes(kind):
 def test_batches_and_a_search_that_must_go_on_change_nothing(stops):
     """As with a sharded model, whose ranks go on until the last one is done."""
     model = encoder()
-    settings = BeamSearch(beams=3, length_penalty=1.0, max_length=6)
+    settings = WritingConfig(beams=3, length_penalty=1.0, max_length=6)
     all_done = Mock(side_effect=lambda done: done and stops)
     with torch.no_grad():
         step = MaskedSteps(model, SOURCES, MARKS[True], settings.beams)
@@ -133,6 +134,5 @@ def test_batches_and_a_search_that_must_go_on_change_nothing(stops):
 
 
 def test_the_penalty_is_that_of_gnmt():
-    settings = BeamSearch(beams=1, length_penalty=0.7, max_length=1)
-    assert settings.penalty(7) == pytest.approx(2**0.7)
-    assert settings.penalty(1) == 1
+    assert penalty(7, 0.7) == pytest.approx(2**0.7)
+    assert penalty(1, 0.7) == 1
