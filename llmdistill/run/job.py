@@ -103,7 +103,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     on_main(lambda: check_disk(plan), world)
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
-    summaries = {}
+    summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
     if plan.config.teacher.model is None or plan.is_cached or plan.is_remote:
         scored -= {"teacher"}
