@@ -32,8 +32,6 @@ from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.tasks.windows import score_windows, windows_of
 
-Log = Callable[[str], None]
-
 
 def encode_sets(
     sets: Mapping[str, Sequence[Example]],
@@ -63,7 +61,7 @@ def score_sets(
     predictions_dir: Path | None = None,
     world: World | None = None,
     synced: bool = False,
-    log: Log | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
@@ -132,9 +130,7 @@ def score_sets(
 
 def _passes(settings: GenerationConfig) -> dict[str, int]:
     """The seed of each pass by the name of the pass."""
-    if settings.decoding == "greedy":
-        return {"greedy": 0}
-    return {f"seed {seed}": seed for seed in settings.seeds}
+    return {"greedy": 0} if settings.decoding == "greedy" else {f"seed {seed}": seed for seed in settings.seeds}
 
 
 def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[str, GenerationResult]) -> None:
@@ -159,7 +155,7 @@ def evaluate_model(
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
     output_dir: Path | None = None,
-    log: Log | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Load a model and score it on sets given as {name: JSONL file, embedded:NAME, or a text for its perplexity}.
 

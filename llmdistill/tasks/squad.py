@@ -210,11 +210,11 @@ class Squad(Benchmark):
                 write_json(folder / "spans.json", spans.texts)
             write_json(folder / "predictions.json", answers)
         references = {question.id: [answer.text for answer in question.answers] for question in questions}
-        scores: Mapping[str, float | None] = (
-            squad2_scores(spans.texts, spans.null_odds, references)
-            if self.task.has_unanswerable
-            else squad1_scores(spans.texts, references, language=self.about[name]["language"])
-        )
+        scores: dict[str, Any]
+        if self.task.has_unanswerable:
+            scores = squad2_scores(spans.texts, spans.null_odds, references)
+        else:
+            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
         return {"metrics": scores, "examples": len(questions)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -254,8 +254,8 @@ class Squad(Benchmark):
         return found
 
     def legend(self) -> str:
-        asked = f"{self.sizes['train']:,} questions."
-        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; {asked}"
+        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
+        text += f"{self.sizes['train']:,} questions."
         if self.task.has_unanswerable:
             text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
         return text

@@ -114,7 +114,8 @@ class StoredTask(Task):
         return self.encoded.get("train", ())
 
     def read(self, models: Models) -> Any:
-        return self.read_on_all(models, World.alone())
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
 
     def read_on_all(self, models: Models, world: World) -> Any:
         """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
