@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from llmdistill.factorize import svd
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
+from llmdistill.factorize.svd import factor_params, largest_rank, pivoted
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, rearrange
 from llmdistill.factorize.modules import KroneckerLinear, PivotedLinear

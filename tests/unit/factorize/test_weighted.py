@@ -10,7 +10,7 @@ from references import truncated
 
 from llmdistill.errors import UserError
 from llmdistill.factorize import weighted_kronecker as module
-from llmdistill.factorize.forms import factor_params, largest_rank
+from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.table_moments import TableMoments
