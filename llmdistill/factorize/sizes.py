@@ -28,11 +28,11 @@ from llmdistill.factorize.counting import (
     layer_linears,
     layer_stacks,
 )
-from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.install import install, is_factorized, tied_heads, token_embedding
 from llmdistill.factorize.kinds import KINDS, Factorization, kind_name
 from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
 from llmdistill.factorize.modules import check_columns
+from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import build_meta
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from llmdistill.config.student import Form
 from llmdistill.errors import UserError
-from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.kinds import Sigma, low_rank_values
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.svd import truncated_svd
+from llmdistill.factorize.svd import factor_params, largest_rank, truncated_svd
 
 if TYPE_CHECKING:
     from llmdistill.factorize.weighted_embedding import WeightedTable

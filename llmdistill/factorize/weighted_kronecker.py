@@ -172,9 +172,7 @@ def _preconditioner(state: _State, sides: _Sides) -> Callable[[Tensor], Tensor]:
 
 def _nearest_in(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
     """The best factors if the moments were their nearest products, by whitening W with these."""
-    (r_a, r_b), (l_a, l_b) = (
-        tuple(torch.linalg.cholesky(ridged(each, _RIDGE)) for each in pair) for pair in sides
-    )
+    (r_a, r_b), (l_a, l_b) = (tuple(torch.linalg.cholesky(ridged(each, _RIDGE)) for each in pair) for pair in sides)
     blocks = weight.reshape(shape.m1, len(r_b), shape.n1, len(l_b))
     whitened = torch.einsum("ikjl,ip,kq,jr,lt->pqrt", blocks, r_a, r_b, l_a, l_b).reshape(weight.shape)
 

@@ -10,9 +10,9 @@ from references import truncated
 
 from llmdistill.errors import UserError
 from llmdistill.factorize import weighted_kronecker as module
-from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.moments import Moments
+from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted, WeightedSVD, allocate, weighted_svd
 from llmdistill.factorize.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
 from llmdistill.factorize.weighted_kronecker import WeightedKronecker, weighted_kronecker
