@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,35 +61,29 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         return {key: kept.get_tensor(key) for key in kept.keys()}, kept.metadata() or {}  # noqa: SIM118
 
 
-class KeptSums:
-    """The sums of one pass of one rank over the data."""
-
-    def __init__(self, file: Path, names: list[str], *, gradients: bool) -> None:
-        """Name the file, the linears that the pass measures, and whether gradients are needed."""
-        self._file, self._names, self._gradients = file, names, gradients
-
-    def read(self) -> Begun:
-        """Return what is summed up: nothing if the file has other linears, or no gradients where they are needed."""
-        found = _read(self._file)
-        if found is None:
-            return Begun()
-        sums, words = found
-        if json.loads(words["names"]) != self._names or (self._gradients and words["gradients"] != "True"):
-            return Begun()
-        return Begun(int(words["done"]), sums, json.loads(words["sources"]))
-
-    def write(self, begun: Begun) -> None:
-        """Replace what is kept."""
-        words = {
-            "names": json.dumps(self._names),
-            "gradients": str(self._gradients),
-            "done": str(begun.done),
-            "sources": json.dumps(begun.sources),
-        }
-        _write(self._file, begun.sums, words)
+def read_sums(file: Path, names: list[str], *, gradients: bool) -> Begun:
+    """Return what a pass of one rank has summed up of the named linears: nothing without gradients that are needed."""
+    found = _read(file)
+    if found is None:
+        return Begun()
+    sums, words = found
+    if json.loads(words["names"]) != names or (gradients and words["gradients"] != "True"):
+        return Begun()
+    return Begun(int(words["done"]), sums, json.loads(words["sources"]))
 
 
-class KeptFactors(MutableMapping[str, WeightedSVD]):
+def write_sums(file: Path, names: list[str], begun: Begun, *, gradients: bool) -> None:
+    """Keep what a pass of one rank has summed up."""
+    words = {
+        "names": json.dumps(names),
+        "gradients": str(gradients),
+        "done": str(begun.done),
+        "sources": json.dumps(begun.sources),
+    }
+    _write(file, begun.sums, words)
+
+
+class KeptFactors(Mapping[str, WeightedSVD]):
     """The factors in a folder, by the name of the matrix in the base model; each is read when it is asked for."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], weighting: str = "gradients") -> None:
@@ -149,17 +143,10 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
     def _file(self, name: str) -> Path:
         return self._factors / f"{name}{_SUFFIX}"
 
-    def __delitem__(self, name: str) -> None:
-        """Remove the factors of a matrix."""
-        self._file(name).unlink()
-        self._file(name).with_suffix(".json").unlink(missing_ok=True)
-
     def __iter__(self) -> Iterator[str]:
-        """Return the names of the matrices."""
         return (file.name.removesuffix(_SUFFIX) for file in sorted(self._factors.glob(f"*{_SUFFIX}")))
 
     def __len__(self) -> int:
-        """Return the number of matrices."""
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:

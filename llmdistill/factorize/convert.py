@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
@@ -21,7 +21,7 @@ from llmdistill.factorize.experts import factors_name, stacked
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
-from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
+from llmdistill.factorize.kinds import KINDS, Factorization, Sigma, Size
 from llmdistill.factorize.reconstruction import Squares, squares_lost
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, summarize
@@ -65,10 +65,10 @@ def factorize(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorized or quantized already; start from the dense teacher")
-    base, kind = model.base_model, kind_of(factorization.method)
+    base, kind = model.base_model, KINDS[factorization.method]
     named = replace(factorization, sizes={base_name(model, name): size for name, size in factorization.sizes.items()})
 
-    def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
+    def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Any) -> dict[str, Tensor]:
         if not weight.isfinite().all():
             raise UserError(
                 f"the weight of {name} holds values that are not finite; copy or download the checkpoint again"
@@ -109,8 +109,8 @@ def factorize(
             module.config = own
     install(model, named)
     for name, each in of_linears.items():
-        _fill(base.get_submodule(name), each)
-    _fill(model.get_input_embeddings(), of_embedding)
+        base.get_submodule(name).load_state_dict(each, strict=False)  # without the bias
+    model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
     of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
     model.config.quantization_config = FactorizedConfig(named.method, **of_config)
 
@@ -139,8 +139,7 @@ def compress_model(
         names = [base_name(model, name) for name in factorization.sizes]
         weights = [weight_of(model.base_model, name) for name in names]
         student = copy.deepcopy(model, {id(weight): weight for weight in weights})
-    sigma = settings.sigma
-    factorize(student, factorization, sigma=sigma, device=device, weighted=weighted, lost=lost)
+    factorize(student, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
     return student.train(model.training)
 
 
@@ -152,13 +151,11 @@ def _planned(
     Raises:
         UserError: the settings do not fit the model, or ask for a weighting that was not measured.
     """
-    reference = build_reference(copy.deepcopy(config))
-    if settings.weighting == "none":
-        return plan(reference, settings, method)
-    check_settings(settings, method)
-    check_calibration_data(settings.weighting, weighted)
-    assert weighted is not None
-    if method != "svd":  # no other method chooses sizes by the data
+    reference = build_reference(config)
+    if settings.weighting != "none":
+        check_settings(settings, method)
+        check_calibration_data(settings.weighting, weighted)
+    if weighted is None or method != "svd":  # no other method chooses sizes by the data
         return plan(reference, settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
     sizes: dict[str, Size] = {name: rank for name, rank in ranks.items() if rank is not None}
@@ -249,12 +246,6 @@ def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: value.to(weight) if value.is_floating_point() else value.to(weight.device)
         for name, value in values.items()
     }
-
-
-def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, value in values.items():
-        own[name].copy_(value)
 
 
 def _tied_table(model: PreTrainedModel) -> tuple[str, Tensor]:

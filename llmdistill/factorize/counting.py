@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -38,10 +40,10 @@ def forward_flops(model: nn.Module) -> int:
 def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
     """A model on the meta device, factorized if its config says so; by default the one whose parameters papers count.
 
-    That is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
-    architecture is not supported.
+    That is the base model (with pooler) for encoders, and the causal LM for decoders. `config` stays as it is. Raises
+    UserError if the architecture is not supported.
     """
-    model = build_meta(config, head)
+    model = build_meta(copy.deepcopy(config), head)
     install_saved(model)
     return model
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
-from llmdistill.factorize.sampled import judged, judged_rows, run_sampled, tapped_output
+from llmdistill.factorize.sampled import judged_rows, run_sampled, running_as, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
@@ -23,36 +23,26 @@ from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 
 
-@contextmanager
-def cut(model: PreTrainedModel, weighted: Weighted) -> Iterator[None]:
-    """Let the factorized linears of a dense model return what the student's would; the model keeps its weights.
+def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[None]:
+    """Block in which linears of a dense model return what the student's would; the model keeps its weights.
 
     The products are computed in fp32, and each factor is moved to the device of the inputs when it is needed, so this
     takes the memory of one matrix. The token embedding stays whole. Whoever measures moments inside this block measures
     those of the cut model.
     """
-    linears = [(model.base_model.get_submodule(name), name, rank) for name, rank in weighted.ranks.items()]
-    for linear, name, rank in linears:  # on the instance, so that the hooks around the call remain
-        linear.forward = _product(linear, weighted.factors[name], rank)
-    try:
-        yield
-    finally:
-        for linear, _, _ in linears:
-            del linear.forward
+    products = {}
+    for name, rank in weighted.ranks.items():
+        linear = model.base_model.get_submodule(name)
+        products[linear] = partial(_product, linear, weighted.factors[name], rank)
+    return running_as(products)
 
 
-def _product(linear: nn.Module, factors: WeightedSVD, rank: int) -> Callable[[Tensor], Tensor]:
+def _product(linear: nn.Module, factors: WeightedSVD, rank: int, inputs: Tensor) -> Tensor:
     """What a linear would return with factors of a rank, computed in fp32."""
-
-    def forward(inputs: Tensor) -> Tensor:
-        right, values, left = (
-            each.to(inputs.device) for each in (factors.right[:rank], factors.values[:rank], factors.left[:, :rank])
-        )
-        product = functional.linear(functional.linear(inputs.float(), right) * values, left)
-        bias = cast("Tensor | None", linear.bias)
-        return (product if bias is None else product + bias.float()).to(inputs.dtype)
-
-    return forward
+    found = factors.leading(rank).to(inputs.device)
+    product = functional.linear(functional.linear(inputs.float(), found.right) * found.values, found.left)
+    bias = cast("Tensor | None", linear.bias)
+    return (product if bias is None else product + bias.float()).to(inputs.dtype)
 
 
 def cut_costs(
@@ -147,20 +137,16 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
         cuts: the cuts by name.
         batches: the batches, on any device.
     """
-    totals, count, training = dict.fromkeys(cuts, 0.0), 0, model.training
-    run = tapped_output(model.eval())
-    try:
+    totals, count = dict.fromkeys(cuts, 0.0), 0
+    with tapped_output(model) as tapped:
         for batch in progress(batches, "Held-out check", "batches"):
             moved = batch.to(model.device)
-            whole, classes, _ = judged_rows(judged(run, moved), moved)
+            whole, classes, _ = judged_rows(tapped, moved)
             count += len(whole.rows)
             for name, weighted in cuts.items():
                 with cut(model, weighted):
-                    changed = judged_rows(judged(run, moved), moved)[0]
+                    changed = judged_rows(tapped, moved)[0]
                 totals[name] += _distance(whole, changed, classes)
-    finally:
-        run.remove()
-        model.train(training)
     return {name: total / max(count, 1) for name, total in totals.items()}
 
 

@@ -18,7 +18,6 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.experts import LowRankStack, merge_stack
 from llmdistill.factorize.hub import NAME
-from llmdistill.factorize.install import replace
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
@@ -51,7 +50,7 @@ def merge(model: PreTrainedModel) -> None:
             dense.weight = nn.Parameter(product.T.contiguous() if type(dense) is Conv1D else product)
             if isinstance(module, FactorizedLinear):
                 dense.bias = dict(module.named_parameters()).get(module.bias_name)
-            replace(model, name, dense)
+            model.set_submodule(name, dense)
         elif isinstance(module, LowRankStack):
             merge_stack(model, name, _product(module))
     vars(model).pop("_tied_weights_keys", None)

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.experts import LowRankStack, install_stack, stacks_of
-from llmdistill.factorize.kinds import Factorization, FactorizationKind, Size, kind_of
+from llmdistill.factorize.kinds import KINDS, Factorization, FactorizationKind, Size
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.families import base_name
 
@@ -59,7 +59,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
     Works on the meta device. Raises UserError if the model has no module of a name, if the module is no linear, or if a
     size does not fit.
     """
-    kind, base = kind_of(factorization.method), model.base_model
+    kind, base = KINDS[factorization.method], model.base_model
     for name, size in factorization.sizes.items():
         own_name = base_name(model, name)
         parent, _, leaf = own_name.rpartition(".")
@@ -81,7 +81,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
             raise UserError(
                 f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
             )
-        replace(base, own_name, _like(kind.linear, dense, size))
+        base.set_submodule(own_name, _like(kind.linear, dense, size))
     if factorization.embedding is not None:
         _install_embedding(model, factorization.embedding, kind)
 
@@ -93,14 +93,9 @@ def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -
     with torch.device(weight.device):
         factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
     if bias is not None:
-        replace(factorized, factorized.bias_name, bias)
+        owner = factorized.B if factorized.bias_name == "B.bias" else factorized
+        owner.bias = bias
     return factorized
-
-
-def replace(root: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
-    """Replace the module or parameter with this dotted name."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(parent), leaf, value)
 
 
 def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
@@ -129,12 +124,12 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKin
     with torch.device(dense.weight.device):
         factorized = kind.embedding(dense.num_embeddings, dense.embedding_dim, size, padding_idx=dense.padding_idx)
     factorized.to(dense.weight.dtype)
-    replace(model, name, factorized)
+    model.set_submodule(name, factorized)
     keys = dict(model._tied_weights_keys or {})
     for head in heads:
         tied = _like(kind.head, model.get_submodule(head), size)
         tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
-        replace(model, head, tied)
+        model.set_submodule(head, tied)
         del keys[f"{head}.weight"]
         keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
         keys[f"{head}.A.weight"] = f"{name}.B.weight"

@@ -12,9 +12,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from llmdistill.config.student import Form
-from llmdistill.errors import UserError
 from llmdistill.factorize.experts import LowRankStack
-from llmdistill.factorize.forms import pivoted
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.modules import (
     FactorizedEmbedding,
@@ -26,7 +24,7 @@ from llmdistill.factorize.modules import (
     LowRankLinear,
     PivotedLinear,
 )
-from llmdistill.factorize.svd import place_sigma, truncated_svd
+from llmdistill.factorize.svd import pivoted, place_sigma, truncated_svd
 
 Size: TypeAlias = int | KroneckerShape
 """The size of a factorized matrix: a rank, or the shape of its first Kronecker factors."""
@@ -132,10 +130,3 @@ KINDS: dict[str, FactorizationKind] = {
 def kind_name(method: str, form: Form) -> str:
     """The name of the kind that settings ask for."""
     return method if form == "plain" else form
-
-
-def kind_of(method: str) -> FactorizationKind:
-    """The kind of a name. Raises UserError for an unknown one."""
-    if method not in KINDS:
-        raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(KINDS)}")
-    return KINDS[method]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,15 +16,14 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
-from llmdistill.factorize.calibration_folder import KeptSums
+from llmdistill.factorize.calibration_folder import read_sums, write_sums
 from llmdistill.factorize.counting import Shape
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix, token_embedding
 from llmdistill.factorize.kinds import Size
 from llmdistill.factorize.moments import Begun, Moments, measure_moments, shared_inputs
-from llmdistill.factorize.table_moments import TableMoments, measure_table
 from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
-from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
+from llmdistill.factorize.weighted_embedding import WeightedTable, measure_table, weighted_table
 from llmdistill.factorize.weighted_kronecker import weighted_kronecker
 from llmdistill.models.families import is_causal
 from llmdistill.models.passes import rows_of
@@ -52,19 +52,14 @@ _OTHER_LABELS = 2**31
 """Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """The linears that are measured in one pass over the data."""
 
-    groups: Sequence[Sequence[str]]
+    groups: list[list[str]] = field(default_factory=list)
     """Names of linears; those of a group read the same tensor."""
-    bytes: int
+    bytes: int = 0
     """Memory of their moments in fp32."""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all linears."""
-        return [name for group in self.groups for name in group]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +110,17 @@ class Measurement:
         wanted = {prefix + name: size for name, size in wanted.items()}
         groups = shared_inputs(model, sizes, self.batches[0])
         # Kept sums are made in the same passes for every weighting, so that all can use them.
-        gradients = self.gradients or self.kept
+        gradients = self.gradients or self.settings.folder is not None
         passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
         rounds = largest_number(len(self.batches), world)
         for number, each in enumerate(passes):
             began = time.perf_counter()
-            missing = {name for name in each.names if name.removeprefix(prefix) not in known}
+            owners = deal(each.groups, sizes, world.size)
+            missing = {name for name in owners if name.removeprefix(prefix) not in known}
             if not missing:
                 continue
-            owners = deal(each.groups, sizes, world.size)
             moments = self._moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
             owners = {name: owner for name, owner in owners.items() if name in missing}
             moments = {name: each for name, each in moments.items() if name in missing}
@@ -136,12 +131,7 @@ class Measurement:
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors, share)
 
-    @property
-    def kept(self) -> bool:
-        """Whether the sums of passes are kept, in the folder of the settings."""
-        return self.settings.folder is not None and self.method == "svd"
-
-    def costs_of(self, factors: Mapping[str, WeightedSVD], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
         """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
 
         A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
@@ -152,7 +142,7 @@ class Measurement:
         batches = first_tokens(self.model, self.batches[: math.ceil(share * len(self.batches))])
         return cut_costs(
             self.model,
-            {name: broadcast_object(factors.get(name)) for name in shapes},
+            {name: broadcast_object(factors.get(name)) for name in names},
             batches,
             seed=self.settings.seed + _OTHER_LABELS,
             reduce=all_reduce_sum,
@@ -170,34 +160,34 @@ class Measurement:
             sum_at(tensor, owners[name], world)
             return owners[name] == world.rank
 
-        resumed, after = self._kept_sums(list(owners), number) if self.kept else (None, lambda *_: None)
-
-        def measure() -> dict[str, Moments]:
-            return measure_moments(
-                self.model,
-                list(owners),
-                self.batches,
-                gradients=self.gradients,
-                seed=self.settings.seed,
-                reduce=reduce if world.size > 1 else None,
-                rounds=rounds,
-                resumed=resumed,
-                after=after,
-            )
-
+        resumed, after = self._kept_sums(list(owners), number)
+        measure = partial(
+            measure_moments,
+            self.model,
+            list(owners),
+            self.batches,
+            gradients=self.gradients,
+            seed=self.settings.seed,
+            reduce=reduce if world.size > 1 else None,
+            rounds=rounds,
+            resumed=resumed,
+            after=after,
+        )
         return on_every(measure, world)
 
     def _kept_sums(
         self, names: list[str], number: str
     ) -> tuple[Begun | None, Callable[[int, int, Callable[[], Begun]], None]]:
-        """What a pass has summed up in an earlier process, and what keeps it now and then, and at the end.
+        """What a pass has summed up in an earlier process, and what keeps it now and then, and at the end, in a folder.
 
         All ranks keep theirs after the same batches. If a kill came between them, the pass starts again.
         """
-        world, folder = self.world, Path(str(self.settings.folder)) / "sums"
+        if self.settings.folder is None:
+            return None, lambda *_: None
+        world, folder = self.world, Path(self.settings.folder) / "sums"
         file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
-        kept, began = KeptSums(file, names, gradients=self.gradients), time.monotonic()
-        resumed = on_every(kept.read, world)
+        began = time.monotonic()
+        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients), world)
         same = largest_number(resumed.done, world) == -largest_number(-resumed.done, world)
         every: int | None = None
 
@@ -206,7 +196,7 @@ class Measurement:
             if every is None:  # the first batch of this process says how many take a while
                 every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)), world)
             if done % every == 0 or done == total:
-                kept.write(begun())
+                write_sums(file, names, begun(), gradients=self.gradients)
 
         return resumed if same else None, after
 
@@ -243,21 +233,18 @@ class Measurement:
         Raises:
             UserError: the data have no token or give numbers that are not finite.
         """
-        model, world = self.model, self.world
-        rounds = largest_number(len(self.batches), world)
-
-        def measure() -> TableMoments:
-            return measure_table(
-                model,
-                self.batches,
-                gradients=self.gradients,
-                seed=self.settings.seed,
-                reduce=all_reduce_sum if world.size > 1 else None,
-                rounds=rounds,
-            )
-
+        world = self.world
+        measure = partial(
+            measure_table,
+            self.model,
+            self.batches,
+            gradients=self.gradients,
+            seed=self.settings.seed,
+            reduce=all_reduce_sum if world.size > 1 else None,
+            rounds=largest_number(len(self.batches), world),
+        )
         moments = on_every(measure, world)
-        parameter = token_embedding(model)[1].weight
+        parameter = token_embedding(self.model)[1].weight
 
         def decompose() -> WeightedTable | None:
             if not world.is_main:
@@ -284,19 +271,18 @@ def plan_passes(
     """
     passes: list[Pass] = []
     for group in groups:
-        begun = False  # whether the last pass has a part of this group
+        part: list[str] = []  # of this group in the last pass
         for name in group:
             m, n = shapes[name]
             of_inputs, of_outputs = 4 * n * n, 4 * m * m if gradients else 0
-            size = of_outputs + (0 if begun else of_inputs)
+            size = of_outputs if part else of_inputs + of_outputs
             if not passes or passes[-1].bytes + size > memory * GIB:
-                passes.append(Pass([[name]], of_inputs + of_outputs))
-            elif begun:
-                *others, part = passes[-1].groups
-                passes[-1] = Pass([*others, [*part, name]], passes[-1].bytes + size)
-            else:
-                passes[-1] = Pass([*passes[-1].groups, [name]], passes[-1].bytes + size)
-            begun = True
+                passes.append(Pass())
+                part, size = [], of_inputs + of_outputs
+            if not part:
+                passes[-1].groups.append(part)
+            part.append(name)
+            passes[-1].bytes += size
     return passes
 
 
@@ -305,13 +291,13 @@ def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: in
 
     The work is m·n·min(m, n). The largest group comes first, each to the rank that has least to do.
     """
-    work = {
-        number: sum(m * n * min(m, n) for m, n in (shapes[name] for name in group))
-        for number, group in enumerate(groups)
-    }
+
+    def work(group: Sequence[str]) -> int:
+        return sum(m * n * min(m, n) for m, n in (shapes[name] for name in group))
+
     loads, owners = [0] * ranks, dict[str, int]()
-    for number in sorted(work, key=lambda number: -work[number]):
+    for group in sorted(groups, key=work, reverse=True):
         rank = loads.index(min(loads))
-        loads[rank] += work[number]
-        owners |= dict.fromkeys(groups[number], rank)
+        loads[rank] += work(group)
+        owners |= dict.fromkeys(group, rank)
     return owners

@@ -81,7 +81,6 @@ class PivotedLinear(FactorizedLinear):
         self.register_buffer("order", torch.arange(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n) -> (..., m)."""
         z = self.A(x)
         y = torch.cat([z, self.B(z)], dim=-1)
         # On a CPU torch selects columns of a matrix many times as fast as entries of the last of three axes.
@@ -117,7 +116,6 @@ class KroneckerLinear(FactorizedLinear):
         nn.init.normal_(self.B, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n) -> (..., m)."""
         n1 = self.shape.n1
         blocks = x.reshape(-1, n1, self.in_features // n1)
         y = kronecker_product(blocks, self.A, self.B, b_first=self.b_first).reshape(*x.shape[:-1], self.out_features)
@@ -169,9 +167,7 @@ class KroneckerHead(FactorizedLinear):
     """
 
     def __init__(self, in_features: int, out_features: int, columns: int, *, bias: bool) -> None:
-        """Raises UserError if columns does not divide the width."""
         super().__init__(in_features, out_features)
-        check_columns(columns, in_features, where="KroneckerHead")
         self.A = Fold(columns)
         self.B = nn.Linear(in_features // columns, out_features, bias=bias)
 
@@ -224,36 +220,32 @@ class KroneckerEmbedding(FactorizedEmbedding):
         self.B = Spread(columns)
 
 
-class Widen(nn.Module):
-    """y = x W without a bias, with W (k, d) stored untransposed, as the first linear of a tied head has it."""
+class _Weighted(nn.Module):
+    """A module whose only parameter is `weight`."""
 
-    def __init__(self, rank: int, width: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rank, width))
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+class Widen(_Weighted):
+    """y = x W without a bias, with W (k, d) stored untransposed, as the first linear of a tied head has it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) -> (..., d)."""
         return x @ self.weight
 
 
-class Spread(nn.Module):
-    """Maps a row a to the row a ⊗ b, where b (columns,) is a parameter."""
-
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(columns))
+class Spread(_Weighted):
+    """Maps a row a to the row a ⊗ b, where b (columns,) is the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d / columns) -> (..., d)."""
         return spread(x, self.weight)
 
 
-class Fold(nn.Module):
+class Fold(_Weighted):
     """The transpose of Spread: maps h to the h' for which h' · a = h · (a ⊗ b) for every a."""
-
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(columns))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., d / columns)."""

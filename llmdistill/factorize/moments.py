@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,20 +105,14 @@ def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) 
     """Group linears that read the same tensor, such as queries, keys and values, by a forward pass on a few tokens."""
     read: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
 
-    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def note(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
-            read.setdefault(_identity(inputs[0]), (inputs[0], []))[1].append(name)
+    def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        read.setdefault(_identity(inputs[0]), (inputs[0], []))[1].append(name)
 
-        return note
-
-    handles = [model.get_submodule(name).register_forward_hook(hook(name)) for name in names]
-    training = model.training
-    tapped = tapped_output(model.eval())
+    handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in names]
     try:
-        tapped(rows_of(batch, slice(0, 1), _FEW_TOKENS).to(model.device))
+        with tapped_output(model) as tapped:
+            tapped(rows_of(batch, slice(0, 1), _FEW_TOKENS).to(model.device))
     finally:
-        tapped.remove()
-        model.train(training)
         for handle in handles:
             handle.remove()
     groups = [group for _, group in read.values()]
@@ -146,10 +140,10 @@ class _Sums(HookSums):
         )
         self._source = dict(begun.sources)
         """The linear that first read the tensor that a linear reads."""
-        self.handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
+        run = partial(self._run, gradients)
+        self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
 
     def begun(self, done: int) -> Begun:
-        """Return what was summed up so far."""
         both = (("inputs", self._inputs), ("gradients", self._gradients))
         sums = {f"{what} {name}": each for what, of in both for name, each in of.items()}
         return Begun(done, {"tokens": self.tokens, **sums}, self._source)
@@ -159,8 +153,7 @@ class _Sums(HookSums):
         if reduce is not None:
             reduce(self.tokens, None)
             for sums in (self._inputs, self._gradients):
-                needed = {name: reduce(each, name) for name, each in sums.items()}
-                for name in (name for name, mine in needed.items() if not mine):
+                for name in [name for name, each in sums.items() if not reduce(each, name)]:
                     del sums[name]
         measured = chain(self._inputs.items(), self._gradients.items())
         tokens = self.counted((f"the inputs or gradients of {name}", _whole(each)) for name, each in measured)
@@ -170,26 +163,20 @@ class _Sums(HookSums):
             if source in self._inputs
         }
 
-    def _hook(self, name: str, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _run(self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.phase != "again":
+            first = next((first for each, first in self._read if _identity(each) == _identity(inputs[0])), None)
+            if first is None:
+                first = name
+                self._read.append((inputs[0].detach(), name))  # the graph would hold this object through its hooks
+                _add(self._inputs, name, self.rows(inputs[0]))
+            self._source.setdefault(name, first)
+        if gradients:
+            # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
+            # takes no part in the backward pass.
+            output.requires_grad_(True)
             if self.phase != "again":
-                self._add_inputs(name, inputs[0])
-            if gradients:
-                # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
-                # takes no part in the backward pass.
-                output.requires_grad_(True)
-                if self.phase != "again":
-                    output.register_hook(lambda each: _add(self._gradients, name, self.rows(each)))
-
-        return hook
-
-    def _add_inputs(self, name: str, inputs: Tensor) -> None:
-        first = next((first for each, first in self._read if _identity(each) == _identity(inputs)), None)
-        if first is None:
-            first = name
-            self._read.append((inputs.detach(), name))  # the graph would hold this object through its hooks
-            _add(self._inputs, name, self.rows(inputs))
-        self._source.setdefault(name, first)
+                output.register_hook(lambda each: _add(self._gradients, name, self.rows(each)))
 
 
 BLOCK = 256

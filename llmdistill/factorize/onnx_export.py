@@ -108,12 +108,9 @@ class _Graph:
     outputs: list[str]
 
     @property
-    def is_large(self) -> bool:
-        return self.file.with_name(f"{self.file.name}.data").is_file()
-
-    @property
-    def bytes(self) -> int:
-        return sum(each.stat().st_size for each in self.file.parent.glob(f"{self.file.name}*"))
+    def files(self) -> list[Path]:
+        """With the weights of a large model beside it."""
+        return list(self.file.parent.glob(f"{self.file.name}*"))
 
     def session(self) -> Any:
         import onnxruntime
@@ -277,7 +274,7 @@ def _quantized(graph: _Graph, file: Path) -> _Graph:
     root.setLevel(logging.ERROR)  # it advises a step that these graphs do not need
     try:
         int8 = {"weight_type": QuantType.QInt8, "per_channel": True}  # one scale a matrix loses half as much again
-        quantize_dynamic(graph.file, file, use_external_data_format=graph.is_large, **int8)
+        quantize_dynamic(graph.file, file, use_external_data_format=len(graph.files) > 1, **int8)
     finally:
         root.setLevel(level)
     return _Graph(file, graph.inputs, graph.outputs)
@@ -300,5 +297,5 @@ def _measured(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str,
             started = time.perf_counter()
             session.run(None, feed)
             times[name].append(1000 * (time.perf_counter() - started))
-    sizes = {f"{prefix}bytes": graph.bytes for prefix, graph in graphs.items()}
+    sizes = {f"{prefix}bytes": sum(each.stat().st_size for each in graph.files) for prefix, graph in graphs.items()}
     return sizes | {name: statistics.median(values[1:]) for name, values in times.items()}  # the first warms up

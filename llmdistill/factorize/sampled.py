@@ -1,14 +1,9 @@
-"""Runs a model backward from labels that are sampled from its own output, in little memory.
-
-The gradients of their log-likelihood measure the true Fisher matrix: for a language model one label at each token, for
-a classifier one class for each sequence. A model without a head uses random signs on its last hidden states (the
-Gauss-Newton matrix).
-"""
+"""Runs a model backward from labels that are sampled from its own output (`measure_moments`), in little memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -18,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs, Outputs
+from llmdistill.batch import Batch, HeadInputs
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.models.families import layers_of
 from llmdistill.models.forward import TappedModel
@@ -43,7 +38,6 @@ def run_sampled(
     after: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
     """Run a model forward, and backward from sampled labels, while `sums` counts; see `measure_moments`."""
-    tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # the gradients of the weights are not needed
     limit, layers = graph_tokens(model), list(layers_of(model))
@@ -58,9 +52,9 @@ def run_sampled(
         give_back_memory()
 
     try:
-        run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
+        with tapped_output(model) as tapped:
+            run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
     finally:
-        tapped.remove()
         for parameter in trained:
             parameter.requires_grad_(True)
         give_back_memory()
@@ -90,16 +84,23 @@ def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
 
         return run
 
-    own = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:  # on the instance, so that the hooks around the call remain
-        layer.forward = dropping(layer.forward)
+    with running_as({layer: dropping(layer.forward) for layer in layers}):
+        yield
+
+
+@contextmanager
+def running_as(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Block in which modules run these functions, with the hooks around their calls."""
+    own = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
     try:
         yield
     finally:
-        for layer, before in zip(layers, own, strict=True):
-            del layer.forward
+        for module, before in own.items():
+            del module.forward
             if before is not None:
-                layer.forward = before
+                module.forward = before
 
 
 @contextmanager
@@ -113,27 +114,30 @@ def _trimming(layers: Sequence[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def tapped_output(model: PreTrainedModel) -> TappedModel:
-    """Return the forward pass of a model that gives what `judged_rows` needs; call its `remove` at the end.
+@contextmanager
+def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
+    """Block with the forward pass of a model in evaluation mode that gives what `judged_rows` needs.
 
     A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
     that gather the parameters are on the modules.
     """
-    last = len(layers_of(model)) - 1
-    return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
+    training, last = model.training, len(layers_of(model)) - 1
+    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": frozenset({last})}))
+    try:
+        yield tapped
+    finally:
+        tapped.remove()
+        model.train(training)
 
 
-def judged(tapped: TappedModel, batch: Batch) -> Outputs:
-    """Run a model and return what it is judged by: the inputs of an LM head, the logits of sequences, hidden states."""
-    return tapped.teach(batch, lm_head=("tokens",))
+def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bool]:
+    """Run a model; return what it is judged by, (N, K), whether these are logits, and whether each row is a token.
 
-
-def judged_rows(outputs: Outputs, batch: Batch) -> tuple[HeadInputs, bool, bool]:
-    """Return what a model is judged by in fp32, (N, K), whether these are logits, and whether each row is a token.
-
-    The rows of an LM head come with its weight, so that the logits can be computed in chunks. Of a sequence with
-    several distributions, such as those of start and end, each is a row; they are side by side.
+    It is judged by the inputs of an LM head, which come with its weight, so that the logits can be computed in chunks;
+    else by the logits of sequences, or by its hidden states, in fp32. Of a sequence with several distributions, such as
+    those of start and end, each is a row; they are side by side.
     """
+    outputs = tapped.teach(batch, lm_head=("tokens",))
     if outputs.lm_head:
         return cast(HeadInputs, outputs.lm_head["tokens"]), True, True
     if outputs.sequence_logits is not None:
@@ -164,7 +168,7 @@ def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[
         total = tapped.through_head(batch, loss, "tokens")
         assert total is not None
         return total
-    return loss(*judged_rows(judged(tapped, batch), batch))
+    return loss(*judged_rows(tapped, batch))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
-from llmdistill.factorize.install import is_factorized, token_embedding
+from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.kronecker import dense_flops
 from llmdistill.factorize.options import Group, Options, Table, make_groups, undominated
 from llmdistill.factorize.sizes import DENSE, check_settings, parse_target, plan_embedding
@@ -81,8 +81,6 @@ def search(
     check_settings(settings, "kronecker")
     assert settings.target_params is not None
     reference = build_reference(model.config if isinstance(model, PreTrainedModel) else load_config(model))
-    if is_factorized(reference):
-        raise UserError(f"this {type(reference).__name__} is factorized already; start from the dense teacher")
     plan_embedding(reference, settings, "kronecker")
     linears = layer_linears(reference)
     all_flops = sum(dense_flops(m, n) for m, n in linears.values())
@@ -97,13 +95,11 @@ def search(
     parts: list[Table | Group] = [table, *groups]
     costs = [part.costs() for part in parts]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
-    least, most = np.array([each.costs[:2].min(axis=1) for each in costs]), [target - fixed, most_flops]
     # The choices of each group that fit if all other groups take their smallest choice.
-    fits = [
-        (each.costs[:2] + (least.sum(0) - own)[:, None] <= np.array(most)[:, None])
-        for each, own in zip(costs, least, strict=True)
-    ]
-    fitting = [each.only(np.nonzero(fit.all(0))[0]) for each, fit in zip(costs, fits, strict=True)]
+    least = [each.costs[:2].min(axis=1) for each in costs]
+    room = np.array([target - fixed, most_flops]) - np.sum(least, axis=0)
+    fits = [(each.costs[:2] <= (room + own)[:, None]).all(0) for each, own in zip(costs, least, strict=True)]
+    fitting = [each.only(np.nonzero(fit)[0]) for each, fit in zip(costs, fits, strict=True)]
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, dtype="auto", head="saved")
     pairs = zip(progress(parts, "Shapes", "groups of matrices"), fitting, strict=True)

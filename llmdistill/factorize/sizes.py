@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -28,11 +28,11 @@ from llmdistill.factorize.counting import (
     layer_linears,
     layer_stacks,
 )
-from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import install, is_factorized, tied_heads, token_embedding
-from llmdistill.factorize.kinds import Factorization, kind_name, kind_of
+from llmdistill.factorize.kinds import KINDS, Factorization, kind_name
 from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
 from llmdistill.factorize.modules import check_columns
+from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import build_meta
 
@@ -48,7 +48,6 @@ DENSE = "dense"
 """Replaces a shape in the settings: linears that match the pattern stay dense."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_Value = TypeVar("_Value")
 
 
 def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
@@ -61,15 +60,18 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
     factorized, and for a target of kronecker, whose `search` needs the weights.
     """
     check_settings(settings, method)
-    if is_factorized(model):
-        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
     embedding = plan_embedding(model, settings, method)
     return replace(embedding, sizes=_ranks(model, settings) if method == "svd" else _shapes(model, settings))
 
 
 def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:
-    """The factorization of the token embedding alone. Raises UserError if its size does not fit the model."""
-    kind = kind_of(method)
+    """The factorization of the token embedding alone.
+
+    Raises UserError if its size does not fit the model, or if the model is already factorized.
+    """
+    if is_factorized(model):
+        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
+    kind = KINDS[method]
     size: int | None = getattr(settings, kind.embedding_key)
     if size is not None:
         vocabulary, width = token_embedding(model)[1].weight.shape
@@ -85,7 +87,7 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
     """Raises UserError for a setting that only another method uses, and for settings that contradict each other."""
     if method not in SETTINGS:
         raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(SETTINGS)}")
-    embedding_key, own = kind_of(method).embedding_key, SETTINGS[method]
+    embedding_key, own = KINDS[method].embedding_key, SETTINGS[method]
     for field in fields(FactorizeConfig):
         value, usual = getattr(settings, field.name), getattr(FactorizeConfig(), field.name)
         if field.name not in own and value != usual:
@@ -143,7 +145,7 @@ def summarize(
         install(reference, planned)
         student_params, flops = count_parameters(reference), forward_flops(reference)
         dense = [name for name in (*linears, *stacks) if name not in planned.sizes]
-        sizes = {**(_of_ranks if method == "svd" else _of_shapes)(linears, planned.sizes), "dense": dense}
+        sizes = {**_described(method, linears, planned.sizes), "dense": dense}
     return {
         "method": method,
         "model_type": config.model_type,
@@ -152,22 +154,20 @@ def summarize(
         "ratio": student_params / teacher_params,
         "forward_flops": flops,
         **sizes,
-        kind_of(method).embedding_key: planned.embedding,
+        KINDS[method].embedding_key: planned.embedding,
     }
 
 
-def _of_ranks(_linears: Mapping[str, Shape], ranks: Mapping[str, Any]) -> dict[str, Any]:
-    distinct = set(ranks.values())
-    return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": ranks}
-
-
-def _of_shapes(linears: Mapping[str, Shape], shapes: Mapping[str, Any]) -> dict[str, Any]:
+def _described(method: str, linears: Mapping[str, Shape], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    if method == "svd":
+        distinct = set(sizes.values())
+        return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": sizes}
     dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
-    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
+    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in sizes.items()}
     return {
         "flops_per_token": sum((dense | changed).values()),
         "teacher_flops_per_token": sum(dense.values()),
-        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "shapes": {name: list(shape) for name, shape in sizes.items()},
     }
 
 
@@ -219,9 +219,7 @@ def parse_target(text: str | int, teacher_params: int) -> int:
     return target
 
 
-def _by_pattern(
-    patterns: Mapping[str, _Value], names: Collection[str], *, key: str
-) -> Iterator[tuple[str, str, _Value]]:
+def _by_pattern(patterns: Mapping[str, Any], names: Collection[str], *, key: str) -> Iterator[tuple[str, str, Any]]:
     """Each name with the first pattern that matches it and its value. Raises UserError for a pattern without match."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -246,8 +244,9 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
             _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name], settings.form)
             ranks[name] = rank
         return ranks
+    largest = max(largest_rank(m, n, settings.form) for m, n in linears.values())
     if settings.target_params is not None:
-        rank = _largest_rank(model, found, settings)
+        rank = _rank_within(model, found, settings, largest)
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
@@ -256,7 +255,6 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         return {}
     ranks = {name: rank for name, (m, n) in linears.items() if rank <= largest_rank(m, n, settings.form)}
     if not ranks:
-        largest = _largest_useful(linears, settings.form)
         raise UserError(f"rank {rank} makes no matrix smaller; the largest that does in this model is {largest}")
     return ranks
 
@@ -273,12 +271,14 @@ def _check_rank(key: str, module: str, rank: int, shape: Shape, form: Form = "pl
 
 def _matrices(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, tuple[int, Shape]]:
     """Name, number and shape of the matrices of each linear, and of each stack if the form has factors for stacks."""
-    stacks = {} if kind_of(kind_name("svd", settings.form)).stack is None else layer_stacks(model)
+    stacks = {} if KINDS[kind_name("svd", settings.form)].stack is None else layer_stacks(model)
     return {name: (1, shape) for name, shape in layer_linears(model).items()} | stacks
 
 
-def _largest_rank(model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shape]], settings: FactorizeConfig) -> int:
-    """The largest single rank with which the model stays within target_params."""
+def _rank_within(
+    model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shape]], settings: FactorizeConfig, largest: int
+) -> int:
+    """The largest single rank, up to a largest one, with which the model stays within target_params."""
     assert settings.target_params is not None
     target = parse_target(settings.target_params, count_parameters(model))
     fixed = fixed_params(model, settings)
@@ -287,7 +287,6 @@ def _largest_rank(model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shap
         each = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
         return fixed + sum(each)
 
-    largest = _largest_useful({name: shape for name, (_, shape) in matrices.items()}, settings.form)
     rank = bisect_right(range(1, largest + 1), target, key=total)
     if rank == 0:
         remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
@@ -296,10 +295,6 @@ def _largest_rank(model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shap
             f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"
         )
     return rank
-
-
-def _largest_useful(linears: Mapping[str, Shape], form: Form) -> int:
-    return max(largest_rank(m, n, form) for m, n in linears.values())
 
 
 def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:
@@ -327,18 +322,14 @@ def _refuse_dense_head(
     model: PreTrainedModel, shapes: Mapping[str, str], linears: Collection[str], columns: int | None
 ) -> None:
     """Raises UserError if the settings keep a head dense that has no own matrix, as it is tied to the embedding."""
-    asked = [
-        pattern
-        for pattern, text in shapes.items()
-        if text == DENSE and not any(fnmatchcase(name, pattern) for name in linears)
-    ]
+    dense = [pattern for pattern, text in shapes.items() if text == DENSE]
+    asked = [pattern for pattern in dense if not any(fnmatchcase(name, pattern) for name in linears)]
     if columns in (None, 1) or not asked:
         return
     whole = model
     if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
         whole = build_meta(model.config, "lm_head")
-    name, _ = token_embedding(whole)
-    for head in tied_heads(whole, name):
+    for head in tied_heads(whole, token_embedding(whole)[0]):
         for pattern in asked:
             if fnmatchcase(head, pattern):
                 raise UserError(

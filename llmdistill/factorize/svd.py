@@ -1,15 +1,25 @@
-"""Truncated SVD by way of the Gram matrix (MaKD eq. 10-11): as good as the full SVD and several times faster.
+"""Truncated SVD by way of the Gram matrix (MaKD eq. 10-11), and the forms in which a product of a low rank is stored.
 
-That holds for wide matrices; tall ones torch reduces by QR first, in about our time (scripts/bench/bench_factorize.py).
+The decomposition is as good as the full SVD and for wide matrices several times faster; tall ones torch reduces by QR
+first, in about our time (scripts/bench/bench_factorize.py).
+
+A product is stored as two plain factors, or as pivoted ones with fewer numbers. Of the m outputs of a product of rank
+k, k can be chosen (the pivots) of which all others are combinations. Then one factor has the pivots' own rows, (k, n),
+and the other the combinations, (m - k, k): k (m + n - k) numbers in place of k (m + n), for the same product (PIFA,
+arXiv 2501.19090).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from scipy.linalg import qr
 from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
+
+from llmdistill.config.student import Form
 
 FULL_SVD_SIDE = 512
 """A matrix whose smaller side is at most this uses the full SVD in fp64, which is fast enough at this size."""
@@ -22,6 +32,10 @@ CHUNK_ELEMENTS = 2**20
 """Number of elements converted to fp64 at a time if that is more: for few rows and millions of columns."""
 LANCZOS_SIDE, LANCZOS_SHARE = 256, 32
 """A larger Gram matrix of which fewer than one eigenvector in LANCZOS_SHARE is needed uses Lanczos' method on a CPU."""
+LARGEST_WEIGHT = 2.0
+"""Pivots are exchanged until no other output takes more than this share of one of them."""
+DIRECTION_FLOOR = 1e-9
+"""Added to the moment of the outputs in each direction, as a share of its mean."""
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +69,6 @@ def place_sigma(u: Tensor, s: Tensor, vh: Tensor, sigma: Literal["left", "balanc
     """A (n, k) and B (k, m) with A B = U Σ Vᵀ: "left" is A = UΣ, B = Vᵀ (MaKD eq. 11), "balanced" √Σ on both sides."""
     if sigma == "left":
         return u * s, vh
-    assert sigma == "balanced", sigma
     root = s.sqrt()
     return u * root, root[:, None] * vh
 
@@ -108,3 +121,59 @@ def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
         else:
             return torch.from_numpy(vectors).flip(1)
     return torch.linalg.eigh(gram).eigenvectors[:, n - rank :].flip(1)
+
+
+def factor_params(m: int, n: int, rank: int, form: Form = "plain") -> int:
+    """Return the number of parameters of an (m, n) matrix of a rank, which stays dense if that is not more."""
+    if rank > largest_rank(m, n, form):
+        return m * n
+    return rank * (m + n) if form == "plain" else rank * (m + n - rank)
+
+
+def largest_rank(m: int, n: int, form: Form = "plain") -> int:
+    """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
+    return (m * n - 1) // (m + n) if form == "plain" else min(m, n) - 1
+
+
+def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turn the parameters of a LowRankLinear into those of the PivotedLinear with the same product.
+
+    Args:
+        factors: "A.weight" (k, n) and "B.weight" (m, k), of linearly independent columns, with k < m.
+
+    Returns:
+        "A.weight" (k, n), "B.weight" (m - k, k), both in the dtype of the factors, and "order" (m,).
+    """
+    a, b = factors["A.weight"], factors["B.weight"]
+    basis, inner = torch.linalg.qr(b.double())
+    outputs = inner @ a.double()
+    rows, weights = _pivots(basis, outputs)
+    others = torch.ones(len(b), dtype=torch.bool, device=b.device)
+    others[rows] = False
+    order = torch.empty(len(b), dtype=torch.int64, device=b.device)
+    order[torch.cat([rows, others.nonzero()[:, 0]])] = torch.arange(len(b), device=b.device)
+    return {"A.weight": (basis[rows] @ outputs).to(a), "B.weight": weights[others].to(b), "order": order}
+
+
+def _pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (k,) of the product of an orthonormal basis (m, k) and (k, n), and the weights (m, k) that give all rows.
+
+    QR with column pivoting takes the rows that are longest beside those it has taken: students with such pivots train
+    better than with others. It gives no bound on the weights. So while a row takes more than LARGEST_WEIGHT of a pivot
+    it takes its place, which multiplies the volume of the pivots by this weight, so that the exchange ends.
+    """
+    moment = outputs @ outputs.T
+    # Directions without outputs, of which a matrix of a lower rank has some, count a little: all rows are independent.
+    floor = DIRECTION_FLOOR * moment.diagonal().mean() if moment.any() else 1.0
+    lengths = torch.linalg.cholesky(moment + floor * torch.eye(len(moment), dtype=moment.dtype, device=moment.device))
+    _, order = qr((basis @ lengths).T.cpu().numpy(), mode="r", pivoting=True)  # torch has none with pivoting
+    rows = torch.from_numpy(order[: basis.shape[1]].astype("int64")).to(basis.device)
+    weights = torch.linalg.solve(basis[rows], basis, left=False)
+    while True:
+        row, pivot = divmod(int(weights.abs().argmax()), weights.shape[1])
+        if not weights[row, pivot].abs() > LARGEST_WEIGHT:
+            return rows, weights
+        change = weights[row].clone()
+        change[pivot] -= 1
+        weights -= torch.outer(weights[:, pivot] / weights[row, pivot], change)
+        rows[pivot] = row

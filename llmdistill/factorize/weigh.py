@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.measure import Measurement, first_tokens
 from llmdistill.factorize.sampled import graph_tokens
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, rank_budget
-from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate
 from llmdistill.models.families import base_name
 from llmdistill.models.passes import in_parts
 from llmdistill.runtime.distributed import World, on_every, on_main
@@ -59,50 +58,31 @@ def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Wei
         UserError: the settings do not fit the model, the data have no token or give numbers that are not finite, or the
             folder of kept factors holds something else.
     """
-    _check(source, settings, method)
-    found = _NOTHING if method != "svd" else _checked_ranks(source, settings)
-    return _with_others(source, settings, method, found)
-
-
-_NOTHING = Weighted(ranks={}, factors={}, predicted_loss=0.0)
-
-
-def _check(source: Source, settings: FactorizeConfig, method: str) -> None:
-    """Raises UserError, before any work, for settings that do not fit the method or the model."""
     check_settings(settings, method)
-    reference = build_reference(copy.deepcopy(source.config))
+    reference, found = build_reference(source.config), _NOTHING
     plan_embedding(reference, settings, method)
+    others: dict[str, Any] = {}  # what fits one size only
     if method == "svd":
-        return
-    plan(reference, settings, method)
-    if source.kept is not None:
-        raise UserError(
-            "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
-            f"method is {method}, whose factors fit one shape: set the folder to null"
-        )
-
-
-def _with_others(source: Source, settings: FactorizeConfig, method: str, found: Weighted) -> Weighted:
-    """Add the factors that fit one size only: Kronecker products and a low-rank token embedding, on rank 0.
-
-    Every rank must call this function.
-    """
-    rank = settings.embedding_rank
-    if method == "svd" and rank is None:
-        return found
-    reference = build_reference(copy.deepcopy(source.config))
-    measurement, others = _measurement(source, settings, method), dict[str, FittedOnce]()
-    if method != "svd":
-        shapes = _shapes(source.config)
+        found = _checked_ranks(source, settings)
+    else:
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
+        if source.kept is not None:
+            raise UserError(
+                "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
+                f"method is {method}, whose factors fit one shape: set the folder to null"
+            )
         if sizes:
+            shapes, measurement = _shapes(reference), _measurement(source, settings, method)
             measurement.factors(shapes, sizes, lambda name, each, _: others.update({name: each}), source.say)
-    if rank is not None:
-        table = measurement.table(rank)
+    if settings.embedding_rank is not None:
+        table = _measurement(source, settings).table(settings.embedding_rank)
         if table is not None:
             others[base_name(reference, token_embedding(reference)[0])] = table
     loss = found.predicted_loss + sum(each.cost for each in others.values())
     return replace(found, others=others, predicted_loss=loss)
+
+
+_NOTHING = Weighted(ranks={}, factors={}, predicted_loss=0.0)
 
 
 def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
@@ -158,7 +138,7 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         return bool(costs)
 
     if not on_main(are_known, world):
-        costs = _measurement(source, settings).costs_of(factors, _shapes(source.config))
+        costs = _measurement(source, settings).costs_of(factors, _shapes(build_reference(source.config)))
         if kept is not None:
             kept.costs = costs
     if settings.allocation != "loss":
@@ -182,10 +162,16 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
     Raises:
         UserError: see `weigh`.
     """
-    reference = build_reference(copy.deepcopy(source.config))
-    shapes = _shapes(source.config)
-    ranks = _decomposed_ranks(reference, shapes, settings, whole=source.kept is not None)
-    factors: MutableMapping[str, WeightedSVD] = {}
+    reference = build_reference(source.config)
+    shapes = _shapes(reference)
+    ranks = {name: min(shape) for name, shape in shapes.items()}
+    # The settings are checked before any work.
+    if settings.allocation == "loss":
+        rank_budget(reference, settings)
+    else:
+        planned = _planned(reference, settings)
+        ranks = planned if source.kept is None else ranks
+    factors: dict[str, WeightedSVD] | KeptFactors = {}
 
     def open_folder() -> list[str]:
         nonlocal factors
@@ -211,37 +197,20 @@ def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: M
     Raises:
         UserError: the settings do not fit the model.
     """
-    reference = build_reference(copy.deepcopy(config))
-    found = Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+    reference, found = build_reference(config), Weighted(ranks={}, factors=factors, predicted_loss=0.0)
     if settings.allocation == "uniform":
         return found.with_ranks(_planned(reference, settings))
-    of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
-    dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
-    chosen = allocate(
-        factors, rank_budget(reference, settings) - dense, multiple=settings.rank_multiple, form=settings.form
-    )
+    budget = rank_budget(reference, settings)
+    chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.form)
     return found.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
 
 
-def _decomposed_ranks(
-    reference: PreTrainedModel, shapes: Mapping[str, Shape], settings: FactorizeConfig, *, whole: bool
-) -> dict[str, int]:
-    """The number of leading factors of each matrix that must be known; the settings are checked before any work."""
-    full = {name: min(shape) for name, shape in shapes.items()}
-    if settings.allocation == "loss":
-        rank_budget(reference, settings)
-        return full
-    planned = _planned(reference, settings)
-    return full if whole else planned
-
-
-def _shapes(config: PreTrainedConfig) -> dict[str, Shape]:
+def _shapes(reference: PreTrainedModel) -> dict[str, Shape]:
     """(m, n) of the matrices, by their names in the base model."""
-    reference = build_reference(copy.deepcopy(config))
     return {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
 
 
 def _planned(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     linears = layer_linears(reference)  # of the experts' stacks nothing is measured
-    sizes = {name: rank for name, rank in plan(reference, settings).sizes.items() if name in linears}
-    return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items()}
+    sizes = plan(reference, settings).sizes
+    return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items() if name in linears}

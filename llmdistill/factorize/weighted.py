@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,36 +19,16 @@ from torch import Tensor
 
 from llmdistill.config.student import Form
 from llmdistill.errors import UserError
-from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.kinds import Sigma, low_rank_values
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.svd import truncated_svd
+from llmdistill.factorize.svd import factor_params, largest_rank, truncated_svd
+
+if TYPE_CHECKING:
+    from llmdistill.factorize.weighted_embedding import WeightedTable
+    from llmdistill.factorize.weighted_kronecker import WeightedKronecker
 
 INPUT_DAMPING, GRADIENT_DAMPING = 1e-5, 1e-3
 """Added to the diagonals of C and G, as a share of their mean, so that directions without data keep a small weight."""
-
-
-class Fitted(Protocol):
-    """Weighted factors of a linear or of the token embedding."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the calibration data, over all ranks."""
-
-    @property
-    def widest(self) -> int:
-        """Side of the largest moment that the factors follow from."""
-
-    def parameters(self, size: Any, sigma: Sigma, /) -> dict[str, Tensor]:
-        """Return the parameters of the factorized module of a size, by name."""
-
-
-class FittedOnce(Fitted, Protocol):
-    """Weighted factors of one size."""
-
-    @property
-    def cost(self) -> float:
-        """What the approximation costs per token; see `WeightedSVD.costs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +51,7 @@ class WeightedSVD:
     """What it took: this matrix' share of a pass over the data, and its decomposition."""
 
     def to(self, device: torch.device) -> WeightedSVD:
-        """Return the same factors on another device."""
-        moved = {key: getattr(self, key).to(device) for key in ("left", "values", "right")}
-        return replace(self, **moved)
+        return replace(self, **{key: getattr(self, key).to(device) for key in ("left", "values", "right")})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,27 +59,18 @@ class WeightedSVD:
         return self.left.shape[0], self.right.shape[1]
 
     def leading(self, rank: int) -> WeightedSVD:
-        """Return the factors of a lower rank alone."""
         return replace(self, left=self.left[:, :rank], values=self.values[:rank], right=self.right[:rank])
 
     @property
     def widest(self) -> int:
-        """The larger side of the matrix."""
         return max(self.shape)
 
-    def truncated(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the SVD U (n, rank), Σ (rank), Vᵀ (rank, m) of the transposed approximation of a rank.
-
-        The product is the same as that of the factors; its own SVD scales both sides as an unweighted one does.
-        """
+    def parameters(self, rank: int, sigma: Sigma) -> dict[str, Tensor]:
+        """Return the parameters of a LowRankLinear with this product, whose own SVD scales both sides."""
         inputs, inner = torch.linalg.qr(self.right[:rank].T.double())
         outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
         u, s, vh = torch.linalg.svd(inner @ outer.T)
-        return (inputs @ u).float(), s.float(), (vh @ outputs.T).float()
-
-    def parameters(self, rank: int, sigma: Sigma, /) -> dict[str, Tensor]:
-        """Return the parameters of a LowRankLinear with this product."""
-        return low_rank_values(*self.truncated(rank), sigma)
+        return low_rank_values((inputs @ u).float(), s.float(), (vh @ outputs.T).float(), sigma)
 
     def costs(self) -> list[float]:
         """Return, for each rank from 0 to k, what it costs per token to cut this matrix alone to the rank.
@@ -120,8 +89,8 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     Raises:
         UserError: the moments are not positive after damping.
     """
-    (_, inner), outputs = _damped_moments(moments, weight.device)
-    outer = None if outputs is None else outputs[1]
+    inner = damped(moments.inputs.to(weight.device), INPUT_DAMPING)[1]
+    outer = None if moments.gradients is None else damped(moments.gradients.to(weight.device), GRADIENT_DAMPING)[1]
     whitened = weight.double() @ inner
     if outer is not None:
         whitened = outer.T @ whitened
@@ -140,26 +109,12 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     )
 
 
-def damped_moments(moments: Moments, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return C and G, each plus a share of its mean diagonal, in fp64 and positive definite; G is None if not measured.
+def damped(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Return a moment plus a share of its mean diagonal, in fp64 and positive definite, and its Cholesky factor.
 
     Raises:
-        UserError: a moment has no entry over 0.
+        UserError: the moment has no entry over 0.
     """
-    (inputs, _), outputs = _damped_moments(moments, device)
-    return inputs, None if outputs is None else outputs[0]
-
-
-def _damped_moments(moments: Moments, device: torch.device) -> tuple[_Damped, _Damped | None]:
-    gradients = None if moments.gradients is None else _damped(moments.gradients.to(device), GRADIENT_DAMPING)
-    return _damped(moments.inputs.to(device), INPUT_DAMPING), gradients
-
-
-_Damped = tuple[Tensor, Tensor]
-"""A damped moment and its Cholesky factor."""
-
-
-def _damped(moment: Tensor, damping: float) -> _Damped:
     exact = moment.double()
     mean = exact.diagonal().mean()
     if not mean > 0:
@@ -167,11 +122,11 @@ def _damped(moment: Tensor, damping: float) -> _Damped:
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
     while True:
-        damped = exact.clone()
-        damped.diagonal().add_(damping * mean)
-        root, info = torch.linalg.cholesky_ex(damped)
+        found = exact.clone()
+        found.diagonal().add_(damping * mean)
+        root, info = torch.linalg.cholesky_ex(found)
         if not info:
-            return damped, root
+            return found, root
         # The rounding of fp32 sums follows the strongest direction, which may be far above the mean.
         damping *= 10
 
@@ -185,12 +140,12 @@ class Weighted:
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
     """The sum of the costs of all cuts, per token; see `WeightedSVD.costs`."""
-    others: Mapping[str, FittedOnce] = field(default_factory=dict)
+    others: Mapping[str, WeightedKronecker | WeightedTable] = field(default_factory=dict)
     """The factors of all else by its name in the base model: Kronecker products, and a low-rank token embedding."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
 
-    def fitted(self, name: str) -> Fitted | None:
+    def fitted(self, name: str) -> WeightedSVD | WeightedKronecker | WeightedTable | None:
         """Return the factors of a module by its name in the base model; None if there are none."""
         return self.others[name] if name in self.others else self.factors.get(name)
 
@@ -199,7 +154,7 @@ class Weighted:
         """The number of tokens of the calibration data, over all ranks."""
         return max((each.tokens for each in self._all()), default=0)
 
-    def _all(self) -> Iterator[Fitted]:
+    def _all(self) -> Iterator[WeightedSVD | WeightedKronecker | WeightedTable]:
         return chain(self.factors.values(), self.others.values())
 
     @property
@@ -247,21 +202,22 @@ class Rescaled(Mapping[str, WeightedSVD]):
     """Factors whose costs are multiplied; each matrix is read from `factors` when it is asked for."""
 
     def __init__(self, factors: Mapping[str, WeightedSVD], by: Mapping[str, float]) -> None:
-        """Multiply the costs of the named matrices by these numbers."""
         self._factors, self._by = factors, by
 
     def __getitem__(self, name: str) -> WeightedSVD:
-        """Return the factors of a matrix."""
         found = self._factors[name]
         return replace(found, scale=found.scale * self._by.get(name, 1.0))
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of the matrices."""
         return iter(self._factors)
 
     def __len__(self) -> int:
-        """Return the number of matrices."""
         return len(self._factors)
+
+
+def ridged(matrix: Tensor, share: float) -> Tensor:
+    """Return a symmetric matrix plus a share of its mean diagonal."""
+    return matrix + share * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def check_calibration_data(weighting: str, data: object) -> None:
@@ -285,21 +241,13 @@ def allocate(
 
     Args:
         factors: the factors of each matrix, up to its largest useful rank.
-        budget: the number of parameters of all matrices together.
+        budget: the number of parameters of all matrices together, enough for the first ranks (`sizes.rank_budget`).
         multiple: ranks are multiples of this number.
         form: the form of the factors.
-
-    Raises:
-        UserError: the budget is below the smallest allocation.
     """
     options = {name: _options(each, multiple, form) for name, each in factors.items()}
     chosen = dict.fromkeys(options, 0)
     spent = sum(steps[0][0] for steps in options.values())
-    if spent > budget:
-        raise UserError(
-            f"the smallest allocation, rank {multiple} for every matrix, has {spent:,} parameters in the factorized "
-            f"matrices, but the target leaves {budget:,} for them: raise it, or lower rank_multiple"
-        )
     heap = [step for name in options for step in _steps(options[name], 0, name)]
     heapq.heapify(heap)
     while heap:

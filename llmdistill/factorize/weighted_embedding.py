@@ -3,7 +3,7 @@
 An error δ_v in row v of the table E (V, d) costs ½ a_v δ_v G δ_vᵀ / tokens² where the table is looked up: a_v is the
 number of times that token v occurs, and G = Σ g gᵀ over the gradients at the table's output. A head tied to the table
 adds ½ b_v δ_v C δ_vᵀ / tokens², with C = Σ h hᵀ over the head's inputs and b_v = Σ p_v (1 − p_v), the diagonal of the
-logits' Fisher matrix.
+logits' Fisher matrix. `measure_table` finds all four.
 
 One such form has the closed solution of a weighted SVD. The sum of two has none, so A and B are improved in turn. Each
 half-step is exact and cheap: for two symmetric positive matrices P and Q there is a basis in which both are diagonal,
@@ -12,15 +12,21 @@ and in these bases the normal equations of all rows, or of B, fall apart into si
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from llmdistill.batch import Batch
 from llmdistill.errors import UserError
+from llmdistill.factorize.install import tied_heads, token_embedding
 from llmdistill.factorize.kinds import Sigma
+from llmdistill.factorize.sampled import run_sampled
 from llmdistill.factorize.svd import place_sigma, truncated_svd
-from llmdistill.factorize.table_moments import TableMoments
+from llmdistill.factorize.weighted import ridged
+from llmdistill.models.passes import HookSums
 
 ROW_DAMPING = 0.3
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
@@ -32,6 +38,89 @@ _RIDGE = 1e-12
 """Keeps factors of a table whose own rank is lower solvable, as a share of the mean diagonal."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableMoments:
+    """What calibration data say about a token embedding (V, d), summed over tokens."""
+
+    counts: Tensor
+    """(V,), how often each token was looked up."""
+    gradients: Tensor | None = None
+    """(d, d), Σ g gᵀ at the table's output; None if no gradients were measured."""
+    head_inputs: Tensor | None = None
+    """(d, d), Σ h hᵀ over the inputs of a head that is tied to the table; None without one."""
+    head_outputs: Tensor | None = None
+    """(V,), Σ p (1 − p) over the probabilities of the tied head; None without one, or without gradients."""
+    tokens: int
+    """The number of tokens."""
+
+
+def measure_table(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    gradients: bool = True,
+    seed: int = 0,
+    reduce: Callable[[Tensor], object] | None = None,
+    rounds: int = 0,
+) -> TableMoments:
+    """Return the moments of a model's token embedding over the real tokens of batches, in fp32.
+
+    The arguments are those of `factorize.moments.measure_moments`, but `reduce` sums a tensor over the ranks in place
+    for all of them.
+
+    Raises:
+        UserError: there is no token, or a moment is not finite.
+    """
+    sums = _TableSums(model, gradients)
+    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds, what="Calibrating the embedding")
+    if reduce is not None:
+        for each in (sums.tokens, *sums.sums.values()):
+            reduce(each)
+    tokens = sums.counted(("the inputs or gradients of the token embedding", each) for each in sums.sums.values())
+    return TableMoments(**sums.sums, tokens=tokens)
+
+
+class _TableSums(HookSums):
+    """Adds up the moments of a token embedding and of its tied head in forward and backward hooks."""
+
+    def __init__(self, model: PreTrainedModel, gradients: bool) -> None:
+        super().__init__(model.device)
+        name, table = token_embedding(model)
+        device, vocabulary, width = model.device, table.num_embeddings, table.embedding_dim
+        self._gradients = gradients
+        self.sums = {"counts": torch.zeros(vocabulary, device=device)}
+        if gradients:
+            self.sums["gradients"] = torch.zeros(width, width, device=device)
+        self.handles = [table.register_forward_hook(self._look_up)]
+        for head in tied_heads(model, name)[:1]:
+            self.sums["head_inputs"] = torch.zeros(width, width, device=device)
+            if gradients:
+                self.sums["head_outputs"] = torch.zeros(vocabulary, device=device)
+            self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._head))
+
+    def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        mask_BT, counts = self.mask, self.sums["counts"]
+        counts += torch.bincount(inputs[0][mask_BT], minlength=len(counts))
+        if self._gradients:  # no weight requires a gradient, so the graph begins here
+            output.requires_grad_(True)
+            output.register_hook(lambda gradient: self._add("gradients", gradient.detach()[mask_BT]))
+
+    def _head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()
+        # A head that is taken over has the rows of the real tokens alone, also in a pass that does not count.
+        if mask_N.any():
+            self._add("head_inputs", rows_NK[mask_N] if len(rows_NK) == len(mask_N) else rows_NK)
+
+    def judged(self, p_NV: Tensor) -> None:
+        """Add up p (1 − p) of the tied head."""
+        if "head_outputs" in self.sums and self.mask.any():
+            self.sums["head_outputs"] += (p_NV - p_NV.square()).sum(dim=0)
+
+    def _add(self, key: str, rows_NK: Tensor) -> None:
+        rows = rows_NK.float()
+        self.sums[key].addmm_(rows.T, rows)
+
+
 @dataclass(frozen=True)
 class _Form:
     """Σ_v rows_v δ_v columns δ_vᵀ over the rows δ of an error (V, d), in fp64."""
@@ -40,7 +129,6 @@ class _Form:
     columns: Tensor
 
     def of(self, error: Tensor) -> float:
-        """The value of the form."""
         return float(self.rows @ ((error @ self.columns) * error).sum(dim=1))
 
 
@@ -62,7 +150,7 @@ class WeightedTable:
         """The width d, as the rows of the table count one by one."""
         return self.right.shape[1]
 
-    def parameters(self, rank: int, sigma: Sigma, /) -> dict[str, Tensor]:
+    def parameters(self, rank: int, sigma: Sigma) -> dict[str, Tensor]:
         """Return the parameters of a LowRankEmbedding with this product, where its own SVD scales both sides."""
         assert rank == len(self.right), (rank, self.right.shape)
         rows, outer = torch.linalg.qr(self.left.double())
@@ -101,8 +189,7 @@ def _forms(table: Tensor, moments: TableMoments) -> list[_Form]:
         return exact + ROW_DAMPING * exact.mean()
 
     def damped_columns(moment: Tensor) -> Tensor:
-        exact = _positive(moment.to(table))
-        return exact + COLUMN_DAMPING * exact.diagonal().mean() * identity
+        return ridged(_positive(moment.to(table)), COLUMN_DAMPING)
 
     lookups = damped_rows(moments.counts)
     if moments.head_inputs is None:
@@ -166,9 +253,7 @@ def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Te
 
 def _common_basis(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """X and λ from 0 to 1 with Xᵀ (one + other) X = 1 and Xᵀ other X = diag(λ), so that Xᵀ one X = diag(1 − λ)."""
-    both = one + other
-    ridge = _RIDGE * both.diagonal().mean() * torch.eye(len(both), dtype=both.dtype, device=both.device)
-    root = torch.linalg.cholesky(both + ridge)
+    root = torch.linalg.cholesky(ridged(one + other, _RIDGE))
     half = torch.linalg.solve_triangular(root, other, upper=False)
     whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
     shares, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)

@@ -20,7 +20,7 @@ from torch import Tensor
 from llmdistill.factorize.kinds import Sigma
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, second_factor
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.weighted import damped_moments
+from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, damped, ridged
 
 ROUNDS, STEPS, LEAST_GAIN = 12, 10, 1e-2
 """Rounds of A and B at most, steps of conjugate gradients in each half of a round, and the share of the cost that a
@@ -43,15 +43,13 @@ class WeightedKronecker:
     """The number of tokens of the calibration data."""
 
     def to(self, device: torch.device) -> WeightedKronecker:
-        """Return the same factors on another device."""
         return replace(self, a=self.a.to(device), b=self.b.to(device))
 
     @property
     def widest(self) -> int:
-        """The larger side of the matrix."""
         return max(self.a.shape[1] * self.b.shape[1], self.a.shape[2] * self.b.shape[2])
 
-    def parameters(self, shape: KroneckerShape, _sigma: Sigma, /) -> dict[str, Tensor]:
+    def parameters(self, shape: KroneckerShape, _sigma: Sigma) -> dict[str, Tensor]:
         """Return the parameters of a KroneckerLinear; the two factors of a product have the same norm."""
         assert tuple(shape) == (*self.a.shape[1:], len(self.a)), (shape, self.a.shape)
         of_a, of_b = (each.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None] for each in (self.a, self.b))
@@ -68,7 +66,8 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
         UserError: the moments have no entry over 0.
     """
     exact = weight.double()
-    inputs, outputs = damped_moments(moments, weight.device)
+    inputs = damped(moments.inputs.to(weight.device), INPUT_DAMPING)[0]
+    outputs = None if moments.gradients is None else damped(moments.gradients.to(weight.device), GRADIENT_DAMPING)[0]
 
     def metric(change: Tensor) -> Tensor:
         product = change @ inputs
@@ -77,12 +76,15 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
     m2, _ = second_factor(weight.shape[0], weight.shape[1], shape)
     identity = partial(torch.eye, dtype=exact.dtype, device=exact.device)
     of_outputs = (identity(shape.m1), identity(m2)) if outputs is None else _nearest(outputs, shape.m1)
-    sides = _Sides(of_outputs, _nearest(inputs, shape.n1))
+    of_inputs = _nearest(inputs, shape.n1)
+    sides, swapped = (of_outputs, of_inputs), (of_outputs[::-1], of_inputs[::-1])
     starts = (nearest_kronecker(exact, shape), _nearest_in(sides, exact, shape))
-    found = min((_State.of(exact, a, b, metric) for a, b in starts), key=lambda state: state.cost)
+    errors = ((a, b, exact - _sum_of_products(a, b)) for a, b in starts)
+    states = (_State(a=a, b=b, error=error, image=metric(error), metric=metric) for a, b, error in errors)
+    found = min(states, key=lambda state: state.cost)
     cost = found.cost
     for _ in range(ROUNDS):
-        found = _improved(_improved(found, sides).swapped(), sides.swapped()).swapped()
+        found = _improved(_improved(found, sides).swapped(), swapped).swapped()
         if found.cost > cost * (1 - LEAST_GAIN):
             break
         cost = found.cost
@@ -92,16 +94,8 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
     )
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """Nearest products of the moments: G ≈ G_a ⊗ G_b and C ≈ C_a ⊗ C_b."""
-
-    outputs: tuple[Tensor, Tensor]
-    inputs: tuple[Tensor, Tensor]
-
-    def swapped(self) -> _Sides:
-        """The same with A and B exchanged."""
-        return _Sides(self.outputs[::-1], self.inputs[::-1])
+_Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""((G_a, G_b), (C_a, C_b)), the nearest products of the moments: G ≈ G_a ⊗ G_b and C ≈ C_a ⊗ C_b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +110,6 @@ class _State:
     """Maps Δ to G Δ C."""
     a_first: bool = True
     """Whether the products are A ⊗ B; else they are B ⊗ A."""
-
-    @classmethod
-    def of(cls, weight: Tensor, a: Tensor, b: Tensor, metric: Callable[[Tensor], Tensor]) -> _State:
-        """The state of given factors."""
-        error = weight - _sum_of_products(a, b)
-        return cls(a=a, b=b, error=error, image=metric(error), metric=metric)
 
     @property
     def cost(self) -> float:
@@ -171,9 +159,9 @@ def _preconditioner(state: _State, sides: _Sides) -> Callable[[Tensor], Tensor]:
 
     S_ij = tr(B_iᵀ G_b B_j C_b).
     """
-    (g_a, g_b), (c_a, c_b) = sides.outputs, sides.inputs
+    (g_a, g_b), (c_a, c_b) = sides
     s = torch.einsum("ikl,jkl->ij", state.b, g_b @ state.b @ c_b)
-    of_sums, left, right = (torch.linalg.cholesky(_ridged(each)) for each in (s, g_a, c_a))
+    of_sums, left, right = (torch.linalg.cholesky(ridged(each, _RIDGE)) for each in (s, g_a, c_a))
 
     def solve(residual: Tensor) -> Tensor:
         mixed = torch.cholesky_solve(residual.flatten(1), of_sums).reshape(residual.shape)
@@ -184,9 +172,7 @@ def _preconditioner(state: _State, sides: _Sides) -> Callable[[Tensor], Tensor]:
 
 def _nearest_in(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
     """The best factors if the moments were their nearest products, by whitening W with these."""
-    (r_a, r_b), (l_a, l_b) = (
-        tuple(torch.linalg.cholesky(_ridged(each)) for each in pair) for pair in (sides.outputs, sides.inputs)
-    )
+    (r_a, r_b), (l_a, l_b) = (tuple(torch.linalg.cholesky(ridged(each, _RIDGE)) for each in pair) for pair in sides)
     blocks = weight.reshape(shape.m1, len(r_b), shape.n1, len(l_b))
     whitened = torch.einsum("ikjl,ip,kq,jr,lt->pqrt", blocks, r_a, r_b, l_a, l_b).reshape(weight.shape)
 
@@ -204,11 +190,6 @@ def _nearest(moment: Tensor, side: int) -> tuple[Tensor, Tensor]:
     sign = a[0].trace().sign()
     first, second = ((each[0] + each[0].T) * (sign / 2) for each in (a, b))
     return first, second
-
-
-def _ridged(matrix: Tensor) -> Tensor:
-    mean = matrix.diagonal().mean()
-    return matrix + _RIDGE * mean * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:

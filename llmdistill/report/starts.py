@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from llmdistill.artifacts import read_record
 from llmdistill.config.student import Form
-from llmdistill.factorize.forms import factor_params
+from llmdistill.factorize.svd import factor_params
 from llmdistill.report.panels import panel_grid
 from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, new_figure
 

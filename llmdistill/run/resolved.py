@@ -14,7 +14,7 @@ from llmdistill.config import OneTeacher, RunConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
-from llmdistill.factorize.kinds import kind_of
+from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.sizes import plan_embedding, summarize
 from llmdistill.methods import METHODS, Method
 from llmdistill.models.configs import load_config
@@ -104,7 +104,7 @@ def student_of(
         planned = plan_embedding(reference, settings.factorize, settings.method)
         install(reference, planned)
         if planned.embedding is not None:
-            how += f", {kind_of(settings.method).embedding_key} {planned.embedding}"
+            how += f", {KINDS[settings.method].embedding_key} {planned.embedding}"
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}

@@ -33,8 +33,8 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize import cuts, measure, weigh
 from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.forms import largest_rank
 from llmdistill.factorize.moments import Moments, shared_inputs
+from llmdistill.factorize.svd import largest_rank
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.configs import load_config
 from llmdistill.models.passes import in_parts, rows_of

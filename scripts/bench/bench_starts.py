@@ -39,9 +39,9 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import count_parameters, layer_linears
-from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.moments import Moments
+from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
 from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.models.families import base_name

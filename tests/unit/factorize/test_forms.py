@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from llmdistill.factorize import svd
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, rearrange
 from llmdistill.factorize.modules import KroneckerLinear, PivotedLinear
+from llmdistill.factorize.svd import factor_params, largest_rank, pivoted
 
 MATRICES = {
     "graded": lambda m, n: torch.logspace(0, -6, m)[torch.randperm(m)][:, None] * torch.randn(m, n),

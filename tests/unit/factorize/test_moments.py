@@ -20,9 +20,9 @@ from llmdistill.factorize.cuts import cut, cut_costs, divergences
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix, tied_heads, token_embedding
 from llmdistill.factorize.moments import measure_moments, shared_inputs
-from llmdistill.factorize.table_moments import measure_table
 from llmdistill.factorize.weigh import weigh
 from llmdistill.factorize.weighted import weighted_svd
+from llmdistill.factorize.weighted_embedding import measure_table
 from llmdistill.models.families import base_name, layers_name
 
 from support import in_memory

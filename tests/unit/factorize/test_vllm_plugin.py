@@ -18,7 +18,6 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.hub import NAME, FactorizedConfig
-from llmdistill.factorize.vllm_layers import sizes_of
 
 from stand_in_vllm import StandInDense, StandInLinear, install_layers
 
@@ -190,7 +189,9 @@ def test_layers_without_factors_are_vllms_own(plugin):
     assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
 
 
+@pytest.mark.usefixtures("plugin")
 def test_the_parts_of_vllms_bert_are_found_under_its_other_name():
+    sizes_of = sys.modules["llmdistill.factorize.vllm_plugin"].sizes_of
     modules = {f"encoder.layer.{i}.attention.self.{name}": i + 1 for i in (1, 11) for name in ("query", "key", "value")}
     modules |= {"encoder.layer.1.output.dense": 5}
     config, fused = FactorizedConfig("svd", modules), {"qkv_proj": ["query", "key", "value"]}
