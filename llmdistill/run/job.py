@@ -24,19 +24,22 @@ from llmdistill.report.table import finish_report, kept_student, run_record, wit
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings, scores_asked
 from llmdistill.run.cache import check_cache
+from llmdistill.run.callbacks.answers import Answers
 from llmdistill.run.callbacks.base import Callback
 from llmdistill.run.callbacks.best import read_best
-from llmdistill.run.callbacks.ending import Answers, Checkpoints, Stopping
+from llmdistill.run.callbacks.checkpoints import Checkpoints
 from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.log_rows import LogRows
 from llmdistill.run.callbacks.loss_watch import LossWatch, diverged
 from llmdistill.run.callbacks.own_answers import OwnAnswers
+from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.uneven_terms import UnevenTerms
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.checks import check_disk
 from llmdistill.run.describe import headline
-from llmdistill.run.log import LogRows, RunLog, check_log
+from llmdistill.run.log import RunLog, check_log
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.run.teachers import make_teacher
 from llmdistill.run.trackers import monitors

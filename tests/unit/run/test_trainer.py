@@ -18,11 +18,13 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
-from llmdistill.run.callbacks.ending import Checkpoints, Stopping
+from llmdistill.run.callbacks.checkpoints import Checkpoints
 from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.log_rows import LogRows
 from llmdistill.run.callbacks.loss_watch import LossWatch
+from llmdistill.run.callbacks.stopping import Stopping
 from llmdistill.run.callbacks.validation import Validation
-from llmdistill.run.log import LogRows, RunLog
+from llmdistill.run.log import RunLog
 from llmdistill.run.trainer import Trainer
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
@@ -166,7 +168,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
 def test_validation_checkpoints_and_rows_of_the_log_come_where_they_are_due(tmp_path, monkeypatch):
     _, trainer = make_trainer(8, steps=5)
     trainer.settings = replace(trainer.settings, validate_every=2, log_every=3, save_every=3)
-    saved, save = [], "llmdistill.run.callbacks.ending.save_checkpoint"
+    saved, save = [], "llmdistill.run.callbacks.checkpoints.save_checkpoint"
     monkeypatch.setattr(save, lambda _, folder, step, *__, **___: saved.append(step))
     validation = Validation(trainer, [object()], trainer.method, tmp_path)
     monkeypatch.setattr(Validation, "loss", lambda self: 0.5)
