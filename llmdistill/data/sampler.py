@@ -240,7 +240,7 @@ class Prefetched:
 
 
 def _pinned(batch: Batch) -> Batch:
-    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(batch)}
     return replace(batch, **{name: value.pin_memory() for name, value in values.items() if isinstance(value, Tensor)})
 
 

@@ -169,7 +169,7 @@ def on_gpu() -> Iterator[None]:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:

@@ -122,7 +122,7 @@ def make_choices(
             is_cached = teacher == CACHED
             low, high = traces[checkpointing, is_cached]
             trace = between(low, high, micro_batch_size)
-            work = trace.student + trace.teacher
+            work = trace.student.plus(trace.teacher)
             read = kept.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and kept else 0
             layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
             choice = LayoutChoice(
