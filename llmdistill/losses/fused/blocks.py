@@ -83,6 +83,7 @@ def block_loss(
     """
     batch, heads, tokens, _ = student.query.shape
     both = student.key is student.query
+    assert not (both and key_grad), "one tensor has one gradient"
     shape = shape or block_shape(student, teacher, visibility)
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
     weights_B1T1 = (visibility.segments_BT != 0).to(dtype)[:, None, :, None] / heads

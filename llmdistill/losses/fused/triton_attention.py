@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
 from llmdistill.losses.fused.block_rows import AttentionKind
 from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility
-from llmdistill.losses.fused.triton_attention_kernels import Inputs, Model, key_gradient, query_gradient, row_values
+from llmdistill.losses.fused.triton_attention_kernels import Model, key_gradient, query_gradient, row_values
 
 
 def attention_loss(
@@ -37,33 +36,39 @@ def attention_loss(
     16; the default depends on head width and dtype.
     """
     both = student.key is student.query
+    assert not (both and key_grad), "one tensor has one gradient"
     student, teacher = _prepared(student), _prepared(teacher)
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
+    assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
     segments_BT, causal, window, visible_until_BT = visibility
+    assert window is None or window > 0, f"a window of {window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
     segments_BT = segments_BT.to(torch.int32).contiguous()
     # Without a limit the kernels read none, and any pointer will do.
     visible_until = segments_BT if visible_until_BT is None else visible_until_BT.to(torch.int32).contiguous()
+    # For each query: its loss, and the divisors of the softmaxes of student and teacher (or of the mean).
     statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
     groups = student.key.shape[1]
-    inputs = Inputs(
-        student=_model(student),
-        teacher=_model(teacher),
-        segments_ptr=segments_BT,
-        visible_until_ptr=visible_until,
-        statistics_ptr=statistics,
-        heads=heads,
-        tokens=tokens,
-        queries=statistics[0].numel(),
-        window=window or 0,
-        KIND=tl.constexpr(kind),
-        CAUSAL=tl.constexpr(causal),
-        WINDOWED=tl.constexpr(window is not None),
-        BOUNDED=tl.constexpr(visible_until_BT is not None),
-        ROWS=tl.constexpr(rows),
-        COLUMNS=tl.constexpr(columns),
-    )
+    common = {
+        "student": _model(student),
+        "teacher": _model(teacher),
+        "segments_ptr": segments_BT,
+        "visible_until_ptr": visible_until,
+        "statistics_ptr": statistics,
+        "heads": heads,
+        "tokens": tokens,
+        "queries": statistics[0].numel(),
+        "window": window or 0,
+        "KIND": kind,
+        "CAUSAL": causal,
+        "WINDOWED": window is not None,
+        "BOUNDED": visible_until_BT is not None,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "STUDENT_PADDED": _padded(student),
+        "TEACHER_PADDED": _padded(teacher),
+    }
     factor = student.scaling / heads
     of_query = of_key = None
     if query_grad:
@@ -73,17 +78,19 @@ def attention_loss(
     row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
     if batch * tokens > 0:
         with torch.cuda.device_of(student.query):
-            row_values[row_grid](inputs)
+            row_values[row_grid](**common)
             if of_query is not None:
-                query_gradient[row_grid](of_query, factor, inputs)
+                query_gradient[row_grid](gradient_ptr=of_query, factor=factor, **common)
             if of_key is not None:
-                key_gradient[column_grid](of_key, factor, inputs)
+                key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
     if both and of_query is not None and of_key is not None:
         of_query, of_key = of_query + of_key, None
     return BlockLoss(statistics[0].sum() / heads, of_query, of_key)
 
 
 def _prepared(sides: AttentionInputs) -> AttentionInputs:
+    heads, groups = sides.query.shape[1], sides.key.shape[1]
+    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
     assert sides.query.dtype == sides.key.dtype, f"queries in {sides.query.dtype}, keys in {sides.key.dtype}"
     assert sides.query.element_size() <= 4, f"no kernel takes {sides.query.dtype}"
     query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in (sides.query, sides.key))
@@ -92,15 +99,19 @@ def _prepared(sides: AttentionInputs) -> AttentionInputs:
 
 def _block_sizes(student: AttentionInputs, teacher: AttentionInputs) -> tuple[int, int]:
     """Block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more registers."""
-    width = max(student.query.shape[-1], teacher.query.shape[-1])
+    width = max(_padded(student), _padded(teacher))
     if torch.float32 in (student.query.dtype, teacher.query.dtype):
         return (32, 32) if width <= 64 else (16, 16)
     return (64, 64) if width <= 128 else (32, 32)
+
+
+def _padded(sides: AttentionInputs) -> int:
+    """The head width, padded as the matrix products require."""
+    return max(16, triton.next_power_of_2(sides.query.shape[-1]))
 
 
 def _model(sides: AttentionInputs) -> Model:
     *query_strides, _ = sides.query.stride()
     *key_strides, _ = sides.key.stride()
     groups, width = sides.key.shape[1], sides.key.shape[-1]
-    padded = tl.constexpr(max(16, triton.next_power_of_2(width)))
-    return Model(sides.query, sides.key, tuple(query_strides), tuple(key_strides), groups, width, sides.scaling, padded)
+    return Model(sides.query, sides.key, tuple(query_strides), tuple(key_strides), groups, width, sides.scaling)

@@ -26,53 +26,28 @@ class Model(NamedTuple):
     groups: int
     width: int
     scaling: float
-    PADDED: tl.constexpr
-    """The head width, padded as the matrix products require."""
-
-
-class Inputs(NamedTuple):
-    """What all three kernels read; the names in capitals are known when they are compiled."""
-
-    student: Model
-    teacher: Model
-    segments_ptr: Tensor
-    visible_until_ptr: Tensor
-    statistics_ptr: Tensor
-    """For each query its loss, and the divisors of the softmaxes of student and teacher (or of the mean)."""
-    heads: int
-    tokens: int
-    queries: int
-    """Number of queries of all sequences and heads."""
-    window: int
-    KIND: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOWED: tl.constexpr
-    BOUNDED: tl.constexpr
-    """Whether visible_until is a limit."""
-    ROWS: tl.constexpr
-    COLUMNS: tl.constexpr
 
 
 @triton.jit
-def load_queries(model, batch, head, row, segment):
+def load_queries(model, batch, head, row, segment, PADDED: tl.constexpr):
     """Queries of one head, (rows, PADDED); 0 at padding, whose stored values are ignored."""
     ptr = model.query_ptr + batch.to(tl.int64) * model.query_strides[0] + head.to(tl.int64) * model.query_strides[1]
-    return _load(ptr, model.query_strides[2], row, segment, model)
+    return _load(ptr, model.query_strides[2], row, segment, model.width, PADDED)
 
 
 @triton.jit
-def load_keys(model, batch, head, heads, column, segment):
+def load_keys(model, batch, head, heads, column, segment, PADDED: tl.constexpr):
     """Keys of a query head, (columns, PADDED); 0 at padding, whose stored values are ignored."""
     group = head // (heads // model.groups)
     ptr = model.key_ptr + batch.to(tl.int64) * model.key_strides[0] + group.to(tl.int64) * model.key_strides[1]
-    return _load(ptr, model.key_strides[2], column, segment, model)
+    return _load(ptr, model.key_strides[2], column, segment, model.width, PADDED)
 
 
 @triton.jit
-def _load(ptr, stride, position, segment, model):
-    feature = tl.arange(0, model.PADDED)
+def _load(ptr, stride, position, segment, width, PADDED: tl.constexpr):
+    feature = tl.arange(0, PADDED)
     at = position.to(tl.int64)[:, None] * stride + feature[None, :]
-    return tl.load(ptr + at, mask=(segment != 0)[:, None] & (feature < model.width)[None, :], other=0.0)
+    return tl.load(ptr + at, mask=(segment != 0)[:, None] & (feature < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -82,24 +57,34 @@ def scores(queries, keys, scaling):
 
 
 @triton.jit
-def visible(inputs, row, column, row_segment, segment, visible_until):
+def visible(
+    row,
+    column,
+    row_segment,
+    segment,
+    visible_until,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
     """Which keys each query sees: (rows, columns)."""
     seen = (row_segment[:, None] == segment[None, :]) & (row_segment != 0)[:, None]
-    if inputs.CAUSAL:
+    if CAUSAL:
         seen = seen & (column[None, :] <= row[:, None])
-    if inputs.WINDOWED:
-        seen = seen & (row[:, None] - column[None, :] < inputs.window)
-    if inputs.BOUNDED:
+    if WINDOWED:
+        seen = seen & (row[:, None] - column[None, :] < window)
+    if BOUNDED:
         seen = seen & (column[None, :] < visible_until[:, None])
     return seen
 
 
 @triton.jit
-def load_visible_until(visible_until_ptr, row, inputs):
+def load_visible_until(visible_until_ptr, row, tokens, BOUNDED: tl.constexpr):
     """The position before which the keys of each query lie, (rows,); not read if there is no such limit."""
     visible_until = row
-    if inputs.BOUNDED:
-        visible_until = tl.load(visible_until_ptr + row, mask=row < inputs.tokens, other=0)
+    if BOUNDED:
+        visible_until = tl.load(visible_until_ptr + row, mask=row < tokens, other=0)
     return visible_until
 
 
@@ -120,17 +105,16 @@ def span(segments_ptr, segment, tokens):
 
 
 @triton.jit
-def derivatives(student, teacher, seen, statistics_ptr, row, inputs):
+def derivatives(student, teacher, seen, statistics_ptr, row, tokens, queries, KIND: tl.constexpr):
     """Derivative of each query's loss with respect to the student's scores: (rows, columns), 0 at invisible keys."""
-    first = tl.load(statistics_ptr + inputs.queries + row, mask=row < inputs.tokens, other=1.0)[:, None]
-    if inputs.KIND == "score_mse":
+    first = tl.load(statistics_ptr + queries + row, mask=row < tokens, other=1.0)[:, None]
+    if KIND == "score_mse":
         derivative = 2 * (student - teacher) / first
     else:
         log_p = student - first
-        of_teacher = tl.load(statistics_ptr + 2 * inputs.queries + row, mask=row < inputs.tokens, other=0.0)
-        log_q = teacher - of_teacher[:, None]
-        if inputs.KIND == "student_teacher":
-            loss = tl.load(statistics_ptr + row, mask=row < inputs.tokens, other=0.0)[:, None]
+        log_q = teacher - tl.load(statistics_ptr + 2 * queries + row, mask=row < tokens, other=0.0)[:, None]
+        if KIND == "student_teacher":
+            loss = tl.load(statistics_ptr + row, mask=row < tokens, other=0.0)[:, None]
             derivative = tl.exp(log_p) * (log_p - log_q - loss)
         else:
             derivative = tl.exp(log_p) - tl.exp(log_q)
@@ -148,47 +132,65 @@ def derivative_product(derivative, rows):
 
 
 @triton.jit
-def store_rows(ptr, values, position, tokens, model):
+def store_rows(ptr, values, position, tokens, width, PADDED: tl.constexpr):
     """Write (rows, PADDED) of one head to contiguous memory, without the padded features."""
-    feature = tl.arange(0, model.PADDED)
-    at = position.to(tl.int64)[:, None] * model.width + feature[None, :]
-    tl.store(ptr + at, values, mask=(position < tokens)[:, None] & (feature < model.width)[None, :])
+    feature = tl.arange(0, PADDED)
+    at = position.to(tl.int64)[:, None] * width + feature[None, :]
+    tl.store(ptr + at, values, mask=(position < tokens)[:, None] & (feature < width)[None, :])
 
 
 @triton.jit
-def row_values(inputs):
+def row_values(
+    student,
+    teacher,
+    segments_ptr,
+    visible_until_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
     """The loss and divisors of each query, by online softmaxes; one program per block of queries of one head."""
     pair = tl.program_id(0)
-    batch = pair // inputs.heads
-    head = pair % inputs.heads
-    row = tl.program_id(1) * inputs.ROWS + tl.arange(0, inputs.ROWS)
-    segments_ptr = inputs.segments_ptr + batch.to(tl.int64) * inputs.tokens
-    visible_until_ptr = inputs.visible_until_ptr + batch.to(tl.int64) * inputs.tokens
-    row_segment = tl.load(segments_ptr + row, mask=row < inputs.tokens, other=0)
-    visible_until = load_visible_until(visible_until_ptr, row, inputs)
-    student_query = load_queries(inputs.student, batch, head, row, row_segment)
-    teacher_query = load_queries(inputs.teacher, batch, head, row, row_segment)
+    batch = pair // heads
+    head = pair % heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
+    row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
+    student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+    teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
-    student_max = tl.full((inputs.ROWS,), -float("inf"), tl.float32)
-    teacher_max = tl.full((inputs.ROWS,), -float("inf"), tl.float32)
-    student_sum = tl.zeros((inputs.ROWS,), tl.float32)
-    teacher_sum = tl.zeros((inputs.ROWS,), tl.float32)
-    total = tl.zeros((inputs.ROWS,), tl.float32)  # weighted sum of the log ratios, or sum of the squared errors
-    first, last = span(segments_ptr, row_segment, inputs.tokens)
-    if inputs.CAUSAL:
-        last = tl.minimum(last, (tl.program_id(1) + 1) * inputs.ROWS)
-    if inputs.WINDOWED:
-        first = tl.maximum(first, tl.program_id(1) * inputs.ROWS - inputs.window + 1)
-    for start in range(first, last, inputs.COLUMNS):
-        column = start + tl.arange(0, inputs.COLUMNS)
-        segment = tl.load(segments_ptr + column, mask=column < inputs.tokens, other=0)
-        seen = visible(inputs, row, column, row_segment, segment, visible_until)
-        student_key = load_keys(inputs.student, batch, head, inputs.heads, column, segment)
-        teacher_key = load_keys(inputs.teacher, batch, head, inputs.heads, column, segment)
-        s = scores(student_query, student_key, inputs.student.scaling)
-        t = scores(teacher_query, teacher_key, inputs.teacher.scaling)
+    student_max = tl.full((ROWS,), -float("inf"), tl.float32)
+    teacher_max = tl.full((ROWS,), -float("inf"), tl.float32)
+    student_sum = tl.zeros((ROWS,), tl.float32)
+    teacher_sum = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)  # weighted sum of the log ratios, or sum of the squared errors
+    first, last = span(segments_ptr, row_segment, tokens)
+    if CAUSAL:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
+    if WINDOWED:
+        first = tl.maximum(first, tl.program_id(1) * ROWS - window + 1)
+    for start in range(first, last, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+        seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
+        student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        s = scores(student_query, student_key, student.scaling)
+        t = scores(teacher_query, teacher_key, teacher.scaling)
         difference = tl.where(seen, s - t, 0.0)
-        if inputs.KIND == "score_mse":
+        if KIND == "score_mse":
             total += tl.sum(difference * difference, 1)
             student_sum += tl.sum(tl.where(seen, 1.0, 0.0), 1)
         else:
@@ -200,98 +202,138 @@ def row_values(inputs):
             teacher_share = tl.where(seen, tl.exp(t - teacher_new[:, None]), 0.0)
             student_sum = student_sum * student_decay + tl.sum(student_share, 1)
             teacher_sum = teacher_sum * teacher_decay + tl.sum(teacher_share, 1)
-            if inputs.KIND == "student_teacher":
+            if KIND == "student_teacher":
                 total = total * student_decay + tl.sum(student_share * difference, 1)
             else:
                 total = total * teacher_decay - tl.sum(teacher_share * difference, 1)
             student_max = student_new
             teacher_max = teacher_new
 
-    if inputs.KIND == "score_mse":
+    if KIND == "score_mse":
         loss = total / student_sum
         student_divisor = student_sum
         teacher_divisor = student_sum
     else:
         student_divisor = student_max + tl.log(student_sum)
         teacher_divisor = teacher_max + tl.log(teacher_sum)
-        if inputs.KIND == "student_teacher":
+        if KIND == "student_teacher":
             loss = total / student_sum - (student_divisor - teacher_divisor)
         else:
             loss = total / teacher_sum + (student_divisor - teacher_divisor)
-    at = inputs.statistics_ptr + pair.to(tl.int64) * inputs.tokens + row
-    tl.store(at, tl.where(row_segment != 0, loss, 0.0), mask=row < inputs.tokens)
-    tl.store(at + inputs.queries, student_divisor, mask=row < inputs.tokens)
-    tl.store(at + 2 * inputs.queries, teacher_divisor, mask=row < inputs.tokens)
+    at = statistics_ptr + pair.to(tl.int64) * tokens + row
+    tl.store(at, tl.where(row_segment != 0, loss, 0.0), mask=row < tokens)
+    tl.store(at + queries, student_divisor, mask=row < tokens)
+    tl.store(at + 2 * queries, teacher_divisor, mask=row < tokens)
 
 
 @triton.jit
-def query_gradient(gradient_ptr, factor, inputs):
+def query_gradient(
+    gradient_ptr,
+    factor,
+    student,
+    teacher,
+    segments_ptr,
+    visible_until_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
     """dQ = factor · dS K for a block of queries of one head; dS is recomputed for each block of keys."""
     pair = tl.program_id(0)
-    batch = pair // inputs.heads
-    head = pair % inputs.heads
-    row = tl.program_id(1) * inputs.ROWS + tl.arange(0, inputs.ROWS)
-    segments_ptr = inputs.segments_ptr + batch.to(tl.int64) * inputs.tokens
-    visible_until_ptr = inputs.visible_until_ptr + batch.to(tl.int64) * inputs.tokens
-    statistics_ptr = inputs.statistics_ptr + pair.to(tl.int64) * inputs.tokens
-    row_segment = tl.load(segments_ptr + row, mask=row < inputs.tokens, other=0)
-    visible_until = load_visible_until(visible_until_ptr, row, inputs)
-    student_query = load_queries(inputs.student, batch, head, row, row_segment)
-    teacher_query = load_queries(inputs.teacher, batch, head, row, row_segment)
+    batch = pair // heads
+    head = pair % heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
+    statistics_ptr += pair.to(tl.int64) * tokens
+    row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
+    student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+    teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
-    result = tl.zeros((inputs.ROWS, inputs.student.PADDED), tl.float32)
-    first, last = span(segments_ptr, row_segment, inputs.tokens)
-    if inputs.CAUSAL:
-        last = tl.minimum(last, (tl.program_id(1) + 1) * inputs.ROWS)
-    if inputs.WINDOWED:
-        first = tl.maximum(first, tl.program_id(1) * inputs.ROWS - inputs.window + 1)
-    for start in range(first, last, inputs.COLUMNS):
-        column = start + tl.arange(0, inputs.COLUMNS)
-        segment = tl.load(segments_ptr + column, mask=column < inputs.tokens, other=0)
-        seen = visible(inputs, row, column, row_segment, segment, visible_until)
-        student_key = load_keys(inputs.student, batch, head, inputs.heads, column, segment)
-        teacher_key = load_keys(inputs.teacher, batch, head, inputs.heads, column, segment)
-        s = scores(student_query, student_key, inputs.student.scaling)
-        t = scores(teacher_query, teacher_key, inputs.teacher.scaling)
-        derivative = derivatives(s, t, seen, statistics_ptr, row, inputs)
+    result = tl.zeros((ROWS, STUDENT_PADDED), tl.float32)
+    first, last = span(segments_ptr, row_segment, tokens)
+    if CAUSAL:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
+    if WINDOWED:
+        first = tl.maximum(first, tl.program_id(1) * ROWS - window + 1)
+    for start in range(first, last, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+        seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
+        student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        s = scores(student_query, student_key, student.scaling)
+        t = scores(teacher_query, teacher_key, teacher.scaling)
+        derivative = derivatives(s, t, seen, statistics_ptr, row, tokens, queries, KIND)
         result += derivative_product(derivative, student_key)
-    gradient_ptr += pair.to(tl.int64) * inputs.tokens * inputs.student.width
-    store_rows(gradient_ptr, result * factor, row, inputs.tokens, inputs.student)
+    gradient_ptr += pair.to(tl.int64) * tokens * student.width
+    store_rows(gradient_ptr, result * factor, row, tokens, student.width, STUDENT_PADDED)
 
 
 @triton.jit
-def key_gradient(gradient_ptr, factor, inputs):
+def key_gradient(
+    gradient_ptr,
+    factor,
+    student,
+    teacher,
+    segments_ptr,
+    visible_until_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
     """dK = factor · Σ dSᵀ Q for a block of keys of one key head, summed over all queries of its query heads."""
     pair = tl.program_id(0)
-    batch = pair // inputs.student.groups
-    heads_a_group = inputs.heads // inputs.student.groups
-    first_head = pair % inputs.student.groups * heads_a_group
-    column = tl.program_id(1) * inputs.COLUMNS + tl.arange(0, inputs.COLUMNS)
-    segments_ptr = inputs.segments_ptr + batch.to(tl.int64) * inputs.tokens
-    visible_until_ptr = inputs.visible_until_ptr + batch.to(tl.int64) * inputs.tokens
-    segment = tl.load(segments_ptr + column, mask=column < inputs.tokens, other=0)
-    student_key = load_keys(inputs.student, batch, first_head, inputs.heads, column, segment)
+    batch = pair // student.groups
+    heads_a_group = heads // student.groups
+    first_head = pair % student.groups * heads_a_group
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    visible_until_ptr += batch.to(tl.int64) * tokens
+    segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+    student_key = load_keys(student, batch, first_head, heads, column, segment, STUDENT_PADDED)
 
-    result = tl.zeros((inputs.COLUMNS, inputs.student.PADDED), tl.float32)
-    first, last = span(segments_ptr, segment, inputs.tokens)
-    if inputs.CAUSAL:
-        first = tl.maximum(first, tl.program_id(1) * inputs.COLUMNS)
-    if inputs.WINDOWED:
-        last = tl.minimum(last, (tl.program_id(1) + 1) * inputs.COLUMNS - 1 + inputs.window)
+    result = tl.zeros((COLUMNS, STUDENT_PADDED), tl.float32)
+    first, last = span(segments_ptr, segment, tokens)
+    if CAUSAL:
+        first = tl.maximum(first, tl.program_id(1) * COLUMNS)
+    if WINDOWED:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * COLUMNS - 1 + window)
     for member in range(heads_a_group):
         head = first_head + member
-        teacher_key = load_keys(inputs.teacher, batch, head, inputs.heads, column, segment)
-        of_head = inputs.statistics_ptr + (batch * inputs.heads + head).to(tl.int64) * inputs.tokens
-        for start in range(first, last, inputs.ROWS):
-            row = start + tl.arange(0, inputs.ROWS)
-            row_segment = tl.load(segments_ptr + row, mask=row < inputs.tokens, other=0)
-            visible_until = load_visible_until(visible_until_ptr, row, inputs)
-            seen = visible(inputs, row, column, row_segment, segment, visible_until)
-            student_query = load_queries(inputs.student, batch, head, row, row_segment)
-            teacher_query = load_queries(inputs.teacher, batch, head, row, row_segment)
-            s = scores(student_query, student_key, inputs.student.scaling)
-            t = scores(teacher_query, teacher_key, inputs.teacher.scaling)
-            derivative = derivatives(s, t, seen, of_head, row, inputs)
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        of_head = statistics_ptr + (batch * heads + head).to(tl.int64) * tokens
+        for start in range(first, last, ROWS):
+            row = start + tl.arange(0, ROWS)
+            row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+            visible_until = load_visible_until(visible_until_ptr, row, tokens, BOUNDED)
+            seen = visible(row, column, row_segment, segment, visible_until, window, CAUSAL, WINDOWED, BOUNDED)
+            student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+            teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
+            s = scores(student_query, student_key, student.scaling)
+            t = scores(teacher_query, teacher_key, teacher.scaling)
+            derivative = derivatives(s, t, seen, of_head, row, tokens, queries, KIND)
             result += derivative_product(tl.trans(derivative), student_query)
-    gradient_ptr += pair.to(tl.int64) * inputs.tokens * inputs.student.width
-    store_rows(gradient_ptr, result * factor, column, inputs.tokens, inputs.student)
+    gradient_ptr += pair.to(tl.int64) * tokens * student.width
+    store_rows(gradient_ptr, result * factor, column, tokens, student.width, STUDENT_PADDED)

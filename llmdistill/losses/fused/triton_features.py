@@ -38,6 +38,8 @@ def squared_error(
     then summed in a fixed order, without atomics. All computations are fp32. Padding is not read, and its gradient is
     zero. The tensors may have any strides; the gradient has those of the student, unless they leave gaps in memory.
     """
+    assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
+    assert max(student.element_size(), teacher.element_size()) <= 4, f"no kernel for {student.dtype}, {teacher.dtype}"
     assert real_BT.shape == (student.shape[0], student.shape[-2]), f"a mask of {tuple(real_BT.shape)}"
     gradient = torch.empty_like(student) if with_gradient else None
     width = student.shape[-1]
