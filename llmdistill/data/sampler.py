@@ -240,8 +240,9 @@ class Prefetched:
 
 
 def _pinned(batch: Batch) -> Batch:
-    values: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return replace(batch, **{name: value.pin_memory() for name, value in values.items() if isinstance(value, Tensor)})
+    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    pinned: Any = {name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)}
+    return replace(batch, **pinned)
 
 
 def scoring_batches(
