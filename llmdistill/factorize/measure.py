@@ -140,12 +140,15 @@ class Measurement:
         world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self.batches)
         share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
         batches = first_tokens(self.model, self.batches[: math.ceil(share * len(self.batches))])
+        found: dict[str, Any] = {name: factors.get(name) for name in names}
+        if world.size > 1:  # one rank of a group may measure alone
+            found = {name: broadcast_object(each) for name, each in found.items()}
         return cut_costs(
             self.model,
-            {name: broadcast_object(factors.get(name)) for name in names},
+            found,
             batches,
             seed=self.settings.seed + _OTHER_LABELS,
-            reduce=all_reduce_sum,
+            reduce=all_reduce_sum if world.size > 1 else None,
             rounds=largest_number(len(batches), world),
         )
 

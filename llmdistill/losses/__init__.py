@@ -18,13 +18,51 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # __getattr__ loads the same names
-    from llmdistill.losses.attention import *  # noqa: F403
-    from llmdistill.losses.divergence import *  # noqa: F403
-    from llmdistill.losses.features import *  # noqa: F403
-    from llmdistill.losses.head import *  # noqa: F403
-    from llmdistill.losses.sequence import *  # noqa: F403
-    from llmdistill.losses.terms import *  # noqa: F403
+# ruff: noqa: F401  (these imports are for type checkers; __getattr__ loads the same names)
+
+if TYPE_CHECKING:
+    from llmdistill.losses.attention import (
+        AttentionInputs,
+        RelationInputs,
+        attention_kl,
+        attention_score_mse,
+        relation_kl,
+        repeat_heads,
+        side_by_side,
+    )
+    from llmdistill.losses.divergence import (
+        FORWARD_KL,
+        LOG_RATIO,
+        REVERSE_KL,
+        SOFT_CROSS_ENTROPY,
+        TOTAL_VARIATION,
+        Divergence,
+        divergence_by_autograd,
+        forward_kl,
+        jsd,
+        jsd_with_derivative,
+        log_ratio,
+        output_divergence,
+        reverse_kl,
+        skew_forward_kl,
+        skew_forward_kl_with_derivative,
+        skew_reverse_kl,
+        skew_reverse_kl_with_derivative,
+        total_variation,
+    )
+    from llmdistill.losses.features import hidden_cosine, hidden_mse, matrix_mse
+    from llmdistill.losses.head import HeadInputs, TokenLosses, token_losses
+    from llmdistill.losses.sequence import (
+        sequence_cross_entropy,
+        sequence_divergence,
+        sequence_embedding_cosine,
+        sequence_embedding_mse,
+        sequence_margin_mse,
+        sequence_mse,
+        sequence_score_mse,
+        sequence_soft_cross_entropy,
+    )
+    from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, SequenceTerm, TokenTerm, add_losses
 
 _NAMES = {
     "attention": (

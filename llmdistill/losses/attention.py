@@ -48,7 +48,8 @@ def attention_kl(
     teacher gets no gradient.
 
     Args:
-        student, teacher: queries and keys.
+        student: queries and keys.
+        teacher: queries and keys.
         attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
             sequence. A token sees only tokens of its own sequence.
         causal: if True, a token sees only itself and the tokens before it.
@@ -101,9 +102,13 @@ def relation_kl(
     direction teacher_student. In K-K, V-V and K-V both sides have the same number of heads and keep the width G·D.
 
     Args:
-        student, teacher: both sides of the relation.
-        attention_mask, causal, window, visible_until: as in `attention_kl`.
+        student: both sides of the relation.
+        teacher: both sides of the relation.
+        attention_mask: as in `attention_kl`.
         relation_heads: must divide the width of each side (after the repetition above) of student and teacher.
+        causal: as in `attention_kl`.
+        window: as in `attention_kl`.
+        visible_until: as in `attention_kl`.
 
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.

@@ -17,7 +17,7 @@ from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.measure import GIB, Measurement
 from llmdistill.models.configs import load_config
-from llmdistill.runtime.distributed import init_distributed, on_every
+from llmdistill.runtime.distributed import World, init_distributed, on_every
 from llmdistill.teacher.live import load_teacher
 
 
@@ -59,6 +59,8 @@ def main():
         # Rank 1 has one batch less: it repeats its own, but the repetition does not count.
         own = [batch(slice(0, 4)), batch(slice(8, 12))] if world.is_main else [batch(slice(4, 8))]
         results = [measure(teacher, world, own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
+        if world.is_main:  # alone, while the other rank does something else
+            results.append(measure(teacher, World.alone(), [batch(slice(0, 12))], "replicated", 1.0))
         try:
             on_every(fails, world)
         except UserError as error:
@@ -73,7 +75,9 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
     for result in torch.load(tmp_path / "2-1.pt", weights_only=False):
         assert (result[0], result[2], result[3]) == ({}, None, None)
-    for found, said, other_table, other_product, other_costs in torch.load(tmp_path / "2-0.pt", weights_only=False):
+    *shared, own = torch.load(tmp_path / "2-0.pt", weights_only=False)
+    assert own[-1] == pytest.approx(costs, rel=1e-5)
+    for found, said, other_table, other_product, other_costs in shared:
         assert said == ["3 passes of at most 4.2e-05 GiB of statistics"]
         assert set(found) == set(alone)
         assert other_costs == {name: pytest.approx(cost, rel=1e-3) for name, cost in costs.items()}
