@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
-from llmdistill.config.cache import CacheConfig, Content
+from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
@@ -155,7 +155,7 @@ def peak(work: Callable[[], object], device: torch.device) -> float:
     return min(peaks)
 
 
-def forecast(setting: Setting, ranks: int, content: Content | None = None) -> dict[str, float]:
+def forecast(setting: Setting, ranks: int, content: Any = None) -> dict[str, float]:
     """The same memory by part, from shapes alone, as `llmdistill plan` forecasts it; with `content` from a cache."""
     config = setting.config
     teacher, student = models_of(setting, torch.device("meta"))

@@ -19,7 +19,7 @@ sys.path[:0] = [str(TESTS.parent / "scripts" / "bench"), str(TESTS)]  # of a ran
 
 from small_training import Setting, batch_of, forecast, measure  # noqa: E402
 
-from llmdistill.config.cache import CacheConfig, Content  # noqa: E402
+from llmdistill.config.cache import CacheConfig  # noqa: E402
 from llmdistill.run.wiring import request_of  # noqa: E402
 from llmdistill.runtime.distributed import World, init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
@@ -33,7 +33,7 @@ SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_att
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
 GPT2 = GPT2Config(**SIZES, attn_pdrop=0.0)
 BERT = BertConfig(**SIZES, intermediate_size=512, attention_probs_dropout_prob=0.0)
-SETTINGS: list[tuple[Setting, Content | None]] = [
+SETTINGS: list[tuple[Setting, Any]] = [
     (Setting(), None),
     (Setting(stage=1, accumulation_steps=2), None),
     (Setting(stage=3, dtype="bf16", accumulation_steps=2), None),
@@ -47,7 +47,7 @@ SETTINGS: list[tuple[Setting, Content | None]] = [
 """And what a cache holds that is read in place of the teacher's pass."""
 
 
-def cached(setting: Setting, content: Content, folder: Path, live: Any, method: Any) -> CachedTeacher:
+def cached(setting: Setting, content: Any, folder: Path, live: Any, method: Any) -> CachedTeacher:
     """The teacher's cache of the one batch, which is made in a folder of this rank."""
     settings, request, rows = CacheConfig(content=content), request_of(method), range(setting.micro_batch_size)
     world = World(rank=0, size=1, device=torch.device("cpu"))

@@ -10,7 +10,7 @@ from damage import flip
 
 from llmdistill.artifacts import write_manifest
 from llmdistill.errors import UserError
-from llmdistill.run.callbacks import ending
+from llmdistill.run.callbacks import checkpoints
 from llmdistill.run.callbacks.best import BestStudent, read_best
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.runtime.distributed import World
@@ -108,7 +108,7 @@ def names(folder):
 
 
 def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_at_once(tmp_path, trains, monkeypatch):
-    run, killed, save = tmp_path / "run", tmp_path / "killed", ending.save_checkpoint
+    run, killed, save = tmp_path / "run", tmp_path / "killed", checkpoints.save_checkpoint
 
     def save_and_copy(engine, folder, step, *more, **named):
         save(engine, folder, step, *more, **named)
@@ -117,7 +117,7 @@ def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_at_once
 
     monkeypatch.setattr(Validation, "loss", lambda self: LOSSES.get(self.trainer.engine.global_steps, 9.0))
     with monkeypatch.context() as patch:
-        patch.setattr(ending, "save_checkpoint", save_and_copy)
+        patch.setattr(checkpoints, "save_checkpoint", save_and_copy)
         assert trains(run, *KEEPS_BEST)[0] == 0
     assert names(killed / "checkpoints") == {"step-2", "step-3"}
     best = killed / "best" / "step-1" / "model.safetensors"

@@ -201,7 +201,7 @@ def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_r
         terms.append(losses.sum(0).tolist())
     trainer.engine.count, trainer.engine.skips = 0, (2, 5)
     sums = []
-    for module in ("trainer", "callbacks.finite", "log"):
+    for module in ("trainer", "callbacks.finite", "callbacks.log_rows"):
         monkeypatch.setattr(f"llmdistill.run.{module}.all_reduce_sum", lambda each: sums.append(each) or each)
     train(trainer, tmp_path)
     rows = log_rows(tmp_path)
