@@ -112,19 +112,18 @@ def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
     best = min(losses, key=losses.__getitem__)
     values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
     write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
-    _plot_layers(losses, folder)
+    _plot_layers(losses, best, folder)
     _print_layers(losses, folder)
     return best
 
 
-def _plot_layers(losses: Mapping[int, float], folder: Path) -> None:
+def _plot_layers(losses: Mapping[int, float], best: int, folder: Path) -> None:
     style = method_styles(["student"])["student"]
     curve = curve_of({float(layer): [loss] for layer, loss in losses.items()})
     figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
     axes = figure.axes[0]
     axes.set_xlabel("layer of the teacher, from 1")
     figure.legends[0].remove()  # of a single line
-    best = min(losses, key=losses.__getitem__)
     axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
     save_plot(figure, folder, "layer_search")
 
