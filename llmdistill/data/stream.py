@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,9 +17,9 @@ from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, open_rows
 from llmdistill.errors import UserError
+from llmdistill.runtime.exchange import ALONE, Exchange
 
 Item = TypeVar("Item")
-Value = TypeVar("Value")
 
 _TOO_MANY_EMPTY = 100
 """So many examples without any answer in them, and the set is taken to have none."""
@@ -53,34 +53,6 @@ def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limi
     if first is None:
         raise no_example(reference)
     encode([parse_row(*first)], tokenizer, limits, may_be_empty=True)
-
-
-class Exchange(Protocol):
-    """The ranks that share a stream; every rank must call the methods, in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-    def deal(self, parts: list[Value] | None) -> Value:
-        """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
-
-    def collect(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, in order, on every rank."""
-
-
-class Alone:
-    """The exchange of a rank that reads and tokenizes the whole stream by itself."""
-
-    rank, size = 0, 1
-
-    def deal(self, parts: list[Value] | None) -> Value:
-        assert parts is not None
-        return parts[0]
-
-    def collect(self, value: Value) -> list[Value]:
-        return [value]
 
 
 class _Part(NamedTuple):
@@ -122,7 +94,7 @@ class StreamLoader(StepLoader[Encoded]):
         shuffle_buffer: int,
         bucket_steps: int = 1,
         spread: bool = False,
-        exchange: Exchange | None = None,
+        exchange: Exchange = ALONE,
     ) -> None:
         """Store the settings; bucket_steps and spread are those of TrainLoader.
 
@@ -134,7 +106,7 @@ class StreamLoader(StepLoader[Encoded]):
         self.limits = limits
         self.shuffle_buffer = shuffle_buffer
         self.bucket_steps = bucket_steps
-        self.exchange: Exchange = Alone() if exchange is None else exchange
+        self.exchange = exchange
         self._restart()
 
     def global_batch(self, step: int) -> list[Encoded]:

@@ -35,7 +35,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, installed_versions
-from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
+from llmdistill.runtime.distributed import World, barrier, on_main
 
 _BATCH_SIZES = {"hf": 32, "vllm": 1024}
 
@@ -96,10 +96,10 @@ def generate_responses(
             say(f"{there}; going on.", aside=True)
         _answer(job, left)
         barrier()
-        if job.world.is_main:
-            _finish(job, request)
-    record = answers_file.read_provenance(output) if job.world.is_main else None
-    return dict(broadcast_object(record))
+        on_main(lambda: _finish(job, request), job.world)
+    record = on_main(lambda: answers_file.read_provenance(output), job.world)
+    assert record is not None, "the answers have just been written"
+    return record
 
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:

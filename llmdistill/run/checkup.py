@@ -21,6 +21,7 @@ from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
+from llmdistill.models.quantized import fake_quantize
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, prepare_student, share_of
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
@@ -97,6 +98,8 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     student.to(world.device)  # type: ignore[arg-type]
     if plan.config.student.lora.rank is not None:
         add_lora(student, plan.config.student.lora, plan.config.seed)
+    if plan.config.student.quantize.weights != "none":
+        fake_quantize(student, plan.config.student.quantize)
     model: PreTrainedModel | None = None
     teaching: Teacher | None = None
     vocabulary = plan.models.vocabulary

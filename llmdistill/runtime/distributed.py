@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -299,40 +298,6 @@ def largest_later(number: int, world: World) -> Callable[[], int]:
         return int(largest)
 
     return wait
-
-
-@dataclass(frozen=True)
-class GroupExchange:
-    """The ranks of a process group of its own: another thread computes the steps, whose messages these never meet."""
-
-    rank: int
-    size: int
-    group: Any
-
-    def deal(self, parts: list[Value] | None) -> Value:
-        """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, cast(list[Any], parts), src=0, group=self.group)
-        return cast(Value, box[0])
-
-    def collect(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, in order, on every rank."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-
-def open_exchange() -> GroupExchange | None:
-    """Return the exchange among all ranks; None if there is one rank. Every rank must call this function."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return GroupExchange(dist.get_rank(), dist.get_world_size(), _group_of_exchanges(dist.group.WORLD))
-
-
-@cache
-def _group_of_exchanges(_everyone: Any) -> Any:
-    """One for each process group of all ranks: a second one would only cost sockets."""
-    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # gloo for the reasons of `_control`
 
 
 def barrier() -> None:

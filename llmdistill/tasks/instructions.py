@@ -29,7 +29,8 @@ from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.runtime.distributed import World, on_every, on_main, open_exchange
+from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.runtime.exchange import ALONE, Exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
@@ -189,7 +190,7 @@ class Instructions(Task):
             share,
             self._collate,
             shuffle_buffer=data.shuffle_buffer,
-            exchange=open_exchange() if share.world_size > 1 else None,
+            exchange=Exchange.of_all_ranks() if share.world_size > 1 else ALONE,
             **arrange,
         )
 

@@ -139,6 +139,11 @@ class Writing(Benchmark):
         )
 
     @property
+    def hub(self) -> str | None:
+        name = WRITING_TASKS[self.key].hub
+        return name and name.split(":")[0]
+
+    @property
     def settings(self) -> WritingConfig:
         return self.config.data.task.writing
 

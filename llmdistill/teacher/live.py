@@ -14,7 +14,6 @@ from llmdistill.models.load import Head, load_model
 from llmdistill.models.sharded import keep_gathered
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import World, node_group, node_ranks
-from llmdistill.runtime.ds_check import check_zero
 from llmdistill.runtime.ds_config import NO_TIMERS
 
 
@@ -46,9 +45,6 @@ def load_teacher(
     With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage. With node this is
     so if a node has several ranks, and each node has a whole one in shards. The LM head stays gathered: the losses need
     it whole after each forward pass. `zero` has more settings of DeepSpeed's zero_optimization.
-
-    Raises:
-        UserError: DeepSpeed does not know a setting of `zero`.
     """
     ranks = node_ranks(world) if sharding == "node" else range(world.size)
     if sharding == "replicated" or (sharding == "node" and len(ranks) == 1):
@@ -64,7 +60,6 @@ def load_teacher(
         "zero_optimization": {**(zero or {}), "stage": 3},
         **NO_TIMERS,
     }
-    check_zero(ds_config["zero_optimization"], "teacher.zero")
     group = node_group() if len(ranks) < world.size else None
     model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head, group=group)
     model.eval().requires_grad_(False)

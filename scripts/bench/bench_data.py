@@ -35,7 +35,7 @@ from llmdistill.data.stream import StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import give_back_memory
-from llmdistill.runtime.distributed import open_exchange
+from llmdistill.runtime.exchange import Exchange
 from llmdistill.runtime.launch import free_port
 
 GLOBAL_BATCH = 256
@@ -94,7 +94,8 @@ def build(row: dict[str, Any], _device: torch.device) -> Work:
         seed=0, global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // size, rank=rank, world_size=size
     )
     make_batch = partial(collate, pad_token_id=0)
-    loader = StreamLoader(file, tokenizer, limits, share, make_batch, shuffle_buffer=1_000, exchange=open_exchange())
+    exchange = Exchange.of_all_ranks()
+    loader = StreamLoader(file, tokenizer, limits, share, make_batch, shuffle_buffer=1_000, exchange=exchange)
     steps = file.read_bytes().count(b"\n") // GLOBAL_BATCH // STEPS_SHARE
     loader.micro_batches(0)
     return Work(None, measured(lambda: loader.micro_batches(steps)))

@@ -112,6 +112,10 @@ MISFITS = {
         ("--teacher.others.b.model embedded:teacher", "method makd compares more than tokens; take --method kd"),
         (f"{SEVERAL} --teacher.average rows", "no row has the key teacher with the value 'b'"),
         (f"{SEVERAL} --teacher.others.b.weight 0", "others.b.weight is 0.0: give a number over 0"),
+        (
+            f'{SEVERAL} --teacher.others.b.sharding zero3 --teacher.others.b.zero {{"offload_param":{{"device":1}}}}',
+            "teacher.others.b.zero: offload_param.device is 1: DeepSpeed refuses it (input should be",
+        ),
         (f"{SEVERAL} --teacher.others.b.wieght 1", "teacher.others: wieght is no setting of its entries"),
         ("--method kd --teacher.average rows", "teacher.average is rows, but there is one teacher"),
         ('--teacher.zero {"stage3_prefetch_bucket_size":1}', "set sharding to node or zero3"),

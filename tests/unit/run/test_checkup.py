@@ -32,6 +32,14 @@ def test_an_embedded_run_is_sound_and_what_one_process_cannot_do_is_left_out():
     assert "failure" not in {state for state, _ in findings("--method", "kd", *several).values()}
 
 
+def test_a_student_of_few_bits_is_measured_as_it_rounds():
+    same = ("--method", "kd", "--student.model", "embedded:teacher", "--student.factorize.rank", "null")
+    assert findings(*same)["term forward_kl"][1].startswith("0, ")
+    few_bits = findings(*same, "--student.quantize.weights", "int4")["term forward_kl"]
+    assert few_bits[0] == "ok"
+    assert float(few_bits[1].split(", ")[0]) > 1e-5
+
+
 def test_teacher_that_knows_nothing_and_term_that_does_not_vanish_for_the_same_models(tmp_path, monkeypatch):
     # Random weights are certain of wrong answers.
     teacher = ("--teacher.model", str(save_decoder(tmp_path, num_hidden_layers=2, initializer_range=1.0)))

@@ -68,6 +68,13 @@ def test_what_is_cut_is_said_and_scores_depend_on_how_texts_are_searched_and_not
     assert read(folder, "--scoring.limit", "1").sets["dev"] != asked["dev"]
 
 
+def test_the_data_set_on_the_hub_that_a_card_names(folder):
+    names = {
+        name: make_task(config_of(folder, "--data.task.name", name)).hub for name in ("cnndailymail", "summarization")
+    }
+    assert names == {"cnndailymail": "abisee/cnn_dailymail", "summarization": None}
+
+
 def test_summary_and_table(folder):
     data = read(folder)
     score = {"metrics": {"rougeL": 30.0, "rouge1": 40.0, "rouge2": 20.0}}

@@ -10,8 +10,6 @@ from tiny import save_decoder
 from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.errors import ServerLost, UserError
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
-from llmdistill.teacher.live import load_teacher
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher, TeacherServer
 
 K = 5
@@ -98,10 +96,3 @@ def test_what_is_wrong_with_a_server_is_said(server, asked, longest, changes, sa
     with pytest.raises(UserError, match=f"teacher.url {server.url}: .*{said}") as raised:
         client(server.url, **asked).check(longest)
     assert not isinstance(raised.value, ServerLost)
-
-
-def test_settings_of_a_sharded_teacher_that_deepspeed_does_not_know_are_named_before_it_is_loaded():
-    zero = {"offload_param": {"device": "disk"}}
-    said = r"teacher.zero: offload_param\.device is 'disk': DeepSpeed refuses it \(input should be"
-    with pytest.raises(UserError, match=said):
-        load_teacher("nowhere", dtype=torch.float32, sharding="zero3", zero=zero, world=World.alone())

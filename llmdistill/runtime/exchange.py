@@ -1,0 +1,52 @@
+"""Messages between ranks beside a training, from another thread than the one that computes its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from llmdistill.runtime.distributed import CONTROL_TIMEOUT
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The ranks of a process group of its own, or one rank alone; all call the methods, in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @classmethod
+    def of_all_ranks(cls) -> Exchange:
+        """Open the exchange among all ranks; every rank must call this function."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        return cls(dist.get_rank(), dist.get_world_size(), _group(dist.group.WORLD))
+
+    def deal(self, parts: list[Value] | None) -> Value:
+        """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
+        box: list[Any] = [None] if parts is None else parts[:1]
+        if self.size > 1:
+            dist.scatter_object_list(box, cast(list[Any], parts), src=0, group=self.group)
+        return cast(Value, box[0])
+
+    def collect(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, in order, on every rank."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+ALONE = Exchange()
+
+
+@cache
+def _group(_everyone: Any) -> Any:
+    """One for each process group of all ranks: a second one would only cost sockets."""
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # its ranks may wait for long, on any device
