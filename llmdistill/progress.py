@@ -113,7 +113,8 @@ class Activity:
             text += f"  {self._done:,}{f' of {self.total:,}' if self.total else ''} {self._unit}"
         if self.total and done:
             left = (self._advanced - self._began) / done * (self.total - self._done) - (now - self._advanced)
-            time_text = f"{duration(max(0.0, left))} left"
+            if left > 0:  # a unit that takes longer than those before tells nothing of the rest
+                time_text = f"{duration(left)} left"
         return f"{text}, {time_text}{f': {detail}' if detail else ''}"
 
 

@@ -246,7 +246,8 @@ class DiskNeed:
     """The number of them, with the one that is written before the oldest is deleted."""
     student: int
     students: int
-    """The number of them: untrained, trained, and with train.keep_best the best one and its successor."""
+    """The number of them: untrained, trained, the one that a server gets (data.rollout.url), and with train.keep_best
+    the best one and its successor."""
 
     @classmethod
     def of(cls, plan: Plan) -> DiskNeed:
@@ -259,7 +260,7 @@ class DiskNeed:
             checkpoint=STATE_BYTES * params if saves and config.student.lora.rank is None else 0,
             checkpoints=config.train.keep_checkpoints + 1 if saves else 0,
             student=params * plan.models.dtype.itemsize,
-            students=made + int(plan.trains) + best,
+            students=made + int(plan.trains) + best + int(config.data.rollout.url is not None),
         )
 
     @property
@@ -293,6 +294,6 @@ def check_disk(plan: Plan) -> None:
 
 def _held(folder: Path) -> int:
     """The bytes that an earlier start of the run has written of what it needs."""
-    parts = ("checkpoints", "untrained", "student", "best")
+    parts = ("checkpoints", "untrained", "student", "best", "handed-over")
     files = (file for part in parts for file in (folder / part).rglob("*") if file.is_file())
     return sum(file.stat().st_size for file in files)

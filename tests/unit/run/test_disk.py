@@ -23,6 +23,8 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import answers
 from llmdistill.train import main
 
+SAMPLES = ("--method", "kd", "--kd.ratio", "1", "--data.on_policy", "0.5")
+
 
 def make_plan(folder: Path, *arguments: str) -> Plan:
     words = ("--ds_config", "zero2", "--recipe", "quickstart", "--train.dtype", "fp32", "--output_dir", str(folder))
@@ -39,6 +41,7 @@ def test_the_need_is_that_of_the_files_of_a_run(tmp_path: Path) -> None:
         (("--train.save_every", "null", "--train.keep_best", "loss", "--data.valid", "embedded:valid"), 0, 4),
         (("--train.keep_checkpoints", "5"), 6, 2),
         (("--method", "none"), 0, 1),
+        ((*SAMPLES, "--data.rollout.url", "http://nowhere"), 3, 3),
     ):
         need = DiskNeed.of(make_plan(tmp_path, *arguments))
         assert (need.checkpoints if need.checkpoint else 0, need.students) == (checkpoints, students)
