@@ -197,7 +197,7 @@ def test_a_narrow_student_is_the_same_on_two_ranks_of_zero3_and_resumed(narrow, 
     one, given = narrow["keep"], (*NARROW, "--embedding.projection", "keep")
     two = train("two_keep", *given, "--ds_config", "zero3", ranks=2, data="triples.jsonl")
     # The gradient of the keys' bias is rounding alone, and Adam makes whole steps of it.
-    assert largest_difference(one, two, without=r".*\.key\..*bias") < 1e-6
+    assert largest_difference(one, two, without=r".*\.key\..*bias") < 1e-5
     assert float((dense_of(one) - dense_of(two)).abs().max()) < 1e-6
     for key in ("valid_loss", "margin"):
         assert logged(two, key) == pytest.approx(logged(one, key), rel=1e-4)
