@@ -112,7 +112,7 @@ def fork_own_commands() -> None:
         ours.close()
         serve_commands(theirs, parent)
     theirs.close()
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: an orphan among its grandchildren becomes its child
+    adopt_orphans()
 
     class ForkedCommand(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, command: Any, **options: Any) -> None:
@@ -138,6 +138,11 @@ def fork_own_commands() -> None:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     subprocess.Popen = ForkedCommand  # type: ignore[misc]
+
+
+def adopt_orphans() -> None:
+    """From now on an orphan among the grandchildren of this process becomes its child."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def serve_commands(asked: socket.socket, parent: int) -> NoReturn:
@@ -216,6 +221,7 @@ def main() -> NoReturn:
     faulthandler.register(signal.SIGUSR1)  # for a job that does not end, see support.Job.wait
     gc.disable()  # until everything is imported
     import_everything()
+    adopt_orphans()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what DeepSpeed said of its extension would otherwise stand in the output of every fork
     gc.collect()
@@ -229,6 +235,9 @@ def main() -> NoReturn:
                 be_job(job)
             connection.send(child)
             _, status = os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):
+                while True:  # ranks whose launcher was killed hold their run's folder until they have ended too
+                    os.waitpid(-child, 0)
             connection.send(os.waitstatus_to_exitcode(status))
     os._exit(0)
 
