@@ -62,6 +62,10 @@ def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
     run = interrupted_copy(finished, base / "unfinished")
     assert len(kinds(run)["checkpoints/step-N/manifest.json"]) == 2
     assert unseen(run, lambda: trains(run), but=("run.json",)) == []
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"step": 1,', '"step": 1, "loss": 0,', 1))
+    code, said = trains(run)
+    assert (code, "its rows up to step" in said) == (2, True)
 
 
 def test_the_remedies_work(finished, base, trains):

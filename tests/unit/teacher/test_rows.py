@@ -11,7 +11,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.losses.top_k import most_likely
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
-from llmdistill.teacher.rows import Request, to_outputs, to_rows
+from llmdistill.teacher.rows import Request, rows_of_samples, to_outputs, to_rows
 
 NOTHING = Request(positions=(), temperatures=(), taps={}, sequences=False)
 
@@ -30,6 +30,13 @@ def test_most_likely_tokens_come_from_the_shared_vocabulary():
     expected = most_likely((head.rows @ head.weight.T)[:, :15], 4, (1.0, 2.0))
     assert isinstance(found, TopK)
     torch.testing.assert_close(found, expected)
+
+
+def test_an_example_without_labels_has_no_rows_wherever_it_stands():
+    items = [Encoded([9], []), Encoded([5, 6], [8, 1]), Encoded([3, 4], [])]
+    batch = collate(items, 0).with_label_rows(shift=True)
+    assert rows_of_samples(batch, "labels").tolist() == [0, 2, 0]
+    assert rows_of_samples(batch, "tokens").tolist() == [1, 4, 2]
 
 
 @pytest.mark.parametrize(("needs", "lacking"), [
