@@ -141,11 +141,11 @@ class Progress:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a running program's output; "" if there is none yet."""
+    """Return the last line of a running program's output that is no border; "" if there is none yet."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode("utf-8", errors="replace").split("\n")
-        return " ".join(next((line for line in reversed(lines) if line.strip()), "").split())
+        return " ".join(next((line for line in reversed(lines) if any(map(str.isalnum, line))), "").split())
     return ""
 
 

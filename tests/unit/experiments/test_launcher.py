@@ -15,7 +15,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments import launcher as module
 from llmdistill.experiments.launcher import InProcess, Launcher
-from llmdistill.experiments.trials import Progress, make_trial
+from llmdistill.experiments.trials import Progress, last_line, make_trial
 from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder, scores_asked
 from llmdistill.runtime import signals
@@ -136,6 +136,14 @@ def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(tri
     assert ran == [0, 1, 2]
     (found,) = InProcess(WORLD, lambda config: None).run(trials[:1])
     assert found.error == f"it ended without its scores; see {trials[0].log}"
+
+
+@pytest.mark.parametrize(("written", "shown"), [("", ""), ("step  1\nstep  2\n", "step 2"), ("of 2\n╰──╯\n\n", "of 2")])
+def test_a_running_trial_is_shown_by_its_last_line_that_says_something(tmp_path, written, shown):
+    log = tmp_path / "trial.log"
+    assert last_line(log) == ""
+    log.write_text(written, encoding="utf-8")
+    assert last_line(log) == shown
 
 
 def test_gpus_are_shared_out_evenly(monkeypatch):
