@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
+from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, open_rows
 from llmdistill.errors import UserError
-from llmdistill.runtime.exchange import ALONE, Exchange
 
 Item = TypeVar("Item")
 

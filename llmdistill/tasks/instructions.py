@@ -16,6 +16,7 @@ from llmdistill.config import GenerationConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
+from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import Limits, StoredExamples, encode_prompts, open_examples, prompt_ids, store_examples
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_first_row, read_examples
@@ -29,8 +30,7 @@ from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.runtime.distributed import World, on_every, on_main
-from llmdistill.runtime.exchange import ALONE, Exchange
+from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
@@ -190,7 +190,7 @@ class Instructions(Task):
             share,
             self._collate,
             shuffle_buffer=data.shuffle_buffer,
-            exchange=Exchange.of_all_ranks() if share.world_size > 1 else ALONE,
+            exchange=Exchange.of_all_ranks(CONTROL_TIMEOUT) if share.world_size > 1 else ALONE,
             **arrange,
         )
 

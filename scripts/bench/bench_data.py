@@ -28,6 +28,7 @@ import torch.distributed as dist
 from benching import Line, Work, bench_parser, facts_of, measure, parse, run
 
 from llmdistill.data.collate import collate
+from llmdistill.data.exchange import Exchange
 from llmdistill.data.instruct import Limits, encode, open_examples, store_examples
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
@@ -35,7 +36,7 @@ from llmdistill.data.stream import StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import give_back_memory
-from llmdistill.runtime.exchange import Exchange
+from llmdistill.runtime.distributed import CONTROL_TIMEOUT
 from llmdistill.runtime.launch import free_port
 
 GLOBAL_BATCH = 256
@@ -94,7 +95,7 @@ def build(row: dict[str, Any], _device: torch.device) -> Work:
         seed=0, global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // size, rank=rank, world_size=size
     )
     make_batch = partial(collate, pad_token_id=0)
-    exchange = Exchange.of_all_ranks()
+    exchange = Exchange.of_all_ranks(CONTROL_TIMEOUT)
     loader = StreamLoader(file, tokenizer, limits, share, make_batch, shuffle_buffer=1_000, exchange=exchange)
     steps = file.read_bytes().count(b"\n") // GLOBAL_BATCH // STEPS_SHARE
     loader.micro_batches(0)

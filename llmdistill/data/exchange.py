@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-
-from llmdistill.runtime.distributed import CONTROL_TIMEOUT
 
 Value = TypeVar("Value")
 
@@ -22,11 +21,11 @@ class Exchange:
     group: Any = None
 
     @classmethod
-    def of_all_ranks(cls) -> Exchange:
-        """Open the exchange among all ranks; every rank must call this function."""
+    def of_all_ranks(cls, timeout: timedelta) -> Exchange:
+        """Open the exchange among all ranks, which wait so long for each other; every rank must call this function."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
-        return cls(dist.get_rank(), dist.get_world_size(), _group(dist.group.WORLD))
+        return cls(dist.get_rank(), dist.get_world_size(), _group(dist.group.WORLD, timeout))
 
     def deal(self, parts: list[Value] | None) -> Value:
         """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
@@ -47,6 +46,6 @@ ALONE = Exchange()
 
 
 @cache
-def _group(_everyone: Any) -> Any:
+def _group(_everyone: Any, timeout: timedelta) -> Any:
     """One for each process group of all ranks: a second one would only cost sockets."""
-    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # its ranks may wait for long, on any device
+    return dist.new_group(backend="gloo", timeout=timeout)  # its ranks may wait for long, on any device
