@@ -30,7 +30,7 @@ def spans_of_shared_ends(one: list[bytes], other: list[bytes]) -> list[list[int]
 
 def test_spans_end_where_tokens_of_both_do():
     chance = random.Random(0)
-    for number in range(3_000):
+    for number in range(10_000):
         text = "".join(chance.choices(SCRIPTS[number % len(SCRIPTS)], k=chance.randint(0, 30))).encode()
         one, other = cut_at_random(text, chance), cut_at_random(text, chance)
         if number % 4 == 0:  # one side ends earlier or is empty, or reads another text from some byte on
