@@ -111,4 +111,4 @@ def test_an_adapter_as_teacher(trained, tiny_teacher, tmp_path):
     short = ("--train.steps", "2")
     expected = trained("--teacher.model", str(merged), *short)
     sharded = trained("--teacher.model", str(adapter), "--teacher.sharding", "zero3", *short, ranks=2)
-    assert largest_difference(expected, sharded) < 1e-5
+    assert largest_difference(expected, sharded) < 1e-6
