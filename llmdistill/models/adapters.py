@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmdistill.config import LoraConfig
+from llmdistill.config import LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
+from llmdistill.models.quantized import fake_quantize
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -126,6 +127,14 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
+
+
+def adapt(model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
+    """Add what a student learns with, in place: LoRA's adapters, and linears that round their weights."""
+    if settings.lora.rank is not None:
+        add_lora(model, settings.lora, seed)
+    if settings.quantize.weights != "none":
+        fake_quantize(model, settings.quantize)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:

@@ -19,14 +19,14 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
 from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
-from llmdistill.models.adapters import add_lora, is_adapter
+from llmdistill.models.adapters import adapt, is_adapter
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import load_model
-from llmdistill.models.quantized import fake_quantize
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.run.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.run.callbacks.best import BestStudent
+from llmdistill.run.checks import HANDED_OVER
 from llmdistill.run.plan import Plan
 from llmdistill.run.teachers import make_teacher, teacher_of_steps, teacher_server
 from llmdistill.run.trackers import check_access
@@ -41,9 +41,6 @@ from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.live import LiveTeacher
 from llmdistill.teacher.remote import AskingLoader, RemoteTeacher
-
-HANDED_OVER = "handed-over"
-"""Folder in a run with the weights that the server of data.rollout.url has."""
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
@@ -133,10 +130,7 @@ def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> 
         student = load_student(plan, student_folder, plan.models.dtype, shard=True)
     if plan.models.copies_classifier:
         set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
-    if config.student.lora.rank is not None:
-        add_lora(student, config.student.lora, config.seed)
-    if config.student.quantize.weights != "none":
-        fake_quantize(student, config.student.quantize)
+    adapt(student, config.student, config.seed)
     projectors = add_projectors(student, plan.method.projections, config.seed, embeddings=embeddings)
     return build_engine(student, plan.ds_config, config.train), projectors
 

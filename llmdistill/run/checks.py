@@ -20,6 +20,8 @@ from llmdistill.run.wiring import request_of
 if TYPE_CHECKING:
     from llmdistill.run.plan import Plan
 
+HANDED_OVER = "handed-over"
+"""Folder in a run with the weights that the server of data.rollout.url has."""
 STATE_BYTES = 12
 """Bytes of the optimizer's state for a trained parameter: its fp32 weight and Adam's two moments."""
 
@@ -294,6 +296,6 @@ def check_disk(plan: Plan) -> None:
 
 def _held(folder: Path) -> int:
     """The bytes that an earlier start of the run has written of what it needs."""
-    parts = ("checkpoints", "untrained", "student", "best", "handed-over")
+    parts = ("checkpoints", "untrained", "student", "best", HANDED_OVER)
     files = (file for part in parts for file in (folder / part).rglob("*") if file.is_file())
     return sum(file.stat().st_size for file in files)

@@ -20,8 +20,7 @@ from llmdistill.data.prompts import tokenizer_gaps
 from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
-from llmdistill.models.adapters import add_lora
-from llmdistill.models.quantized import fake_quantize
+from llmdistill.models.adapters import adapt
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, prepare_student, share_of
 from llmdistill.run.callbacks.uneven_terms import alone, uneven_terms
@@ -96,10 +95,7 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     teacher = cache(lambda: make_teacher(plan, world))
     student = load_student(plan, prepare_student(plan, world, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]
-    if plan.config.student.lora.rank is not None:
-        add_lora(student, plan.config.student.lora, plan.config.seed)
-    if plan.config.student.quantize.weights != "none":
-        fake_quantize(student, plan.config.student.quantize)
+    adapt(student, plan.config.student, plan.config.seed)
     model: PreTrainedModel | None = None
     teaching: Teacher | None = None
     vocabulary = plan.models.vocabulary

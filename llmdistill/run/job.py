@@ -37,7 +37,7 @@ from llmdistill.run.callbacks.uneven_terms import UnevenTerms
 from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
-from llmdistill.run.checks import check_disk
+from llmdistill.run.checks import HANDED_OVER, check_disk
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog, check_log
 from llmdistill.run.plan import Plan, make_plan
@@ -207,7 +207,7 @@ def _training(
         with signals.waiting():
             yield trainer, start, callbacks
     if world.is_main:
-        shutil.rmtree(plan.folder / assemble.HANDED_OVER, ignore_errors=True)
+        shutil.rmtree(plan.folder / HANDED_OVER, ignore_errors=True)
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:

@@ -1,6 +1,7 @@
 """What a command tells: signs of life, and messages by stream, rank and level."""
 
 import io
+import re
 import time
 from contextlib import redirect_stderr
 
@@ -52,6 +53,8 @@ def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkey
             assert line == "Comparing  4 of 7 runs, 4 min 30 s left: Calibration  0 of 1,000 tokens, 0 s so far\n"
             tokens.advance(999)
     assert stderr.getvalue() == line  # the next is not due yet
+    runs._began, runs._advanced = runs._began - 300, runs._advanced - 300  # the next run is late
+    assert re.fullmatch(r"Comparing  4 of 7 runs, \d min \d\d s so far", runs.line())
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("TQDM_DISABLE", "1")])

@@ -21,10 +21,9 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import plan as plan_factorization
 from llmdistill.factorize.sizes import plan_embedding
 from llmdistill.methods import Method
-from llmdistill.models.adapters import add_lora, cast_parameters
+from llmdistill.models.adapters import adapt, cast_parameters
 from llmdistill.models.learning import HeadLosses
 from llmdistill.models.load import Head, build_meta, install_saved
-from llmdistill.models.quantized import fake_quantize
 from llmdistill.run.plan import Plan
 from llmdistill.run.wiring import tapped
 from llmdistill.runtime.engine import add_projectors, set_training
@@ -79,10 +78,7 @@ def build_models(plan: Plan) -> ForecastModels:
             uniform = replace(factorize, allocation="uniform")
             install(student, plan_factorization(reference, uniform, settings.method))
     cast_parameters(student, plan.models.dtype)
-    if settings.lora.rank is not None:
-        add_lora(student, settings.lora, plan.config.seed)
-    if settings.quantize.weights != "none":
-        fake_quantize(student, settings.quantize)
+    adapt(student, settings, plan.config.seed)
     teacher = None
     if plan.method.needs_teacher:
         teacher = _build(plan.models.teacher, plan.models.teacher_head, plan.task)

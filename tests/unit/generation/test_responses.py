@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from llmdistill.config import ResponseConfig
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
+from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import answers_file, responses
 from llmdistill.generation.answers_file import check_teacher, parts_folder, read_batches, side_file
@@ -23,8 +24,10 @@ from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World
 
 from stand_in_vllm import StandInLLM, install
+from support import ThreadRanks
 
 END = 0
 LIMITS = {"max_prompt_length": 60, "max_length": 70}
@@ -120,6 +123,20 @@ def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monk
     assert batches_begun(generate, monkeypatch) == [2, 3]
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not parts.exists()
+
+
+def test_every_rank_is_told_which_answers_are_missing(teacher, data, tmp_path, monkeypatch):
+    ranks, output = ThreadRanks(2), tmp_path / "a.jsonl"
+    ranks.replace_group(monkeypatch)
+    monkeypatch.setattr(responses, "_answer", lambda job, left: None)
+
+    def generate(rank):
+        world = World(rank=rank, size=2, device=torch.device("cpu"))
+        with pytest.raises(UserError, match=r"7 answers are missing from .*every rank must see the same folder"):
+            generate_responses(str(teacher), str(data), output, SETTINGS, world=world)
+
+    ranks.run(generate)
+    assert not output.exists()
 
 
 def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, monkeypatch):
