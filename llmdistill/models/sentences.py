@@ -112,6 +112,12 @@ def has_dense(source: Path | str) -> bool:
     return "Dense" in _modules(downloaded(source, weights=False))
 
 
+def dense_width(source: Path | str) -> int | None:
+    """The width of the embeddings that a Dense makes, by its config; None without a Dense."""
+    folder = _modules(downloaded(source, weights=False)).get("Dense")
+    return None if folder is None else _optional(folder / _OF_DENSE[0]).get("out_features")
+
+
 def dense_of(linear: nn.Linear, activation: nn.Module) -> nn.Sequential:
     """Return a Dense, whose parameters have the names that they have in sentence-transformers."""
     return nn.Sequential(OrderedDict(linear=linear, activation=activation))

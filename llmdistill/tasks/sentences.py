@@ -30,7 +30,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
-from llmdistill.models.sentences import SentenceSettings, has_dense, read_sentence_settings
+from llmdistill.models.sentences import SentenceSettings, dense_width, has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
@@ -91,6 +91,13 @@ class Sentences(StoredTask):
             )
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        student, width = self.config.student.model, len(self.settings.pooling.modes) * teacher.hidden_size
+        own = None if student is None else dense_width(locate(student))
+        if self.trains and self.config.teacher.model is not None and own not in (None, width):
+            raise UserError(
+                f"student.model {student} ends in a Dense of {own}, and the embeddings of the teacher have {width}: "
+                "take the teacher that it has learned from, or a student without a Dense"
+            )
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:

@@ -120,6 +120,15 @@ def test_models_methods_and_settings_that_are_refused(tmp_path):
     refuses("embedding.projection to keep", Sentences(run).check_model, "student.model", where, config)
     keeps = replace(run, method_settings={"embedding": METHODS["embedding"].settings(projection="keep")})
     Sentences(keeps).check_model("student.model", where, config)
+    learns = replace(keeps, student=replace(run.student, model=where))
+    assert Sentences(learns).objective(config, uses_output=False).sequences == "embeddings"
+    wider = BertConfig(**{**config.to_dict(), "hidden_size": 24})
+    refuses(
+        "ends in a Dense of 16, and the embeddings of the teacher have 24",
+        Sentences(learns).objective,
+        wider,
+        uses_output=False,
+    )
     teaches = replace(run, teacher=replace(run.teacher, model=where))
     refuses("ends in a Dense", Sentences(teaches).objective, config, uses_output=False)
     task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
