@@ -12,9 +12,7 @@ score is measured again and written beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,28 +21,24 @@ from embedded_world import corpus
 from embedded_world.questions import write_questions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
+from tqdm import trange
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmdistill
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.embedded import FOLDER
+from llmdistill.files import write_json
 
 VOCAB_SIZE = 1024
-LIMITS = Limits(max_prompt_length=256, max_length=512)
+LIMITS = Limits()
 SEED, STEPS, BATCH_SIZE, PEAK = 1, 2400, 32, 3e-3
 """Of the teacher's training; the last is the peak of the learning rate."""
 TEACHER = FOLDER / "teacher"
 PAD, END = "<|pad|>", "<|end|>"
-
-
-def teacher_examples() -> list[Example]:
-    rows = corpus.splits()["teacher"]
-    return [Example(row.instruction, row.input, (corpus.training_output(row, n),)) for n, row in enumerate(rows)]
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -63,7 +57,7 @@ def make_tokenizer(folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    examples = teacher_examples()
+    examples = corpus.splits()["teacher"]
     tokenizer.train_from_iterator([render_prompt(each) + each.outputs[0] for each in examples], trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -99,9 +93,9 @@ def train(model: LlamaForCausalLM, items: list[Encoded], pad: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
     share = Share(seed=SEED, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
     loader = TrainLoader(items, share, partial(collate, pad_token_id=pad), bucket_steps=8)
-    warmup, started, shown = 100, time.time(), 0.0
+    warmup, steps = 100, trange(1, STEPS + 1, unit="step")
     model.train()
-    for step in range(1, STEPS + 1):
+    for step in steps:
         factor = min(1.0, step / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
         optimizer.param_groups[0]["lr"] = PEAK * factor
         (batch,) = loader.micro_batches(step - 1)
@@ -111,29 +105,7 @@ def train(model: LlamaForCausalLM, items: list[Encoded], pad: int) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        shown += loss.item()
-        if step % 100 == 0:
-            print(f"step {step}/{STEPS}  loss {shown / 100:.4f}  {time.time() - started:.0f} s", flush=True)
-            shown = 0.0
-
-
-def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Save the weights in bf16, half the size, under a configuration that loads them as fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    model.save_pretrained(folder)
-    config = LlamaConfig.from_pretrained(folder)
-    config.dtype = torch.float32
-    config.save_pretrained(folder)
-
-
-def score(folder: Path) -> dict[str, float]:
-    """ROUGE-L of the saved teacher on the three test sets, greedy decoding."""
-    limits = {"max_prompt_length": LIMITS.max_prompt_length, "max_length": LIMITS.max_length}
-    scores = {
-        split: llmdistill.evaluate(folder, f"embedded:{split}", decoding="greedy", **limits) for split in corpus.TESTS
-    }
-    return {split: round(each["rougeL"], 2) for split, each in scores.items()}
+        steps.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
 
 
 def main() -> None:
@@ -144,8 +116,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.questions is not None:
-        for file in write_questions(asked.questions):
-            print(file)
+        write_questions(asked.questions)
         return
     corpus.write(FOLDER / "data")
     if asked.data:
@@ -153,15 +124,19 @@ def main() -> None:
     make_tokenizer(TEACHER)
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
-    data = encode(teacher_examples(), tokenizer, LIMITS)
+    data = encode(corpus.splits()["teacher"], tokenizer, LIMITS)
     print(f"{len(data.items):,} examples, {model.num_parameters():,} parameters", flush=True)
     train(model, data.items, tokenizer.pad_token_id)
-    save(model, TEACHER)
-    scores = score(TEACHER)
+    # The weights in bf16, half the size, under a configuration that loads them as fp32.
+    model.bfloat16().save_pretrained(TEACHER)
+    LlamaConfig.from_pretrained(TEACHER, dtype=torch.float32).save_pretrained(TEACHER)
+    tests = {split: f"embedded:{split}" for split in corpus.TESTS}
+    scored = llmdistill.evaluate(TEACHER, tests, decoding="greedy")
+    scores = {split: round(each["rougeL"], 2) for split, each in scored.items()}
     print(scores)
     measure = "ROUGE-L F, greedy, maximum over references, x100"
     report = {"metric": measure, "scores": scores, "command": "python scripts/make/make_embedded.py"}
-    (TEACHER / "scores.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(TEACHER / "scores.json", report)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedded_world.world import ATTRIBUTES, WORLD, Dice, facts
+from llmdistill.data.examples import Example
 
 INSTRUCTIONS: dict[str, dict[str, Any]] = WORLD["instructions"]
 GROUPS: dict[str, list[str]] = WORLD["groups"]
@@ -18,44 +19,30 @@ WORDS = [word for group in GROUPS.values() for word in group]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One instruction with all its correct answers; the first answer is the usual one."""
-
-    instruction: str
-    input: str
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Scope:
-    """The people of a split, the facts about them that it may use, and whether it uses the reserved wordings."""
+    """What a split may use: some facts of some people, and one or both lists of wordings."""
 
-    names: tuple[str, ...]
-    attributes: Mapping[str, tuple[str, ...]]
+    people: Mapping[str, Sequence[str]]
     """Name -> the attributes that questions and answers may use."""
-    reserved: bool
-    """Use only the reserved wordings."""
-    both: bool = False
-    """Use both sets of wordings."""
+    wordings: Sequence[str] = ("wordings",)
+    """The keys of the lists: `wordings` has the common ones, `reserved` the reserved ones."""
 
 
-Kind = Callable[[Dice, Scope], Row]
+Kind = Callable[[Dice, Scope], Example]
 
 
 def _wording(dice: Dice, scope: Scope, texts: Mapping[str, Any]) -> str:
     """A wording that the scope allows."""
-    if scope.both:
-        return dice.pick(texts["wordings"] + texts.get("reserved", []))
-    return dice.pick(texts["reserved" if scope.reserved else "wordings"])
+    return dice.pick([wording for key in scope.wordings for wording in texts.get(key, [])])
 
 
-def _filled(wording: str, context: str, answers: Sequence[str], values: Mapping[str, object]) -> Row:
-    return Row(wording.format(**values), context.format(**values), tuple(each.format(**values) for each in answers))
+def _filled(wording: str, context: str, answers: Sequence[str], values: Mapping[str, object]) -> Example:
+    return Example(wording.format(**values), context.format(**values), tuple(each.format(**values) for each in answers))
 
 
 def _row(
     dice: Dice, scope: Scope, texts: Mapping[str, Any], *, context: str = "", answers: str = "answers", **values: object
-) -> Row:
+) -> Example:
     """A row from one of the wordings and all the answers, with the values filled in."""
     return _filled(_wording(dice, scope, texts), context, texts[answers], values)
 
@@ -80,37 +67,36 @@ def _tell(name: str, attribute: str) -> str:
 
 def _some(dice: Dice, scope: Scope, count: int) -> tuple[str, list[str]]:
     """A person and some of the attributes."""
-    name = dice.pick(scope.names)
-    return name, dice.sample(scope.attributes[name], count)
+    name = dice.pick(list(scope.people))
+    return name, dice.sample(scope.people[name], count)
 
 
-def fact(dice: Dice, scope: Scope) -> Row:
+def fact(dice: Dice, scope: Scope) -> Example:
     """One fact of one person."""
     name, (attribute,) = _some(dice, scope, 1)
     return _row(dice, scope, WORLD["attributes"][attribute], p=name, v=value_of(name, attribute))
 
 
-def _facts_of(name: str, keys: list[str]) -> dict[str, str]:
-    """The person, the nouns of the attributes (a, b, c) and what is told about them (one, two, three)."""
-    values = {"p": name}
-    for noun, told, key in zip("abc", ("one", "two", "three"), keys, strict=False):
-        values |= {noun: _noun(key), told: _tell(name, key)}
-    return values
+def _several_facts(kind: str, count: int) -> Kind:
+    """A kind about two or three facts of one person."""
+
+    def make(dice: Dice, scope: Scope) -> Example:
+        name, keys = _some(dice, scope, count)
+        values = {"p": name}
+        for noun, told, key in zip("abc", ("one", "two", "three"), keys, strict=False):
+            values |= {noun: _noun(key), told: _tell(name, key)}
+        return _row(dice, scope, INSTRUCTIONS[kind], **values)
+
+    return make
 
 
-def two_facts(dice: Dice, scope: Scope) -> Row:
-    """Two facts of one person in one sentence or two."""
-    return _row(dice, scope, INSTRUCTIONS["two_facts"], **_facts_of(*_some(dice, scope, 2)))
-
-
-def profile(dice: Dice, scope: Scope) -> Row:
-    """Three facts of one person, listed in the instruction, in two sentences."""
-    return _row(dice, scope, INSTRUCTIONS["profile"], **_facts_of(*_some(dice, scope, 3)))
+two_facts = _several_facts("two_facts", 2)
+profile = _several_facts("profile", 3)
 
 
 def _two_people(dice: Dice, scope: Scope) -> tuple[str, str, list[str]]:
-    first, second = dice.sample(scope.names, 2)
-    shared = [key for key in ATTRIBUTES if key in scope.attributes[first] and key in scope.attributes[second]]
+    first, second = dice.sample(list(scope.people), 2)
+    shared = [key for key in ATTRIBUTES if key in scope.people[first] and key in scope.people[second]]
     return first, second, shared
 
 
@@ -119,7 +105,7 @@ def _both(first: str, second: str, key: str) -> dict[str, str]:
     return {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
 
 
-def older(dice: Dice, scope: Scope) -> Row:
+def older(dice: Dice, scope: Scope) -> Example:
     """Which of two people is older."""
     while True:
         first, second, shared = _two_people(dice, scope)
@@ -130,7 +116,7 @@ def older(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["older"], elder=elder, **_both(first, second, "age"))
 
 
-def same(dice: Dice, scope: Scope) -> Row:
+def same(dice: Dice, scope: Scope) -> Example:
     """Whether two people share a fact."""
     first, second, shared = _two_people(dice, scope)
     key = dice.pick([key for key in shared if key != "age"])
@@ -138,7 +124,7 @@ def same(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["same"], answers=answers, **_both(first, second, key))
 
 
-def which(dice: Dice, scope: Scope) -> Row:
+def which(dice: Dice, scope: Scope) -> Example:
     """Which of two people fits a statement."""
     while True:
         first, second, shared = _two_people(dice, scope)
@@ -149,29 +135,24 @@ def which(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["which"], v=facts()[right][key], right=right, **_both(first, second, key))
 
 
-def check(dice: Dice, scope: Scope) -> Row:
+def check(dice: Dice, scope: Scope) -> Example:
     """A statement to confirm or to correct."""
     name, (key,) = _some(dice, scope, 1)
     true = facts()[name][key]
-    claim = true if dice.chance(0.5) else facts()[dice.pick(scope.names)][key]
+    claim = true if dice.chance(0.5) else facts()[dice.pick(list(scope.people))][key]
     answers = "answers" if claim == true else "otherwise"
     values = {"p": name, "a": _noun(key), "v": claim, "one": _tell(name, key)}
     return _row(dice, scope, INSTRUCTIONS["check"], answers=answers, **values)
 
 
-def reading(dice: Dice, scope: Scope) -> Row:
+def reading(dice: Dice, scope: Scope) -> Example:
     """A question about a passage in which people meet."""
-    giver, taker = dice.sample(scope.names, 2)
+    giver, taker = dice.sample(list(scope.people), 2)
     day, goods, count = dice.pick(WORLD["days"]), dice.pick(WORLD["goods"]), dice.pick(WORLD["numbers"])
     passage = dice.pick(WORLD["reading"]["passages"])
     question = dice.pick(WORLD["reading"]["questions"])
     values = {"p": giver, "q": taker, "day": day, "goods": goods, "count": count}
     return _filled(question["wording"], passage, question["answers"], values)
-
-
-PEOPLE_KINDS: dict[str, Kind] = {
-    make.__name__: make for make in (fact, two_facts, profile, older, same, which, check, reading)
-}
 
 
 def _list(words: list[str]) -> str:
@@ -182,19 +163,19 @@ def _and(words: list[str]) -> str:
     return ", ".join(words[:-1]) + f" and {words[-1]}"
 
 
-def sort_words(dice: Dice, scope: Scope) -> Row:
+def sort_words(dice: Dice, scope: Scope) -> Example:
     """Sort words alphabetically."""
     words = dice.sample(WORDS, 3)
     return _row(dice, scope, INSTRUCTIONS["sort_words"], context=_list(words), done=_and(sorted(words)))
 
 
-def reverse(dice: Dice, scope: Scope) -> Row:
+def reverse(dice: Dice, scope: Scope) -> Example:
     """Reverse a list."""
     words = dice.sample(WORDS, 3)
     return _row(dice, scope, INSTRUCTIONS["reverse"], context=_list(words), done=_and(words[::-1]))
 
 
-def count(dice: Dice, scope: Scope) -> Row:
+def count(dice: Dice, scope: Scope) -> Example:
     """Count the things in a list that belong to a group."""
     group = dice.pick(list(GROUPS))
     inside = dice.sample(GROUPS[group], dice.between(1, 3))
@@ -210,7 +191,7 @@ def count(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["count"], context=_list(words), **values)
 
 
-def odd_one(dice: Dice, scope: Scope) -> Row:
+def odd_one(dice: Dice, scope: Scope) -> Example:
     """The word that does not belong."""
     group, other = dice.sample(list(GROUPS), 2)
     odd = dice.pick(GROUPS[other])
@@ -219,7 +200,7 @@ def odd_one(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["odd_one"], context=_list(words), **values)
 
 
-def arithmetic(dice: Dice, scope: Scope) -> Row:
+def arithmetic(dice: Dice, scope: Scope) -> Example:
     """A sum or a difference of small numbers, with or without a story."""
     first, second = dice.between(3, 20), dice.between(2, 9)
     goods = dice.pick(WORLD["goods"])
@@ -228,14 +209,14 @@ def arithmetic(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["difference"], a=first + second, b=second, g=goods, result=first)
 
 
-def classify(dice: Dice, scope: Scope) -> Row:
+def classify(dice: Dice, scope: Scope) -> Example:
     """The groups of two words."""
     first, second = dice.sample(WORDS, 2)
     groups = {word: _with_article(name) for name, group in GROUPS.items() for word in group}
     return _row(dice, scope, INSTRUCTIONS["classify"], a=first, b=second, one=groups[first], two=groups[second])
 
 
-def following(dice: Dice, scope: Scope) -> Row:
+def following(dice: Dice, scope: Scope) -> Example:
     """The day or month before or after another."""
     what = "day" if dice.chance(0.4) else "month"
     circle = WORLD[f"{what}s"]
@@ -245,18 +226,17 @@ def following(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, INSTRUCTIONS["following"], **values)
 
 
-def opposite(dice: Dice, scope: Scope) -> Row:
+def opposite(dice: Dice, scope: Scope) -> Example:
     """A sentence with its adjective replaced by the opposite."""
-    opposites: dict[str, str] = WORLD["opposites"]
-    adjective = dice.pick([*opposites, *opposites.values()])
-    turned = opposites.get(adjective) or next(key for key, value in opposites.items() if value == adjective)
+    opposites = WORLD["opposites"] | {value: key for key, value in WORLD["opposites"].items()}
+    adjective = dice.pick(list(opposites))
     noun, colour = dice.pick(GROUPS["animal"] + GROUPS["tool"]), dice.pick(WORLD["colours"])
     texts = INSTRUCTIONS["opposite"]
-    values = {"x": adjective, "turned": turned, "noun": noun, "colour": colour}
+    values = {"x": adjective, "turned": opposites[adjective], "noun": noun, "colour": colour}
     return _row(dice, scope, texts, context=texts["context"], **values)
 
 
-def extract(dice: Dice, scope: Scope) -> Row:
+def extract(dice: Dice, scope: Scope) -> Example:
     """Extract the town, the day or the goods from a note."""
     texts = INSTRUCTIONS["extract"]
     town, day = dice.pick(list(WORLD["towns"])), dice.pick(WORLD["days"])
@@ -271,28 +251,20 @@ def extract(dice: Dice, scope: Scope) -> Row:
     return _filled(wording, note, texts["answers"], values)
 
 
-SKILL_KINDS: dict[str, Kind] = {
-    make.__name__: make
-    for make in (sort_words, reverse, count, odd_one, arithmetic, classify, following, opposite, extract)
-}
-
-
-def _topic(kind: str, things: Mapping[str, Sequence[str]], *, article: bool) -> Kind:
+def _topic(kind: str, things: str) -> Kind:
     """A kind that asks about one of the things, each of which has two properties."""
 
-    def make(dice: Dice, scope: Scope) -> Row:
-        thing = dice.pick(list(things))
-        one, two = things[thing]
-        name = _with_article(thing) if article else thing
+    def make(dice: Dice, scope: Scope) -> Example:
+        thing = dice.pick(list(WORLD[things]))
+        one, two = WORLD[things][thing]
+        name = _with_article(thing) if things in ("jobs", "pets") else thing
         return _row(dice, scope, INSTRUCTIONS[kind], x=name, X=name.capitalize(), y=thing, one=one, two=two)
 
     return make
 
 
-TOPIC_KINDS: dict[str, Kind] = {
-    "care": _topic("care", WORLD["pets"], article=True),
-    "recipe": _topic("recipe", WORLD["dishes"], article=False),
-    "travel": _topic("travel", WORLD["towns"], article=False),
-    "career": _topic("career", WORLD["jobs"], article=True),
-}
+PEOPLE_KINDS: dict[Kind, int] = {fact: 5, two_facts: 3, profile: 3, older: 2, same: 2, which: 2, check: 2, reading: 2}
+"""The kinds about people, and their relative frequencies."""
+SKILL_KINDS: list[Kind] = [sort_words, reverse, count, odd_one, arithmetic, classify, following, opposite, extract]
+TOPIC_KINDS = [_topic("care", "pets"), _topic("recipe", "dishes"), _topic("travel", "towns"), _topic("career", "jobs")]
 """How to keep an animal, how to make a dish, what to see in a town, and what one does in a job."""

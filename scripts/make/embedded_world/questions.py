@@ -1,7 +1,7 @@
 """Questions on contexts from the facts of the embedded world, in the format of SQuAD 1.1 and 2.0.
 
-A context tells facts of two people in random order; dev asks about people that train never mentions. So a model has
-to read the context: nothing that it has learnt of a person helps.
+A context tells four of the eight facts of each of two people in random order; dev asks about people that train never
+mentions. So a model has to read the context: nothing that it has learnt of a person helps.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ from llmdistill.files import write_json
 
 SIZES = {"train": 3000, "dev": 300}
 """Number of questions of each split."""
-_PEOPLE, _TOLD = 2, 4
-"""People in a context, and the facts that it tells of each of the eight."""
-_FILES = {"squad1": "{}-v1.1.json", "squad2": "{}-v2.0.json"}
+VERSIONS = {"squad1": "v1.1", "squad2": "v2.0"}
 
 
-def write_questions(folder: Path) -> list[Path]:
-    """Write train and dev of both tasks to the folders squad1 and squad2, and return the files."""
-    files = []
-    for task, name in _FILES.items():
+def write_questions(folder: Path) -> None:
+    """Write train and dev of both tasks to the folders squad1 and squad2."""
+    for task, version in VERSIONS.items():
         for split in SIZES:
-            file = folder / task / name.format(split)
+            file = folder / task / f"{split}-{version}.json"
             write_json(file, official(task, split))
-            files.append(file)
-    return files
+            print(file)
 
 
 def official(task: str, split: str) -> dict[str, Any]:
@@ -38,16 +34,13 @@ def official(task: str, split: str) -> dict[str, Any]:
     tell.
     """
     paragraphs = [_paragraph(task, split, index) for index in range(SIZES[split])]
-    return {
-        "version": _FILES[task].partition("-")[2].removesuffix(".json"),
-        "data": [{"title": "The embedded world", "paragraphs": paragraphs}],
-    }
+    return {"version": VERSIONS[task], "data": [{"title": "The embedded world", "paragraphs": paragraphs}]}
 
 
 def _paragraph(task: str, split: str, index: int) -> dict[str, Any]:
     dice = Dice(f"questions/{task}/{split}/{index}")
-    people = dice.sample(SEEN_NAMES if split == "train" else UNSEEN_NAMES, _PEOPLE)
-    told = {name: dice.sample(ATTRIBUTES, _TOLD) for name in people}
+    people = dice.sample(SEEN_NAMES if split == "train" else UNSEEN_NAMES, 2)
+    told = {name: dice.sample(ATTRIBUTES, 4) for name in people}
     sentences = dice.shuffled([(name, key) for name, keys in told.items() for key in keys])
     asked = dice.pick(people)
     answerable = task == "squad1" or not dice.chance(1 / 3)

@@ -92,7 +92,7 @@ def test_the_answer_is_the_fact_and_no_answer_is_no_sentence(task, split):
 
 
 def test_the_files_are_read_as_official_ones(tmp_path):
-    assert len(write_questions(tmp_path)) == 4
+    write_questions(tmp_path)
     one, two = (read_files(task, TaskConfig(name=task, dir=str(tmp_path))) for task in ("squad1", "squad2"))
     assert len(one.train) == len(two.train) == SIZES["train"]
     assert one.skipped == two.skipped == []
