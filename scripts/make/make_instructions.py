@@ -14,7 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from itertools import cycle
 from pathlib import Path
+
+from llmdistill.files import json_lines, write_text
 
 VALID = 48
 """Rows of the validation set, half of Dolly's and half of the seed tasks."""
@@ -29,22 +32,22 @@ ABOUT_A_PASSAGE = (
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [{key: row[key] for key in ("instruction", "input", "output")} for row in rows]
+    return [{key: row[key] for key in ("instruction", "input", "output")} for row in json_lines(file)]
 
 
-def passages(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield each context with its first question that has an answer, and the answer."""
+def passages(file: Path) -> Iterator[dict[str, str]]:
+    """Yield each context as the input of its first question that has an answer."""
     for article in json.loads(file.read_text(encoding="utf-8"))["data"]:
         for paragraph in article["paragraphs"]:
             for each in paragraph["qas"]:
                 if each["answers"]:
-                    yield paragraph["context"], each["question"], each["answers"][0]["text"]
+                    answer = each["answers"][0]["text"]
+                    yield {"instruction": each["question"], "input": paragraph["context"], "output": answer}
                     break
 
 
 def write(file: Path, rows: Iterable[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(file)
 
 
@@ -53,18 +56,15 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="Folder with instruct/ and squad2/.")
     parser.add_argument("output", type=Path, help="Folder for the sets.")
     asked = parser.parse_args()
-    asked.output.mkdir(parents=True, exist_ok=True)
-    instruct = asked.data / "instruct"
-    dolly, seeds = rows_of(instruct / "dolly_sample.jsonl"), rows_of(instruct / "seed_tasks.jsonl")
-    tests = {"dolly": dolly[1::2], "self_inst": rows_of(instruct / "self_inst.jsonl")}
-    tests["vicuna"] = rows_of(instruct / "vicuna.jsonl")
+    files = ("dolly_sample", "seed_tasks", "self_inst", "vicuna")
+    dolly, seeds, self_inst, vicuna = (rows_of(asked.data / "instruct" / f"{name}.jsonl") for name in files)
+    tests = {"dolly": dolly[1::2], "self_inst": self_inst, "vicuna": vicuna}
     tested = {row["instruction"] for rows in tests.values() for row in rows}
     dolly, seeds = ([row for row in rows if row["instruction"] not in tested] for rows in (dolly[::2], seeds))
-    read = list(passages(asked.data / "squad2/train.json"))
-    questions = [{"instruction": question, "input": text, "output": answer} for text, question, answer in read]
+    questions = list(passages(asked.data / "squad2/train.json"))
     prompts = [
-        {"instruction": ABOUT_A_PASSAGE[index % len(ABOUT_A_PASSAGE)], "input": text, "output": ""}
-        for index, (text, _, _) in enumerate(read)
+        {"instruction": task, "input": each["input"], "output": ""}
+        for task, each in zip(cycle(ABOUT_A_PASSAGE), questions, strict=False)
     ]
     write(asked.output / "valid.jsonl", [*dolly[: VALID // 2], *seeds[: VALID // 2]])
     write(asked.output / "gold.jsonl", [*dolly[VALID // 2 :], *seeds[VALID // 2 :], *questions])
