@@ -23,7 +23,6 @@ parser.add_argument("--teacher", default="embedded:teacher", help="a folder, or 
 parser.add_argument("--train", default="embedded:train", help="rows of instructions or messages: JSONL, Parquet, CSV")
 parser.add_argument("--test", default="embedded:unseen", help="rows of the same form, by which the models are scored")
 parser.add_argument("--size", default="34%", help="parameters of the student: a share, or a number such as 0.7B")
-parser.add_argument("--method", default="makd", choices=["makd", "kd"], help="kd compares the output alone")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--learning_rate", type=float, help="1.5e-3 for the embedded teacher, 1e-4 for another one")
 parser.add_argument("--max_prompt_length", type=int, default=96, help="tokens of a prompt; longer ones are an error")
@@ -50,12 +49,12 @@ student = llmdistill.compress(
     **limits,
 )
 
-# %% Distillation. The same call with the same folder goes on where it stopped
+# %% Distillation; "kd" in place of "makd" compares the output alone. The same call goes on where it stopped
 result = llmdistill.distill(
     given.teacher,
     student,
     given.train,
-    given.method,
+    "makd",
     tests={"test": given.test},
     output_dir=given.output,
     steps=given.steps,
@@ -63,7 +62,7 @@ result = llmdistill.distill(
     warmup_steps=given.steps // 10,
     global_batch_size=32,
     decoding="greedy",
-    settings={"scoring.limit": given.limit, **({"makd.logits": 10} if given.method == "makd" else {})},
+    settings={"makd.logits": 10, "scoring.limit": given.limit},
     **limits,
 )
 for name in ("teacher", "untrained", "student"):

