@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,7 +28,6 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
@@ -39,6 +36,7 @@ from benching import Line
 from llmdistill.report.pages import markdown, write_page
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import TitledTable
+from llmdistill.runtime.distributed import process_group
 from llmdistill.runtime.terminal import exit_code, quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,26 +92,23 @@ def holds(line: Line) -> bool:
     return line.target is None or line.verdict(quick=False) == "ok"
 
 
-def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
+def run_part(name: str, gpus: int, log: Path) -> Result:
     """Run a part in a process of its own until its time is over; with DeepSpeed it has a rank for each GPU."""
-    part, limit = PARTS[name], PARTS[name].seconds * (1.0 if device == "cuda" else PATIENCE)
-    if part.gpu_only and device != "cuda":
+    part, limit = PARTS[name], PARTS[name].seconds * (1.0 if gpus else PATIENCE)
+    if part.gpu_only and not gpus:
         return Result("left out", "there is no GPU")
     library = "deepspeed" if part.all_gpus else "pytest" if part.gpu_only else "torch"
     if find_spec(library) is None:
         return Result("left out", f"{library} is not installed")
-    path = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     began, told = time.monotonic(), log.with_suffix(".jsonl")
     told.write_text("")
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["timeout", f"--kill-after={GRACE}", str(limit), *part_command(name, device, ranks, told)],
+            ["timeout", f"--kill-after={GRACE}", str(limit), *part_command(name, gpus, told)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **on_cpu},
         )
         try:
             code = process.wait()
@@ -132,22 +127,19 @@ def run_part(name: str, device: str, ranks: int, log: Path) -> Result:
     return Result("ok", lines=lines) if lines else Result("failed", "it measured nothing")
 
 
-def part_command(name: str, device: str, ranks: int, told: Path) -> list[str]:
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    launcher = several if PARTS[name].all_gpus and ranks > 1 else []
-    own = [str(Path(__file__).resolve()), "--part", name, "--device", device, "--told", str(told)]
-    return [sys.executable, *launcher, *own]
+def part_command(name: str, gpus: int, told: Path) -> list[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
+    launcher = several if PARTS[name].all_gpus and gpus > 1 else []
+    return [sys.executable, *launcher, str(Path(__file__).resolve()), "--part", name, "--told", str(told)]
 
 
-def look(name: str, device: str, told: Path) -> None:
+def look(name: str, told: Path) -> None:
     """Be a part's process: write each line to the file as it comes; with DeepSpeed rank 0 does."""
-    from llmdistill.runtime.distributed import process_group
-
     part = PARTS[name]
-    with process_group() if part.all_gpus else nullcontext() as world:
+    with process_group(needed=part.all_gpus) as world:
         quiet_libraries()
-        for line in getattr(import_module(part.module), name)(world or torch.device(device)):
-            if world is None or world.is_main:
+        for line in getattr(import_module(part.module), name)(world):
+            if world.is_main:
                 with told.open("a") as file:
                     file.write(json.dumps(asdict(line)) + "\n")
 
@@ -155,8 +147,8 @@ def look(name: str, device: str, told: Path) -> None:
 # The page
 
 
-def write(file: Path, results: Mapping[str, Result], command: str, device: str, ranks: int) -> None:
-    on_gpu, rows = device == "cuda", []
+def write(file: Path, results: Mapping[str, Result], command: str, gpus: int) -> None:
+    rows = []
     for name, result in results.items():
         if result.state == "left out":
             rows.append([name, markdown(f"left out: {result.why}"), "–", "", "", ""])
@@ -165,9 +157,9 @@ def write(file: Path, results: Mapping[str, Result], command: str, device: str, 
             verdict = "" if line.target is None else "ok" if holds(line) else "**no**"
             value = "–" if math.isnan(line.value) else f"{line.value:.3g}"
             rows.append([name, markdown(line.measure), value + line.unit, limit, verdict, markdown(line.detail)])
-    title = "A check on a GPU" if on_gpu else "A small check on a CPU"
+    title = "A check on a GPU" if gpus else "A small check on a CPU"
     states = "; ".join(f"{name} ({PARTS[name].about}): {result.state}" for name, result in results.items())
-    where = "." if on_gpu else ". There is no GPU here, so nothing in it is about one."
+    where = "." if gpus else ". There is no GPU here, so nothing in it is about one."
     failed = [f"{name}: failed: {result.why}" for name, result in results.items() if result.state == "failed"]
     write_page(
         file,
@@ -176,40 +168,36 @@ def write(file: Path, results: Mapping[str, Result], command: str, device: str, 
         table=TitledTable(title, ["part", "measure", "value", "limit", "kept", "detail"], rows),
         legend=markdown(states + where),
         warnings=[markdown(text) for text in failed],
-        record=make_record(command, ranks, LIBRARIES),
+        record=make_record(command, max(gpus, 1), LIBRARIES),
     )
 
 
-def check(folder: Path, names: Sequence[str], command: str, device: str, ranks: int) -> dict[str, Result]:
+def check(folder: Path, names: Sequence[str], command: str, gpus: int) -> dict[str, Result]:
     """Run parts one after the other, and write the page after each."""
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Result] = {}
     for name in names:
         began = time.monotonic()
-        result = results[name] = run_part(name, device, ranks, folder / f"{name}.log")
+        result = results[name] = run_part(name, gpus, folder / f"{name}.log")
         print(f"{result.state:<12} {name:<14} {time.monotonic() - began:5.0f} s  {result.why}".rstrip(), flush=True)
-        write(folder / "gpu_check.md", results, command, device, ranks)
+        write(folder / "gpu_check.md", results, command, gpus)
     return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of the results")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
     parser.add_argument("--only", choices=PARTS, action="append", help="one of the parts alone; may be repeated")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device: str = arguments.device or ("cuda" if gpus else "cpu")
-    if device == "cuda" and not gpus:
-        parser.error("--device cuda: torch sees no GPU here")
     if arguments.part is not None:
-        return exit_code(lambda: look(arguments.part, device, arguments.told))
+        return exit_code(lambda: look(arguments.part, arguments.told))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the part on the way
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    results = check(arguments.output, arguments.only or list(PARTS), command, device, gpus if device == "cuda" else 1)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    results = check(arguments.output, arguments.only or list(PARTS), command, gpus)
     print(f"The page is {arguments.output / 'gpu_check.md'}, with what each part said beside it.")
     return int(any(result.state == "failed" for result in results.values()))
 

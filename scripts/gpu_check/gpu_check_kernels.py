@@ -24,6 +24,7 @@ from torch import Tensor
 from llmdistill.losses import divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.terms import TokenTerm
+from llmdistill.runtime.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_WIDTHS = (64, 80, 96, 128)
@@ -42,14 +43,14 @@ TERMS = {
     ),
 }
 
-
 FULL = {"tokens": 512, "rows": 256, "vocabulary": 128_256, "width": 256}
 SMALL = {"tokens": 40, "rows": 12, "vocabulary": 1_000, "width": 32}
 """The width is that of the model before its LM head."""
 
 
-def kernels(device: torch.device) -> Iterator[Line]:
+def kernels(world: World) -> Iterator[Line]:
     """Check each loss; the first line says if kernels are left out."""
+    device = world.device
     sizes = SMALL if device.type == "cpu" else FULL
     by = "Triton" if available(device) else "blocks"
     if by == "blocks":
@@ -96,7 +97,7 @@ def difference(found: Tensor, exact: Tensor) -> float:
 # What the tests and the benches say
 
 
-def tests(_: torch.device) -> Iterator[Line]:
+def tests(_: World) -> Iterator[Line]:
     import pytest
 
     unit = ROOT / "tests" / "unit"
@@ -106,20 +107,21 @@ def tests(_: torch.device) -> Iterator[Line]:
     yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
 
 
-def steps(device: torch.device) -> Iterator[Line]:
+def steps(world: World) -> Iterator[Line]:
     for step in ("kd", "makd", "encoder", "packed"):  # one after the other, so that a limit leaves what is done
-        yield from bench("bench_step.py", device, "--only", step)
-    yield from bench("bench_step.py", device, "--peers")
+        yield from bench("bench_step.py", world, "--only", step)
+    yield from bench("bench_step.py", world, "--peers")
 
 
-def losses(device: torch.device) -> Iterator[Line]:
-    yield from bench("bench_losses.py", device)
+def losses(world: World) -> Iterator[Line]:
+    yield from bench("bench_losses.py", world)
 
 
-def bench(script: str, device: torch.device, *arguments: str) -> Iterator[Line]:
+def bench(script: str, world: World, *arguments: str) -> Iterator[Line]:
     """Run a bench, and yield its figures. They have no limits here: its targets are for CPUs."""
-    small = ("--quick", "--repeats", "1") if device.type == "cpu" else ()
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device.type, *small, *arguments]
+    device = world.device.type
+    small = ("--quick", "--repeats", "1") if device == "cpu" else ()
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--device", device, *small, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
     if done.returncode != 0:

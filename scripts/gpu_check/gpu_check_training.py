@@ -5,14 +5,19 @@ All ranks do the same, on the same batch, so that the losses do not depend on th
 
 from __future__ import annotations
 
+import sys
+import traceback
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from benching import Line
-from gpu_check_waits import is_norm, origin, watch
 from small_training import Setting, batch_of, forecast, llama, make_trainer, measure
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.runtime.devices import free_memory
@@ -29,6 +34,12 @@ FULL = Setting(config=HEADS_OF_64, micro_batch_size=4, length=256, bucket=5_000_
 SMALL = Setting(config=llama(depth=2, weight_std=0.1), micro_batch_size=2, length=32)
 WIDE = llama(vocabulary=32_000, width=1024, heads=16, depth=8, weight_std=0.06)
 LARGE = replace(FULL, config=WIDE, micro_batch_size=8, length=512, dtype="bf16")
+
+Stack = tuple[str, ...]
+"""module:function of each frame, the innermost last."""
+ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+ORIGINS = ("llmdistill.losses", "llmdistill", "transformers", "deepspeed")
+"""The packages whose waits are told apart, inner packages first."""
 
 
 def zero(world: World) -> Iterator[Line]:
@@ -58,6 +69,9 @@ def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
     return found
 
 
+# Where the host waits for the device: on CUDA torch says so, on a CPU it is where a tensor's value is asked for
+
+
 def waits(world: World) -> Iterator[Line]:
     """Places in a step at which the host waits for the device."""
     with watch(world.device) as places:
@@ -80,7 +94,7 @@ def waits(world: World) -> Iterator[Line]:
         theirs = {place for place in places if origin(place)[0] == "deepspeed"}
         norm = {place for place in theirs if is_norm(place)}
         # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
-        harmless = "llmdistill/losses" if world.device.type == "cpu" else None
+        harmless = "llmdistill.losses" if world.device.type == "cpu" else None
         ours = {place for place in places - theirs if origin(place)[0] != harmless}
         detail = f"DeepSpeed's look at the norm {len(norm)}, elsewhere in DeepSpeed {len(theirs - norm)}"
         for place in sorted({origin(each)[1] for each in ours | theirs - norm}):
@@ -95,6 +109,68 @@ def padded(batch: Batch) -> Batch:
     mask[0, first:] = 0
     labels[0, first:] = IGNORE_INDEX
     return replace(batch, attention_mask=mask, labels=labels)
+
+
+@contextmanager
+def watch(device: torch.device) -> Iterator[set[Stack]]:
+    """Collects, within its block, where the host waits for a device.
+
+    On CUDA by torch's own warnings; what NCCL and events wait for is not among them.
+    """
+    if device.type != "cuda":
+        with AskedValues() as asked:
+            yield asked.places
+        return
+    places: set[Stack] = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if "called a synchronizing" in str(message):
+            places.add(_stack())
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # is called where the warning arises
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+class AskedValues(TorchDispatchMode):
+    """Collects where the value of a tensor is asked for, on any device: a GPU would be waited for there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[Stack] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKS:
+            self.places.add(_stack())
+        return func(*args, **(kwargs or {}))
+
+
+def _stack() -> Stack:
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    return tuple(f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}" for frame in reversed(frames))
+
+
+def origin(place: Stack) -> tuple[str | None, str]:
+    """Which of ORIGINS the wait began in, by its innermost frame there, and this frame; None for none of them."""
+    for frame in reversed(place):
+        for name in ORIGINS:
+            if frame.startswith((f"{name}.", f"{name}:")):
+                return name, frame
+    return None, place[0]
+
+
+def is_norm(place: Stack) -> bool:
+    """Whether DeepSpeed's engine looks at the norm of the gradients there, before it updates the weights."""
+    return origin(place)[0] == "deepspeed" and any(frame.endswith(":_take_model_step") for frame in place)
+
+
+# Memory
 
 
 def memory(world: World) -> Iterator[Line]:

@@ -4,18 +4,18 @@ import json
 import sys
 from dataclasses import asdict
 from math import nan
-from pathlib import Path
 
 import gpu_check
 import gpu_check_kernels
-import gpu_check_waits
+import gpu_check_training
 import pytest
 import torch
 from benching import Line
 from gpu_check import Part, holds
 
+from llmdistill.runtime.distributed import World
+
 pytestmark = pytest.mark.slow
-CPU = torch.device("cpu")
 
 
 def test_all_parts_together_take_less_than_15_minutes():
@@ -23,7 +23,7 @@ def test_all_parts_together_take_less_than_15_minutes():
 
 
 def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
-    why, *lines = gpu_check_kernels.kernels(CPU)
+    why, *lines = gpu_check_kernels.kernels(World(rank=0, size=1, device=torch.device("cpu")))
     assert why.measure == "Triton's kernels: no GPU; the losses in blocks stand for them"
     assert len(lines) == 30
     assert all(holds(line) for line in lines)
@@ -31,21 +31,15 @@ def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
 
 
 def test_a_wait_belongs_to_the_innermost_library():
-    import deepspeed
-    import transformers
-
-    import llmdistill
-
-    ours, theirs, other = (str(Path(str(each.__file__)).parent) for each in (llmdistill, deepspeed, transformers))
-    step = (f"{ours}/run/trainer.py:train_step", f"{theirs}/runtime/engine.py:_take_model_step")
-    norm = (*step, f"{theirs}/runtime/zero/stage_1_and_2.py:step", "/usr/lib/torch/_tensor.py:item")
-    loss = (step[0], f"{ours}/losses/matrix.py:mse", "/usr/lib/torch/_tensor.py:item")
-    mask = (step[0], f"{other}/masking_utils.py:mask")
-    places = (norm, loss, mask, step[:1], ("/elsewhere/llmdistill/scripts/x.py:main",))
-    found = [gpu_check_waits.origin(place)[0] for place in places]
-    assert found == ["deepspeed", "llmdistill/losses", "transformers", "llmdistill", None]
-    assert [gpu_check_waits.is_norm(place) for place in (norm, step, norm[2:], loss)] == [True, True, False, False]
-    assert gpu_check_waits.origin(loss)[1] == "llmdistill/losses/matrix.py:mse"
+    step = ("llmdistill.run.trainer:train_step", "deepspeed.runtime.engine:_take_model_step")
+    norm = (*step, "deepspeed.runtime.zero.stage_1_and_2:step", "torch._tensor:item")
+    loss = (step[0], "llmdistill.losses.matrix:mse", "torch._tensor:item")
+    mask = (step[0], "transformers.masking_utils:mask")
+    places = (norm, loss, mask, step[:1], ("__main__:main", "llmdistill_of_mine:item"))
+    found = [gpu_check_training.origin(place)[0] for place in places]
+    assert found == ["deepspeed", "llmdistill.losses", "transformers", "llmdistill", None]
+    assert [gpu_check_training.is_norm(place) for place in (norm, step, norm[2:], loss)] == [True, True, False, False]
+    assert gpu_check_training.origin(loss)[1] == "llmdistill.losses.matrix:mse"
 
 
 def tells(value: float) -> str:
@@ -71,12 +65,10 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, monkeypatch):
     there = gpu_check.find_spec
     monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name == "deepspeed" else there(name))
     monkeypatch.setattr(gpu_check, "PARTS", parts)
-    monkeypatch.setattr(
-        gpu_check, "part_command", lambda name, device, ranks, told: [sys.executable, "-c", PROGRAMS[name], told]
-    )
+    monkeypatch.setattr(gpu_check, "part_command", lambda name, _, told: [sys.executable, "-c", PROGRAMS[name], told])
     monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)
     monkeypatch.setattr(gpu_check, "GRACE", 1.0)
-    results = gpu_check.check(tmp_path, list(parts), "the | command", "cpu", 1)
+    results = gpu_check.check(tmp_path, list(parts), "the | command", gpus=0)
     assert {name: (result.state, result.why) for name, result in results.items()} == {
         "slow": ("failed", "it was ended after 3 s"),
         "good": ("ok", ""),
@@ -105,7 +97,7 @@ def look(rank_server, tmp_path):
 
     def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
         told = tmp_path / f"{part}.jsonl"
-        words = ["--part", part, "--device", "cpu", "--told", str(told)]
+        words = ["--part", part, "--told", str(told)]
         done = rank_server.run(words, ranks=ranks, program="scripts/gpu_check/gpu_check.py")
         assert done.returncode == 0, done.stderr
         lines = [Line(**json.loads(line)) for line in told.read_text().splitlines()]
