@@ -19,6 +19,9 @@ from llmdistill.models.load import load_model
 
 from stand_in_vllm import StandInLLM
 
+_loading = threading.Lock()
+"""transformers loads one model at a time in a process: of two that are loaded at once one may lack its tied weights."""
+
 
 class StandInServer:
     """Serves a model, as `vllm serve` documents its answers, until it is told to fail."""
@@ -39,7 +42,7 @@ class StandInServer:
         self.takes_weights = True
         self._folder, self._lock = model, threading.Lock()
         self._model = StandInLLM.__new__(StandInLLM)
-        self._model.model, self._model.most = load_model(model, dtype=torch.float32).eval(), most
+        self._model.model, self._model.most = _load(model), most
         self._vocabulary = int(self._model.model.config.vocab_size)
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -53,7 +56,7 @@ class StandInServer:
 
     def start_again(self) -> None:
         """It has the weights of its start again."""
-        self._model.model, self.stamp = load_model(self._folder, dtype=torch.float32).eval(), None
+        self._model.model, self.stamp = _load(self._folder), None
 
     def _call(self, method: str, arguments: list[str]) -> tuple[int, Any]:
         if not self.takes_weights:
@@ -61,7 +64,7 @@ class StandInServer:
         if method == "take_weights":
             folder, self.stamp = arguments
             try:
-                self._model.model = load_model(folder, dtype=torch.float32).eval()
+                self._model.model = _load(folder)
             except UserError:
                 return 500, {"error": {"message": f"cannot read {folder}"}}
             return 200, {"results": [None]}
@@ -130,6 +133,11 @@ class StandInServer:
                 """Say nothing."""
 
         return Handler
+
+
+def _load(model: str | Path) -> Any:
+    with _loading:
+        return load_model(model, dtype=torch.float32).eval()
 
 
 def _entry(row: Mapping[int, Any]) -> dict[str, dict[str, Any]]:
