@@ -14,21 +14,21 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import linear_regression
 
 import psutil
-from torture_faults import tried
-from torture_results import Tally
-from torture_runs import SCENARIOS, Shop, alive
+from torture_faults import SECTIONS
+from torture_results import Outcome, counted
+from torture_runs import Shop
 
-from support import PATIENCE, logged
+from support import PATIENCE, RankServer, logged
 
 WARM = 0.25
 """Share of the steps before the slope counts: allocators and caches have their size then."""
@@ -41,64 +41,53 @@ CASES = {"kills": (6, 110), "signals": (2, 30), "disk": (4, 48), "servers": (2, 
 """How many each section has with --quick, and without."""
 
 
-def memory(shop: Shop, steps: int) -> Tally:
+def memory(shop: Shop, steps: int) -> Outcome:
     """Train for so many steps, logging each, validating and saving, and sample the process meanwhile."""
-    run = shop.folder / "memory" / "run"
-    run.parent.mkdir()
-    often = max(1, steps // 20)
+    run, often = shop.folder / "memory", max(1, steps // 20)
     settings = {"train.steps": steps, "train.log_every": 1, "train.save_every": often, "train.validate_every": often}
-    settings |= {"data.valid": "embedded:valid", "scoring.models": "[]"}
+    settings |= {"data.valid": "embedded:valid", "scoring.models": "[]", "output_dir": run}
     samples: dict[int, tuple[int, int, int]] = {}
-    log, over = run / "metrics.jsonl", threading.Event()
-
-    def sample(group: int) -> None:
-        """Note the figures of LIMITS at the steps that are logged."""
-        while not over.wait(0.25):
-            with suppress(psutil.NoSuchProcess, FileNotFoundError, StopIteration):
-                process = next(each for each in alive(group) if each.pid != group)
+    log, end = run / "metrics.jsonl", time.monotonic() + max(PATIENCE, steps * _LONGEST_STEP)
+    with shop.server() as server:
+        job = server.start([*shop.settings.split(), *(f"--{key}={value}" for key, value in settings.items())])
+        while not job.is_over() and time.monotonic() < end:
+            time.sleep(0.25)
+            with suppress(psutil.Error, FileNotFoundError, IndexError):  # before its start, or after its end
+                process = psutil.Process(job.group).children()[0]
                 step = log.read_bytes().count(b"\n")
                 samples.setdefault(step, (process.memory_info().rss, process.num_fds(), process.num_threads()))
-
-    more = [f"--{key}={value}" for key, value in settings.items()]
-    with ThreadPoolExecutor(1) as pool:
-        watch, seconds = partial(pool.submit, sample), max(PATIENCE, steps * _LONGEST_STEP)
-        try:
-            done = shop.run(SCENARIOS["train"], run.parent, ranks=1, more=more, watch=watch, seconds=seconds)
-        finally:
-            over.set()
-    tally = Tally("memory" if steps >= 10_000 else "memory --quick")  # the command that repeats it
-    if done.code != 0 or len(samples) < 10:
-        tally.failures.append(f"{tally.name} ({steps:,} steps): {done.reason}, {len(samples)} samples")
-        return tally
-    tally.figures.append(("memory", f"{steps:,} steps, {len(samples)} samples"))
+        done = job.wait(0)
+    name = f"memory{'' if steps >= 10_000 else ' --quick'} ({steps:,} steps)"  # begins with the options that repeat it
+    if done.returncode != 0 or len(samples) < 10:
+        return Outcome([], [f"{name}: exit code {done.returncode}, {len(samples)} samples: {done.stderr[-300:]}"])
+    outcome = Outcome([("memory", f"{steps:,} steps, {len(samples)} samples")], [])
     warm = [step for step in samples if step >= WARM * steps]
     for place, (what, limit) in enumerate(LIMITS.items()):
         values = [sample[place] for sample in samples.values()]
         rate = linear_regression([step / 1000 for step in warm], [samples[step][place] for step in warm]).slope
         figure = f"{min(values):,} to {max(values):,}, {rate:+,.3f} a thousand steps"
-        tally.figures.append((f"  {what}", figure))
+        outcome.figures.append((f"  {what}", figure))
         if rate > limit:
-            tally.failures.append(f"{tally.name} ({steps:,} steps): {what}: {figure}")
+            outcome.failures.append(f"{name}: {what}: {figure}")
     # The log has a line a step, and all lines the same fields: so it grows by no more than its lines.
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
     quarter = len(lines) // 4
     first, last = (sum(map(len, part)) / quarter for part in (lines[:quarter], lines[-quarter:]))
     figure = f"{len(lines):,} lines, {first:.0f} bytes a line in the first quarter, {last:.0f} in the last"
-    tally.figures.append(("  metrics.jsonl", figure))
+    outcome.figures.append(("  metrics.jsonl", figure))
     if logged(run, "step") != list(range(json.loads(lines[0])["step"], steps + 1)) or last > 1.05 * first:
-        tally.failures.append(f"{tally.name} ({steps:,} steps): metrics.jsonl: {figure}")
+        outcome.failures.append(f"{name}: metrics.jsonl: {figure}")
     events = sum(file.stat().st_size for file in run.glob("tensorboard/*"))
-    tally.figures.append(("  TensorBoard", f"{events / steps:.0f} bytes a step"))
-    return tally
+    outcome.figures.append(("  TensorBoard", f"{events / steps:.0f} bytes a step"))
+    return outcome
 
 
-def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
+def page(outcomes: Sequence[Outcome], seconds: float, seed: int) -> str:
     """All figures, then all failures with the commands that repeat them."""
-    width = max(len(what) for tally in tallies for what, _ in [*tally.figures, ("", "")])
+    figures, failures = (list(chain(*parts)) for parts in zip(*outcomes, strict=True))
+    width = max((len(what) for what, _ in figures), default=0)
     lines = [f"Torture with seed {seed} in {seconds / 60:.1f} minutes", ""]
-    for tally in tallies:
-        lines += [f"{what:{width}}  {value}" for what, value in tally.figures]
-    failures = [failure for tally in tallies for failure in tally.failures]
+    lines += [f"{what:{width}}  {value}" for what, value in figures]
     lines += ["", f"{len(failures)} failures" + (":" if failures else "")]
     return "\n".join([*lines, *(f"  scripts/torture.sh --seed {seed} --only {failure}" for failure in failures)])
 
@@ -117,24 +106,25 @@ def main() -> int:
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
-    shop = Shop(folder, seed=arguments.seed, workers=min(2, os.cpu_count() or 1))
-
-    def section(name: str) -> Tally:
-        if name == "memory":
-            return memory(shop, 200 if arguments.quick else 10_000)
-        numbers = range(CASES[name][not arguments.quick]) if arguments.case is None else [arguments.case]
-        return tried(shop, name, numbers)
-
-    try:
-        with ThreadPoolExecutor(2) as pool:  # some sections need one process alone
-            tallies = list(pool.map(section, arguments.only or (*CASES, "memory")))
-    finally:
-        shop.close()
-    print(page(tallies, time.monotonic() - began, arguments.seed))
-    failures = [failure for tally in tallies for failure in tally.failures]
-    if failures:
+    servers = [RankServer(Path(tempfile.mkdtemp(dir=folder))) for _ in range(min(2, os.cpu_count() or 1))]
+    shop = Shop(folder, servers, seed=arguments.seed)
+    sections = arguments.only or (*CASES, "memory")
+    with ThreadPoolExecutor(len(servers)) as pool:
+        if "memory" in sections:  # first, as it takes longest
+            long_run = pool.submit(memory, shop, 200 if arguments.quick else 10_000)
+        cases = {}
+        for name in CASES:
+            if name in sections:
+                numbers = range(CASES[name][not arguments.quick]) if arguments.case is None else [arguments.case]
+                cases[name] = pool.map(partial(SECTIONS[name], shop), numbers)
+        outcomes = [counted(name, list(of_section)) for name, of_section in cases.items()]
+        if "memory" in sections:
+            outcomes.append(long_run.result())
+    print(page(outcomes, time.monotonic() - began, arguments.seed))
+    if any(outcome.failures for outcome in outcomes):
         print(f"The folders of failures are in {folder}")
-    return 1 if failures else 0
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

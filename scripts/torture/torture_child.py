@@ -73,15 +73,18 @@ class Fault:
     """Before this change, from 1; 0 for a fault at a mark."""
     torn: bool = False
     """The change is done by half first."""
-    watched: str = ""
-    """The folder whose changes count."""
-    folder: str = ""
-    """Where `struck` is written when the fault strikes, and changes-R.json with all changes of rank R at the end."""
 
 
 class Torture:
-    def __init__(self, fault: Fault) -> None:
+    """Arms a fault in this process, whose rank is that of its environment.
+
+    The folder of the fault is RUN.fault, where RUN is the folder whose changes count. When the fault strikes, `struck`
+    is written there, and at the end changes-R.json with all changes of rank R.
+    """
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
         self._fault, self._changes, self._lock = fault, list[str](), threading.RLock()
+        self._folder, self._watched = folder, f"{folder.with_suffix('')}/"
         self.rank = int(os.environ.get("RANK", "0"))
         self._inside = self._broken = False
         sys.addaudithook(self._heard)
@@ -91,7 +94,7 @@ class Torture:
             self._arm_mark()
 
     def write_changes(self) -> None:
-        Path(self._fault.folder, f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
+        (self._folder / f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
 
     def _arm_mark(self) -> None:
         where, _, name = MARKS[self._fault.mark].partition(":")
@@ -144,7 +147,7 @@ class Torture:
         # TensorBoard's thread opens its file a hundred times; a folder that is there is not made.
         if "/tensorboard/" in path or (event == "os.mkdir" and os.path.isdir(path)):
             return
-        if not os.path.abspath(path).startswith(f"{self._fault.watched}/"):
+        if not os.path.abspath(path).startswith(self._watched):
             return
         with self._lock:
             self._changes.append(f"{event} {path}")
@@ -171,7 +174,7 @@ class Torture:
 
     def _say(self, what: str) -> None:
         self._inside = True
-        Path(self._fault.folder, "struck").write_text(json.dumps([what, time.time()]))
+        (self._folder / "struck").write_text(json.dumps([what, time.time()]))
         self._inside = False
 
     def _strike(self, what: str) -> None:
@@ -195,8 +198,9 @@ def _append_half(path: str, mode: str) -> None:
 
 def main() -> int:
     """Arm the fault and run the program; a launched program's --local_rank is dropped."""
-    file, program, *arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    torture = Torture(Fault(**json.loads(Path(file).read_text())))
+    fault, program, *arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    file = Path(fault)
+    torture = Torture(Fault(**json.loads(file.read_text())), file.parent)
     try:
         return run_program(program, arguments)
     finally:

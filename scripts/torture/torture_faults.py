@@ -6,22 +6,20 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torture_child import Fault, phase_of
-from torture_results import Case, Tally, differences, left_behind
-from torture_runs import SCENARIOS, Done, Scenario, Shop, verdict
+from torture_results import Case, differences, left_behind
+from torture_runs import SCENARIOS, Done, Scenario, Shop
 
 from llmdistill.errors import ServerLost
 
 from support import logged
 
-Judge = Callable[[Done, Fault, Path], list[str]]
-"""Tells what is wrong after a fault: of what it did to the command, the fault, and the folder."""
+Judge = Callable[[Done, Path], list[str]]
+"""Tells what is wrong after a fault, of what it did to the command, and of the folder."""
 
 
 def disturbed(
@@ -47,9 +45,9 @@ def disturbed(
             case.struck, case.grace = case.struck + 1, max(case.grace, done.grace)
             case.what += f", {fault.kind} to {victim} at {done.struck}"
             case.counts += [("by kind", fault.kind), ("by phase", phase), ("by victim", f"{victim} of {of_ranks}")]
-            case.wrong += judge(done, fault, folder)
+            case.wrong += judge(done, folder)
         done, reference = shop.run(scenario, folder, ranks=ranks), shop.reference(scenario, ranks)
-        case.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+        case.wrong += [done.reason] if done.code != 0 else shop.verdict(scenario, ranks, folder)
         case.counts += [("left behind", Path(name).name) for name in left_behind(reference, folder)]
         if not differences(reference, folder):
             case.counts.append(("bit-equal results", of_ranks))
@@ -57,7 +55,15 @@ def disturbed(
         case.wrong.append(str(error)[:300])
     if not case.wrong:
         shutil.rmtree(folder)
+    print(f"{section}: {case}"[:400], file=sys.stderr, flush=True)
     return case
+
+
+def refused(done: Done, code: int) -> list[str]:
+    """What is wrong with a command that must end with this code and say why in one sentence."""
+    said = [line for line in done.errors.splitlines() if line.startswith("error: ")]
+    right = (done.code, len(said), "Traceback" in done.errors) == (code, 1, False)
+    return [] if right else [f"exit code {done.code}, said {said}"]
 
 
 # SIGKILL at every phase of every command, half of the time twice
@@ -125,18 +131,16 @@ def stop(shop: Shop, number: int) -> Case:
     slot = every[number // 2 % len(every)]
     fault = draw(shop, slot, dice)
     fault = replace(fault, kind=("SIGTERM", "SIGINT")[number % 2], delay=fault.delay / 3)  # the command goes on
-    return disturbed(shop, "signals", number, train, slot.ranks, [fault], said_and_saved)
 
+    def judge(done: Done, folder: Path) -> list[str]:
+        wrong = refused(done, _CODES[fault.kind])
+        if "after step" in done.errors:
+            last = logged(folder / "run", "step")[-1]
+            if not (folder / "run" / "checkpoints" / f"step-{last}").is_dir():
+                wrong.append(f"step {last} is lost")
+        return wrong
 
-def said_and_saved(done: Done, fault: Fault, folder: Path) -> list[str]:
-    wrong, said = [], [line for line in done.errors.splitlines() if line.startswith("error: ")]
-    if (done.code, len(said), "Traceback" in done.errors) != (_CODES[fault.kind], 1, False):
-        wrong.append(f"exit code {done.code}, said {said}")
-    log = folder / "run" / "metrics.jsonl"
-    last = logged(folder / "run", "step")[-1] if log.is_file() else 0
-    if "after step" in done.errors and not (folder / "run" / "checkpoints" / f"step-{last}").is_dir():
-        wrong.append(f"step {last} is lost")
-    return wrong
+    return disturbed(shop, "signals", number, train, slot.ranks, [fault], judge)
 
 
 # A disk that is full, read-only or failing at any change: one sentence, and the run goes on when it is well again
@@ -149,10 +153,10 @@ def fail(shop: Shop, number: int) -> Case:
     ranks, kind = scenario.ranks[0], dice.choice(("full", "full", "read-only", "failing"))
     fault = Fault(kind, change=dice.randint(1, len(shop.changes(scenario, ranks, 0))))
 
-    def judge(done: Done, _: Fault, folder: Path) -> list[str]:
+    def judge(done: Done, folder: Path) -> list[str]:
         wrong = [f"a traceback: {done.reason}"] if "Traceback" in done.said else []
         if done.code == 0 and phase_of(done.struck) != "scoring":
-            wrong += [f"it ended with 0: {each}" for each in verdict(shop, scenario, ranks, folder)]
+            wrong += [f"it ended with 0: {each}" for each in shop.verdict(scenario, ranks, folder)]
         return wrong
 
     return disturbed(shop, "disk", number, scenario, ranks, [fault], judge)
@@ -163,24 +167,8 @@ def fail(shop: Shop, number: int) -> Case:
 
 def lose(shop: Shop, number: int) -> Case:
     dice, served = shop.random("servers", number), [each for each in SCENARIOS.values() if each.served]
-    scenario, ranks = served[number % 2], number // 2 % 2 + 1
-
-    def judge(done: Done, *_: Any) -> list[str]:
-        said = [line for line in done.errors.splitlines() if line.startswith("error: ")]
-        ended = (done.code, len(said), "Traceback" in done.errors) == (ServerLost.code, 1, False)
-        return [] if ended else [f"exit code {done.code}, said {said}"]
-
-    return disturbed(shop, "servers", number, scenario, ranks, [Fault("server", call=dice.randint(1, 19))], judge)
+    scenario, ranks, fault = served[number % 2], number // 2 % 2 + 1, Fault("server", call=dice.randint(1, 19))
+    return disturbed(shop, "servers", number, scenario, ranks, [fault], lambda done, _: refused(done, ServerLost.code))
 
 
 SECTIONS = {"kills": kill, "signals": stop, "disk": fail, "servers": lose}
-
-
-def tried(shop: Shop, section: str, numbers: Iterable[int]) -> Tally:
-    """The cases of a section with these numbers, as many at a time as the shop has workers."""
-    cases = []
-    with ThreadPoolExecutor(shop.workers) as pool:
-        for case in pool.map(partial(SECTIONS[section], shop), numbers):
-            cases.append(case)
-            print(f"{len(cases)}: {case}"[:400], file=sys.stderr, flush=True)
-    return Tally.of(section, cases)

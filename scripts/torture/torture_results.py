@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from llmdistill.report.metrics_log import TOP_SHARED, WRITER_GAP
 
@@ -31,24 +34,25 @@ class Case:
     """What is counted on the page: of which kind, and a value of it."""
 
 
-@dataclass
-class Tally:
-    name: str
-    figures: list[tuple[str, str]] = field(default_factory=list)
-    """Lines of the page: what, and how many."""
-    failures: list[str] = field(default_factory=list)
-    """Each with the command that repeats it."""
+class Outcome(NamedTuple):
+    """What a section gives the page."""
 
-    @classmethod
-    def of(cls, name: str, cases: Sequence[Case]) -> Tally:
-        struck, survived = (sum(each.struck for each in cases if not (good and each.wrong)) for good in (False, True))
-        last = max(cases, key=lambda each: each.grace)
-        figures = [(name, f"{struck} in {len(cases)} runs, of which {survived} survived")]
-        figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
-        for (kind, value), number in sorted(Counter(chain.from_iterable(each.counts for each in cases)).items()):
-            figures.append((f"  {kind}: {value}", str(number)))
-        failed = [each for each in cases if each.wrong]
-        return cls(name, figures, [f"{name} --case {e.number} ({e.what}): {'; '.join(e.wrong[:4])}" for e in failed])
+    figures: list[tuple[str, str]]
+    """Lines of the page: what, and how many."""
+    failures: list[str]
+    """Each begins with the options that repeat it."""
+
+
+def counted(name: str, cases: Sequence[Case]) -> Outcome:
+    """The outcome of a section's cases."""
+    struck, survived = (sum(each.struck for each in cases if not (good and each.wrong)) for good in (False, True))
+    last = max(cases, key=lambda each: each.grace)
+    figures = [(name, f"{struck} in {len(cases)} runs, of which {survived} survived")]
+    figures.append(("  longest until all processes had ended", f"{last.grace:.1f} s ({last.what})"))
+    for (kind, value), number in sorted(Counter(chain.from_iterable(each.counts for each in cases)).items()):
+        figures.append((f"  {kind}: {value}", str(number)))
+    failed = [each for each in cases if each.wrong]
+    return Outcome(figures, [f"{name} --case {e.number} ({e.what}): {'; '.join(e.wrong[:4])}" for e in failed])
 
 
 _VOLATILE = (
@@ -90,19 +94,19 @@ def _differs(files: list[tuple[Path, Path]], noise: float) -> bool:
     one, other = (file for file, _ in files)
     if one.name == "manifest.json" or one.read_bytes() == other.read_bytes():
         return False  # a manifest has the hashes of files that are compared themselves
-    if one.suffix == ".safetensors":
-        return not _equal_tensors(one, other, noise)
-    if one.suffix not in (".json", ".jsonl", ".yaml", ".command"):
-        return True
-    first, second = (
-        _DIGEST.sub("-#", file.read_text(encoding="utf-8", errors="replace").replace(str(folder), "@"))
-        for file, folder in files
-    )
-    if not one.suffix.startswith(".json"):
-        return first != second
     try:
+        if one.suffix == ".safetensors":
+            timed = {"figures": 0}  # of a matrix of a calibration: how long it took is among them
+            assert_close(load_file(one) | timed, load_file(other) | timed, rtol=noise, atol=noise)
+            return False
+        first, second = (
+            _DIGEST.sub("-#", file.read_text("utf-8", "surrogateescape").replace(str(folder), "@"))
+            for file, folder in files
+        )
+        if one.suffix not in (".json", ".jsonl"):
+            return first != second
         return _rows(first, one.suffix, noise) != _rows(second, one.suffix)
-    except json.JSONDecodeError:
+    except (AssertionError, SafetensorError, json.JSONDecodeError):
         return True
 
 
@@ -117,17 +121,3 @@ def _rows(text: str, suffix: str, noise: float = 0.0) -> list[Any]:
 
     lines = text.splitlines() if suffix == ".jsonl" else [text]
     return [json.loads(line, object_pairs_hook=kept, parse_float=number) for line in lines]
-
-
-def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        first, second = (load_file(file) for file in (one, other))
-        timed = {"figures": 0}  # of a matrix of a calibration: how long it took is among them
-        torch.testing.assert_close(first | timed, second | timed, rtol=noise, atol=noise)
-    except (SafetensorError, AssertionError):
-        return False
-    return True

@@ -6,25 +6,25 @@ Ranks are forked from processes that have imported everything (tests/rank_server
 from __future__ import annotations
 
 import json
-import os
 import queue
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import psutil
+from stand_in_server import serving
+from tiny import save_decoder
 from torture_child import Fault
 from torture_results import differences
 
-from support import MAIN_JOB, PATIENCE, ROOT, RankServer, logged
+from support import MAIN_JOB, ROOT, RankServer
 
 CHILD = str(ROOT / "scripts" / "torture" / "torture_child.py")
 CLI = "llmdistill.cli"
@@ -72,17 +72,13 @@ class Done:
 class Shop:
     """The place of work: processes to fork from, models, data, and the references."""
 
-    def __init__(self, folder: Path, *, seed: int, servers: Sequence[RankServer] = (), workers: int = 1) -> None:
+    def __init__(self, folder: Path, servers: Sequence[RankServer], *, seed: int) -> None:
         self.folder, self.seed = folder, seed
-        self.workers = workers
-        self._own = [] if servers else [RankServer(_made(folder / f"server-{n}")) for n in range(workers)]
         self._free: queue.Queue[RankServer] = queue.Queue()
-        for server in (*servers, *self._own):
+        for server in servers:
             self._free.put(server)
         self._references: dict[tuple[str, int], Path] = {}
         self._lock = threading.RLock()
-        from tiny import save_decoder  # after --help, as it loads torch
-
         self.teacher = save_decoder(folder / "teacher")
         self.settings = f"--teacher.model={self.teacher} {_SETTINGS}"
 
@@ -94,89 +90,64 @@ class Shop:
     def untrained(self) -> Path:
         return self.student.with_name("untrained")
 
-    def close(self) -> None:
-        for server in self._own:
-            server.close()
+    @contextmanager
+    def server(self) -> Iterator[RankServer]:
+        """A server that runs nothing else within the block; waits until there is one."""
+        server = self._free.get()
+        try:
+            yield server
+        finally:
+            self._free.put(server)
 
     def random(self, section: str, number: int) -> random.Random:
         """The dice of a case, which do not depend on the cases before it."""
         return random.Random(f"{self.seed}/{section}/{number}")
 
-    def run(
-        self,
-        scenario: Scenario,
-        folder: Path,
-        *,
-        ranks: int,
-        fault: Fault | None = None,
-        more: Sequence[str] = (),
-        watch: Callable[[int], None] | None = None,
-        seconds: float = PATIENCE,
-    ) -> Done:
-        """Run a scenario's command in its folder; beside it FOLDER.fault tells what the fault did.
+    def run(self, scenario: Scenario, folder: Path, *, ranks: int, fault: Fault | None = None) -> Done:
+        """Run a scenario's command in its folder; FOLDER.fault beside it tells what the fault did.
 
-        `watch` is called with the number of its process group when it has started. Raises AssertionError if it does not
-        end in time, RuntimeError if one of its processes does not.
+        Raises AssertionError if it does not end in time.
         """
-        own = _made(folder.parent / f"{folder.name}.fault")
-        armed = replace(fault or Fault(), folder=str(own), watched=str(folder))
-        (own / "fault.json").write_text(json.dumps(asdict(armed)))
+        fault = fault or Fault()
+        own = folder.with_name(f"{folder.name}.fault")
+        own.mkdir(exist_ok=True)
+        (own / "fault.json").write_text(json.dumps(asdict(fault)))
         (own / "struck").unlink(missing_ok=True)
-        from stand_in_server import serving  # after --help, as it loads torch
-
         with serving(getattr(self, scenario.served)) if scenario.served else nullcontext() as stand_in:
-            if armed.kind == "server":
-                stand_in.lives = armed.call
+            if fault.kind == "server":
+                stand_in.lives = fault.call
             url = stand_in.url if scenario.served else ""
-            arguments = scenario.words.format(shop=self, folder=folder, url=url).split()
-            server = self._free.get()
-            try:
-                words = [str(own / "fault.json"), scenario.program, *arguments, *more]
-                job = server.start(words, ranks=ranks, program=CHILD, folder=ROOT)
-                if watch is not None:
-                    watch(job.group)
-                try:
-                    ended = job.wait(seconds)
-                except AssertionError:
-                    server.receive()  # the code of the job, which it has killed
-                    raise
-                _, left = psutil.wait_procs(alive(job.group), timeout=60)
-                if left:
-                    raise RuntimeError("processes did not end within 60 seconds after their launcher's end")
-            finally:
-                for process in alive(job.group):
-                    process.kill()
-                self._free.put(server)
+            words = [str(own / "fault.json"), scenario.program]
+            words += scenario.words.format(shop=self, folder=folder, url=url).split()
+            with self.server() as server:  # which waits for all processes of the job
+                done = server.run(words, ranks=ranks, program=CHILD)
         now = time.time()
         struck = json.loads((own / "struck").read_text()) if (own / "struck").is_file() else [None, now]
         if scenario.served and stand_in.died is not None:
-            struck = [f"answer {armed.call}", stand_in.died]
-        # What orphans say comes after the job's end.
-        texts = [file.read_text() if file.is_file() else "" for file in (job.output, job.errors)]
-        return Done(ended.returncode, *texts, struck[0], now - struck[1])
+            struck = [f"answer {fault.call}", stand_in.died]
+        return Done(done.returncode, done.stdout, done.stderr, struck[0], now - struck[1])
 
     def changes(self, scenario: Scenario, ranks: int, rank: int) -> list[str]:
         """All changes that a rank makes in an undisturbed run's folder."""
         folder = self.reference(scenario, ranks)
-        file = folder.with_name(f"{folder.name}.fault") / f"changes-{rank}.json"
-        return json.loads(file.read_text()) if file.is_file() else []
+        return json.loads((folder.with_name(f"{folder.name}.fault") / f"changes-{rank}.json").read_text())
+
+    def verdict(self, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
+        """What is wrong with a folder after all, against the undisturbed run's; empty if nothing is."""
+        return differences(self.reference(scenario, ranks), folder, noise=NOISE if ranks > 1 else 0.0)
 
     def reference(self, scenario: Scenario, ranks: int) -> Path:
         """The folder of an undisturbed run, which is made at the first call."""
         key = (scenario.name, ranks)
         with self._lock:
             if key not in self._references:
-                folder = _made(self.folder / "references" / f"{scenario.name}-{ranks}")
+                folder = self.folder / "references" / f"{scenario.name}-{ranks}"
+                folder.mkdir(parents=True)
                 done = self.run(scenario, folder, ranks=ranks)
                 if done.code != 0:
                     raise RuntimeError(f"{scenario.name} on {ranks} ranks fails undisturbed: {done.said[-3000:]}")
                 self._references[key] = folder
             return self._references[key]
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 _SETTINGS = (
@@ -219,22 +190,3 @@ SCENARIOS = {
         Scenario("rollout", MAIN_JOB, _OWN, ("training",), served="untrained"),
     )
 }
-
-
-def alive(group: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
-    """What is wrong with a folder after all, against the undisturbed run's; empty if nothing is."""
-    wrong = differences(shop.reference(scenario, ranks), folder, noise=NOISE if ranks > 1 else 0.0)
-    run = folder / "run"
-    if (run / "metrics.jsonl").is_file():
-        steps, expected = logged(run, "step"), logged(shop.reference(scenario, ranks) / "run", "step")
-        wrong += [f"metrics.jsonl has the steps {steps}"] if steps != expected else []
-    return wrong

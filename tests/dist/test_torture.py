@@ -7,16 +7,16 @@ from pathlib import Path
 import fuzz
 import pytest
 from torture import page
-from torture_faults import slots, tried
-from torture_results import Tally, differences, left_behind
-from torture_runs import SCENARIOS, Shop, verdict
+from torture_faults import kill, slots
+from torture_results import Case, counted, differences, left_behind
+from torture_runs import SCENARIOS, Shop
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def shop(rank_server, tmp_path_factory):
-    return Shop(tmp_path_factory.mktemp("torture"), seed=1, servers=[rank_server])
+    return Shop(tmp_path_factory.mktemp("torture"), [rank_server], seed=1)
 
 
 def number_of(scenario, ranks, victim, moment):
@@ -37,9 +37,9 @@ def test_every_phase_and_victim_has_its_turn():
     "case", [("train", 1, "rank 0", "change"), ("generate", 2, "rank 1", "mark"), ("export", 0, "rank 0", "change")]
 )
 def test_killed_runs_end_as_undisturbed_ones(shop, case):
-    tally = tried(shop, "kills", [number_of(*case)])
-    assert tally.failures == []
-    assert not dict(tally.figures)["kills"].startswith("0")
+    killed = kill(shop, number_of(*case))
+    assert killed.wrong == []
+    assert killed.struck > 0
 
 
 def test_what_differs_is_seen(shop, tmp_path):
@@ -57,15 +57,19 @@ def test_what_differs_is_seen(shop, tmp_path):
     weights.write_bytes(content)
     (folder / "run/scores/student.json").unlink()
     (folder / "run/.student.abc").write_text("")
-    wrong = verdict(shop, SCENARIOS["train"], 1, folder)
-    for part in ("metrics.jsonl has the steps", "model.safetensors differs", "student.json is missing"):
-        assert any(part in each for each in wrong), part
+    assert shop.verdict(SCENARIOS["train"], 1, folder) == [
+        "run/scores/student.json is missing",
+        "run/metrics.jsonl differs",
+        "run/student/model.safetensors differs",
+    ]
     assert left_behind(whole, folder) == ["run/.student.abc"]
 
 
 def test_the_page_repeats_failures():
-    tally = Tally("kills", [("SIGKILLs", "3, of which 2 survived")], ["kills --case 7 (train): exit code 2"])
-    assert "scripts/torture.sh --seed 5 --only kills --case 7" in page([tally], seconds=60, seed=5)
+    cases = [Case(6, "train", struck=2), Case(7, "train", struck=1, wrong=["exit code 2"])]
+    written = page([counted("kills", cases)], seconds=60, seed=5)
+    assert "3 in 2 runs, of which 2 survived" in written
+    assert "scripts/torture.sh --seed 5 --only kills --case 7 (train): exit code 2" in written
 
 
 def test_what_a_reader_did_is_told_apart(tmp_path):
