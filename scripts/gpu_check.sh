@@ -9,4 +9,8 @@ if [ -n "${WHEELS:-}" ]; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$WHEELS" "$WHEELS"/*.whl
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1  # no installation is needed
+if ! said="$("$PYTHON" -c 'import torch, llmdistill.report.pages' 2>&1)"; then
+    echo "error: $PYTHON: ${said##*$'\n'}: name an interpreter that has it with PYTHON, or a folder of wheels with WHEELS." >&2
+    exit 2
+fi
 exec "$PYTHON" "$ROOT/scripts/gpu_check/gpu_check.py" "$@"

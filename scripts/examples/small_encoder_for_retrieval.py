@@ -21,6 +21,7 @@ import llmdistill  # also lets sentence-transformers open the student
 from llmdistill.data.sentences import read_sentences
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.models.sentences import pooled, read_sentence_settings
 
 parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
@@ -33,7 +34,10 @@ parser.add_argument("--learning_rate", type=float, default=1e-3)
 parser.add_argument("--output", default="runs/my-encoder", help="the folder of the run; the student is in student/")
 given = parser.parse_args([] if "ipykernel" in sys.modules else None)  # a notebook has no command line
 
-teacher = str(locate(given.teacher))
+try:
+    teacher = str(locate(given.teacher))
+except UserError as error:
+    sys.exit(f"error: {error}")
 
 
 # %% Sentences to learn, and some that are held back. Their pairs are scored by the teacher, or those of --sts by people
