@@ -1,6 +1,7 @@
 """Models unlike a folder of Llama through the whole job: other architectures and logits, experts, GGUF, an adapter."""
 
 import json
+import re
 import shlex
 import shutil
 
@@ -91,7 +92,8 @@ def test_a_gguf_teacher_is_dequantized_once(tiny_teacher, launch, settings, tmp_
     run = tmp_path / "run"
     words = (*settings, "--method", "kd", "--scoring.models", "[]", "--train.steps", "1")
     done = launch(*words, "--teacher.model", str(file), "--output_dir", str(run), ranks=2)
-    assert done.stderr.count("tiny.gguf: dequantizing 8 bits (Q8_0), once; kept in ") == 1
+    # Rank 0 says it, which may find what rank 1 has made.
+    assert len(re.findall(r"tiny\.gguf: dequantiz(ing|ed from) 8 bits \(Q8_0\), (once; )?kept in ", done.stderr)) == 1
     assert f"{file}, " in done.stdout
     record = json.loads((run / "metrics.json").read_text())["run"]
     assert record["teacher_origin"] == "dequantized from 8 bits (Q8_0)"
