@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig
 from llmdistill.data.instruct import Limits
+from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sources import kind_of, read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
@@ -124,6 +125,8 @@ class Bench:
         self.windows = cut_windows(
             text, self.tokenizer, self.model.config, name=options.test, window=options.window, limit=options.windows
         )
+        prompt = resolve_prompt(None, [self.tokenizer])
+        self.limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop", prompt=prompt)
         linears = layer_linears(self.model)
         self.modules = {base_name(self.model, name): self.model.get_submodule(name) for name in linears}
         self.shapes = {base_name(self.model, name): shape for name, shape in linears.items()}
@@ -240,8 +243,7 @@ class Bench:
             return {}
         sets = {"prompts": read_examples(self.options.prompts)}
         settings = GenerationConfig(decoding="greedy", limit=self.options.num_prompts, batch_size=16)
-        limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop")
-        score = score_sets(self.model, self.tokenizer, sets, settings, limits)["prompts"]
+        score = score_sets(self.model, self.tokenizer, sets, settings, self.limits)["prompts"]
         return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
 
 
@@ -266,7 +268,8 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options)
     asked = {key: getattr(options, key) for key in ("window", "prompts", "num_prompts")}
-    file, asked["windows"] = bench.folder / "starts.jsonl", bench.windows.count
+    asked |= {"windows": bench.windows.count, "prompt": bench.limits.prompt}
+    file = bench.folder / "starts.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     rows = [row for row in map(json.loads, lines) if row["asked"] == asked]
     sizes = [float(percent) / 100 for percent in options.sizes.split(",")]
