@@ -27,7 +27,7 @@ def whole(trained, untrained):
 
     def run(*more, ranks):
         with serving(untrained) as server:
-            return trained(*OWN, "--data.rollout.url", server.url, "--data.rollout.wait", "5", *more, ranks=ranks)
+            return trained(*OWN, "--data.rollout.url", server.url, *more, ranks=ranks)
 
     return run
 
@@ -57,12 +57,13 @@ def test_ranks_do_not_change_the_answers(whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_dies_costs_no_step(untrained, launch, whole, settings, tmp_path, ranks):
-    words = (*settings, *OWN, "--output_dir", str(tmp_path / "run"), "--data.rollout.wait", "5", "--data.rollout.url")
+    words = (*settings, *OWN, "--output_dir", str(tmp_path / "run"), "--data.rollout.url")
     with serving(untrained) as dying:
         dying.lives = 20  # answers, of 8 a step
-        done = launch(*words, dying.url, "--train.save_every", "5", ranks=ranks, code=ServerLost.code)
+        lost = ("--train.save_every", "5", "--data.rollout.wait", "20")
+        done = launch(*words, dying.url, *lost, ranks=ranks, code=ServerLost.code)
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert said.startswith(f"error: data.rollout.url {dying.url}: the server has not answered for 5 s")
+    assert said.startswith(f"error: data.rollout.url {dying.url}: the server has not answered for 20 s")
     assert said.endswith("start it again; step 2 is saved, and the same command goes on from there")
     with serving(untrained) as again:
         launch(*words, again.url, ranks=ranks)

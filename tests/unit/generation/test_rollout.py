@@ -117,7 +117,7 @@ def server(folder):
 
 
 def client(url, *, vocabulary=1024, end=2):
-    return RolloutServer(url, vocabulary=vocabulary, max_new_tokens=LONGEST, end_token_ids=[end], wait=5.0)
+    return RolloutServer(url, vocabulary=vocabulary, max_new_tokens=LONGEST, end_token_ids=[end], wait=60.0)
 
 
 def writer(server, tmp_path, *, every=1, student=None):

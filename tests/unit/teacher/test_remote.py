@@ -27,7 +27,7 @@ def server(folder):
 
 
 def client(url, name="a teacher", *, k=K, vocabulary=1024):
-    return TeacherServer(url, name, k=k, vocabulary=vocabulary, wait=5.0)
+    return TeacherServer(url, name, k=k, vocabulary=vocabulary, wait=60.0)
 
 
 @pytest.fixture
