@@ -89,8 +89,8 @@ def perplexity(model, tokenizer) -> float:
     return float(score_windows(model, windows, batch_size=2, world=World.alone(), name="text")["perplexity"])
 
 
-def first_loss(teacher, student_folder, ids, **settings):
-    """The first loss of a student by itself and by its terms."""
+def first_terms(teacher, student_folder, ids, **settings):
+    """The terms of a student's first loss, whose gradients are finite."""
     student = load_model(student_folder, dtype=torch.float32).train()
     loss = llmdistill.DistillationLoss(teacher, student, **settings)
     batch = {"input_ids": ids[:, :32], "attention_mask": torch.ones_like(ids[:, :32]), "labels": ids[:, :32]}
@@ -98,7 +98,7 @@ def first_loss(teacher, student_folder, ids, **settings):
     found.backward()
     loss.remove()
     assert all(each.grad is not None and each.grad.isfinite().all() for each in student.parameters())
-    return found
+    return found.terms
 
 
 def test_it_answers_a_question(teacher, tokenizer):
@@ -183,11 +183,11 @@ def test_an_export_is_a_stock_model_of_the_same_outputs(student_folder, student,
 
 
 def test_no_term_of_makd_drowns_the_others(teacher, student_folder, ids):
-    terms = first_loss(teacher, student_folder, ids, method="makd").terms
+    terms = first_terms(teacher, student_folder, ids, method="makd")
     assert max(terms.values()) < 30 * min(terms.values())
 
 
-def test_one_channel_of_the_first_token_makes_the_plain_sum(teacher, student_folder, ids):
+def test_hidden_states_alone_make_the_plain_sum_of_makd(teacher, student_folder, ids):
     """Which is why MaKD divides by the size of each token's features where nothing is set."""
-    terms = first_loss(teacher, student_folder, ids, method="makd", scale="plain").terms
+    terms = first_terms(teacher, student_folder, ids, method="makd", scale="plain")
     assert terms.pop("hidden") > 30 * max(terms.values())
