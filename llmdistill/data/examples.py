@@ -10,12 +10,30 @@ from typing import Any
 
 from llmdistill.errors import UserError
 
-Messages = tuple[tuple[str, str], ...]
-"""(role, content) of each turn; the roles are system, user and assistant."""
-
 _OUTPUTS = ("output", "response")
 _COMPLETIONS = ("completion", "response", "output")
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a chat."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the message that a chat template may read, such as reasoning_content, thinking, tool_calls,
+    tool_call_id and name."""
+    is_learned: bool = True
+    """Whether an assistant turn may be learned: false for OpenAI's ``weight: 0`` and a turn's ``train: false``."""
+
+    def as_message(self) -> dict[str, Any]:
+        """The message as `apply_chat_template` takes it."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+
+Messages = tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,14 @@ class Example:
     source: str = field(default="", compare=False)
     """The place of the example, as ``file:line``; only for messages to the user."""
     messages: Messages = ()
-    """The turns before the answer, for the tokenizer's chat template; empty in the other two forms."""
+    """The turns before the answer, for the tokenizer's chat template; empty in the other two forms. Assistant turns
+    among them are answers too."""
+    answer_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of the answer's message beside role and content, as `Turn.fields`; only for messages."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that the chat template describes to the model; only for messages."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template (``chat_template_kwargs``), such as enable_thinking."""
     raw_prompt: str | None = None
     """A prompt that is used as it is, without any template; None in the other two forms."""
     teacher: str = ""
@@ -81,7 +106,7 @@ def _example(row: dict[str, Any], source: str, needs_answer: bool) -> Example:
     conversation = _first(row, ("messages", "conversations"))
     if conversation is not None:
         messages = _messages(row[conversation], conversation, source)
-        if not needs_answer and messages[-1][0] != "assistant":
+        if not needs_answer and messages[-1].role != "assistant":
             return Example("", "", (), source, messages)
         return _before_last_answer(messages, conversation, source)
     if "prompt" in row:
@@ -124,7 +149,7 @@ def _messages(value: object, key: str, source: str) -> Messages:
     return tuple(_message(turn, f'{source}: message {place} of "{key}"') for place, turn in enumerate(value, start=1))
 
 
-def _message(turn: object, where: str) -> tuple[str, str]:
+def _message(turn: object, where: str) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} is {_shown(turn)}; give an object with role and content")
     role, content = (turn.get(key, turn.get(other)) for key, other in (("role", "from"), ("content", "value")))
@@ -132,18 +157,18 @@ def _message(turn: object, where: str) -> tuple[str, str]:
         raise UserError(f"{where} has the role {_shown(role)}; the roles are system, user (human) and assistant (gpt)")
     if not isinstance(content, str):
         raise UserError(f"{where} has the content {_shown(content)}, not a string; quote it or leave the row out")
-    return _ROLES[role], content
+    return Turn(_ROLES[role], content)
 
 
 def _before_last_answer(messages: Messages, key: str, source: str) -> Example:
     last = _last_answer(messages, key, source)
     if last == 0:
         raise UserError(f'{source}: "{key}" starts with its only answer; put a user turn in front of it')
-    return Example("", "", (messages[last][1],), source, messages[:last])
+    return Example("", "", (messages[last].content,), source, messages[:last])
 
 
 def _last_answer(messages: Messages, key: str, source: str) -> int:
-    places = [place for place, (role, _) in enumerate(messages) if role == "assistant"]
+    places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
     if not places:
         raise UserError(f'{source}: "{key}" has no assistant turn, so there is no answer; add one')
     return places[-1]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
+from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_row
 from llmdistill.data.prompts import (
     MINILLM,
     PROMPT_WITH_INPUT,
@@ -42,7 +42,7 @@ from llmdistill.errors import UserError
 _FORMAT = 4
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
-_ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
+_ASKED = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
 """Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 
 

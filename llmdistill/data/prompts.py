@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.examples import Example
+from llmdistill.data.examples import Example, Turn
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
 
@@ -89,7 +89,7 @@ def as_chat(example: Example) -> Example:
     if example.messages:
         return example
     content = "\n\n".join(part for part in (example.instruction, example.input) if part)
-    return Example("", "", example.outputs, example.source, (("user", content),))
+    return Example("", "", example.outputs, example.source, (Turn("user", content),))
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None, prompt: str = MINILLM) -> str:
@@ -130,7 +130,7 @@ def render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         )
     texts = []
     for example in examples:
-        messages = [{"role": role, "content": content} for role, content in example.messages]
+        messages = [turn.as_message() for turn in example.messages]
         try:
             texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template can raise anything

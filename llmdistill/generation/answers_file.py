@@ -28,7 +28,7 @@ Rows = dict[int, list[int]]
 def prompt_row(example: Example) -> dict[str, Any]:
     """Return an example without its answers, in the form in which it was read."""
     if example.messages:
-        return {"messages": [{"role": role, "content": content} for role, content in example.messages]}
+        return {"messages": [turn.as_message() for turn in example.messages]}
     if example.raw_prompt is not None:
         return {"prompt": example.raw_prompt}
     return {"instruction": example.instruction, "input": example.input}

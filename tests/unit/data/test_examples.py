@@ -1,14 +1,14 @@
 import pytest
 from hostile import refuses
 
-from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.examples import Example, Turn, parse_row
 
 TEXTS = ("Be short.", "Hi.", "Hello.")
 SYSTEM, USER, ANSWER = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), TEXTS, strict=True))
 SHARED = [{"from": who, "value": text} for who, text in zip(("system", "human", "gpt"), TEXTS, strict=True)]
-CHAT = Example("", "", ("Hello.",), messages=(("system", "Be short."), ("user", "Hi.")))
+CHAT = Example("", "", ("Hello.",), messages=(Turn("system", "Be short."), Turn("user", "Hi.")))
 AGAIN = {"role": "assistant", "content": "Again?"}
-TURNS = (("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))
+TURNS = (Turn("user", "Hi."), Turn("assistant", "Hello."), Turn("user", "Hi."))
 RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
 
 

@@ -2,7 +2,8 @@ import pytest
 from hostile import refuses
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.data.instruct import Example, Limits, encode, encode_prompts
+from llmdistill.data.examples import Example, Turn
+from llmdistill.data.instruct import Limits, encode, encode_prompts
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 
@@ -50,7 +51,7 @@ class TestEncode:
         assert data.items[0].response_ids.count(0) == 1
 
 
-CHAT = Example("", "", ("Hello.",), "x:1", messages=(("system", "Be short."), ("user", "Hi.")))
+CHAT = Example("", "", ("Hello.",), "x:1", messages=(Turn("system", "Be short."), Turn("user", "Hi.")))
 RAW = Example("", "", ("Hello.",), "x:2", raw_prompt="{Hi} ")
 ALPACA = Example("Greet.", "", ("Hello.",), "x:3")
 

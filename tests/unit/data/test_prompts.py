@@ -8,7 +8,7 @@ import copy
 import pytest
 from byte_tokenizers import byte_level
 
-from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.examples import Example, Turn, parse_row
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import (
     answer_ends,
@@ -67,7 +67,7 @@ def test_a_text_of_ones_own_keeps_braces():
 class TestTokens:
     def test_instructions_by_the_chat_template_are_messages(self, turning):
         instruction = parse_row({"instruction": "Add.", "input": "1 2", "output": "3"}, "row")
-        messages = Example("", "", ("3",), messages=(("user", "Add.\n\n1 2"),))
+        messages = Example("", "", ("3",), messages=(Turn("user", "Add.\n\n1 2"),))
         asked = encode([instruction], turning, Limits(**LIMITS, prompt="chat")).items
         assert asked == encode([messages], turning, Limits(**LIMITS)).items
         text = turning.decode([*asked[0].prompt_ids, *asked[0].response_ids])
@@ -96,7 +96,7 @@ def test_a_template_that_raises_is_one_sentence(word_tokenizer, template):
     tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + template + "{% endif %}"
     row = 1 if template == "{% if" else 2  # a mistake of grammar refuses every conversation
     said = rf"^rows\.jsonl:{row}: the tokenizer's chat template refuses the messages \({RAISING[template]}[^\n]*$"
-    chats = [Example("", "", ("x",), f"rows.jsonl:{n}", (("user", text),)) for n, text in enumerate("ab", start=1)]
+    chats = [Example("", "", ("x",), f"rows.jsonl:{n}", (Turn("user", text),)) for n, text in enumerate("ab", start=1)]
     with pytest.raises(UserError, match=said):
         encode(chats, tokenizer, Limits())
 

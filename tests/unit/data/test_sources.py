@@ -7,7 +7,7 @@ import datasets
 import pytest
 from hostile import refuses
 
-from llmdistill.data.examples import Example
+from llmdistill.data.examples import Example, Turn
 from llmdistill.data.sources import open_rows, read_examples
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -47,7 +47,7 @@ class TestTables:
         keys = {key for row in rows for key in row}
         path = tmp_path / "a[1]*.parquet"  # no pattern, though it looks like one
         datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows]).to_parquet(path)
-        answered = Example("", "", ("Hello.",), messages=(("user", "Hi."),))
+        answered = Example("", "", ("Hello.",), messages=(Turn("user", "Hi."),))
         assert read_examples(path) == [Example("Add.", "1 2", ("3", "three")), answered]
 
     def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path):
