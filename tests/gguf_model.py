@@ -42,8 +42,12 @@ def write_gguf(
     architecture: str = "llama",
     tokens: int | None = None,
     rows: int | None = None,
+    begins: bool | None = None,
 ) -> Path:
-    """Write the Llama of a folder with its byte-level BPE; `tokens` and `rows` cut its vocabulary and embeddings."""
+    """Write the Llama of a folder with its byte-level BPE; `tokens` and `rows` cut its vocabulary and embeddings.
+
+    `begins` names the padding token as the begin token, and whether it is put before a text.
+    """
     config, ids = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     writer = GGUFWriter(file, architecture)
@@ -69,6 +73,9 @@ def write_gguf(
     writer.add_token_merges([merge for merge in merges if merge.replace(" ", "") in vocabulary])
     writer.add_eos_token_id(ids.eos_token_id)
     writer.add_pad_token_id(ids.pad_token_id)
+    if begins is not None:
+        writer.add_bos_token_id(ids.pad_token_id)
+        writer.add_add_bos_token(begins)
     writer.add_chat_template(TEMPLATE)
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in weights_of(folder).items():

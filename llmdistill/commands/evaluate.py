@@ -149,6 +149,8 @@ def print_scores(result: dict[str, Any]) -> None:
     if rows:
         print_table(title, header, rows)
     title = f"{result['model']}: {result['params']:,} parameters, {result['dtype']}"
+    begin = next((score["begin"] for score in result["texts"].values()), "")
+    title += f"; each window begins with {begin}" if begin else ""
     header = ["text", "perplexity", "loss, nats/token", "tokens scored", "windows", "tokens of a window", "stride"]
     rows = [
         [

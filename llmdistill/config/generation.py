@@ -25,11 +25,12 @@ class GenerationConfig:
     limit: int | None = field(default=None, metadata=at_least(1))
     """Score only the first so many examples of each set, and windows of a text."""
     window: int | None = field(default=None, metadata=at_least(2))
-    """Tokens of a window of a text whose perplexity is measured; what is left at the end of the text is dropped.
+    """Tokens of a window of a text whose perplexity is measured, a begin token that the tokenizer puts before texts
+    included; what is left at the end of the text is dropped.
     Default: 2048, as in the papers on SVD, or the positions of a model that has fewer."""
     stride: int | None = field(default=None, metadata=at_least(1))
     """Tokens from one window of a text to the next; those that a window shares with the one before it are only
-    context. Default: the tokens of a window."""
+    context. Default: the text's tokens in a window."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )

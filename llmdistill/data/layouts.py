@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import sample_id
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.masking import vocabulary_mask
@@ -52,10 +53,10 @@ def lay_out(
 ) -> Packed | Pairs:
     """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
 
-    For "next" the documents follow one another with the end token between them, after a start token if the tokenizer
-    adds one. For "masked" the separator is between the documents, and each sequence has the start token before it and
-    the separator after it; with pairs each sequence is two segments. The rest of the text makes a shorter
-    sequence; a rest of less than 8 tokens is dropped.
+    For "next" the documents follow one another with the end token between them, and each sequence begins with the
+    tokenizer's `begin_tokens`, which are no labels. For "masked" the separator is between the documents, and each
+    sequence has the start token before it and the separator after it; with pairs each sequence is two segments. The
+    rest of the text makes a shorter sequence; a rest of less than 8 tokens is dropped.
 
     Raises:
         UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
@@ -90,10 +91,8 @@ def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_leng
     end = next((each for each in ends if each is not None), None)
     if end is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    # A model that was trained with a start token works badly without it.
-    bos = tokenizer.bos_token_id
-    start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
-    return Packed(corpus, max_length, start=start, end=[], between=[end])
+    # A model that was trained with a begin token works badly without it.
+    return Packed(corpus, max_length, start=begin_tokens(tokenizer), end=[], between=[end])
 
 
 class Packed:
@@ -130,7 +129,9 @@ class Packed:
                 text[first - start : last - start] = self._corpus.tokens[first - before : last - before]
             document += 1
         ids = np.concatenate([np.array(self._start, np.int64), text, np.array(self._end, np.int64)])
-        return TextSequence(ids, ids, len(ids))
+        labels = ids.copy()
+        labels[: len(self._start)] = IGNORE_INDEX
+        return TextSequence(ids, labels, len(ids))
 
     def _begin(self, document: int) -> int:
         """The start of a document, the separators before it included."""

@@ -201,4 +201,5 @@ def _scoring(study: Study, findings: Findings) -> dict[str, str]:
         decoding = findings.base["run"]["decoding"]
         return {"Decoding": f"{decoding}, ROUGE-L F1 with stemming, best of the references, x 100"}
     text = next(iter(findings.base["teacher"]["texts"].values()))
-    return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next"}
+    begin = f", each begins with {text['begin']}" if text.get("begin") else ""
+    return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next{begin}"}

@@ -7,8 +7,9 @@ import os
 import re
 import tempfile
 from collections import Counter
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -21,7 +22,10 @@ from llmdistill.messages import say
 from llmdistill.progress import Activity
 
 RECORD = "gguf.json"
-"""File of a dequantized folder: the name and the sha256 of its GGUF file, and the type of most of its weights."""
+"""File of a dequantized folder: the name and the sha256 of its GGUF file, and the types of most of its weights."""
+
+_FORMAT = 2
+"""Version of what is made of a file. Increase it with every change of a folder's contents."""
 
 
 def gguf_file(path: str | Path) -> Path | None:
@@ -59,16 +63,13 @@ def dequantized(file: Path) -> Path:
 @cache  # a command locates its model several times
 def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
     sha256 = file_sha256(file)
-    folder = root / "gguf" / sha256[:16]
+    folder = root / "gguf" / f"{sha256[:16]}-{_FORMAT}"
     if folder.is_dir():
         say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder
     about, license, padding = _about(file)
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
-    say(
-        f"{file.name}: dequantizing {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}",
-        aside=True,
-    )
+    say(f"{file.name}: dequantizing {_types(about)}, once; kept in {folder}{of_padding}", aside=True)
     check_writable(folder.parent, "LLMDISTILL_CACHE")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:  # of several processes one makes the folder
@@ -80,16 +81,24 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
 
 
 def origin(folder: Path | str) -> str | None:
-    """Return that the weights of a folder are dequantized, with their kind of bits; None for any other model."""
+    """Return that the weights of a folder are dequantized, with their types; None for any other model."""
     file = Path(folder) / RECORD
     if not os.path.isfile(file):
         return None
-    record = read_json(file)
-    return f"dequantized from {record['bits']} bits ({record['type']})"
+    return f"dequantized from {_types(read_json(file))}"
+
+
+def _types(record: Mapping[str, Any]) -> str:
+    """Describe the type of most weights and, where a large embedding decided that, the type of most in the layers."""
+    whole, layers = (f"{record[f'{of}bits']} bits ({record[f'{of}type']})" for of in ("", "layers_"))
+    return whole if layers == whole else f"{whole}, layers {layers}"
 
 
 def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
-    """Return the type of most weights of a file and its bits, its license, and how many embeddings are padding."""
+    """Return the types of most weights of a file and their bits, its license, and how many embeddings are padding.
+
+    The types are those of all weights, and of the layers' alone.
+    """
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -104,12 +113,13 @@ def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
         raise UserError(
             f"{file}: it is one of {parts} parts: give the whole file, which llama-gguf-split --merge makes"
         )
-    types: Counter[str] = Counter()
+    types, of_layers = Counter[str](), Counter[str]()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements)
+        if tensor.name.startswith("blk."):
+            of_layers[tensor.tensor_type.name] += int(tensor.n_elements)
     if not types:
         raise UserError(f"{file}: it has no weights: give the file of a whole model")
-    name = types.most_common(1)[0][0]
     rows = next((int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"), 0)
     tokens = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
     if tokens > rows:
@@ -117,9 +127,14 @@ def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
             f"{file}: its tokenizer has {tokens:,} tokens and its embeddings have {rows:,} rows: give a whole model's "
             "file"
         )
-    digits = re.search(r"\d+", name)
-    assert digits is not None  # Q4_1, IQ2_XXS, BF16, ...
-    return {"type": name, "bits": int(digits[0])}, fields.get("general.license"), rows - tokens
+    begins = reader.fields.get("tokenizer.ggml.add_bos_token")
+    about: dict[str, Any] = {"add_bos_token": None if begins is None else bool(begins.contents())}
+    for of, counts in (("", types), ("layers_", of_layers or types)):
+        name = counts.most_common(1)[0][0]
+        digits = re.search(r"\d+", name)
+        assert digits is not None  # Q4_1, IQ2_XXS, BF16, ...
+        about |= {f"{of}type": name, f"{of}bits": int(digits[0])}
+    return about, fields.get("general.license"), rows - tokens
 
 
 def _write(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:
@@ -133,7 +148,8 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
     # Later versions would keep the weights packed where they can.
     lazy = hasattr(transformers, "GgufConfig")
     options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if lazy else {}
-    with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, Activity(f"Reading {file.name}"):
+    work = Activity(f"Reading {file.name}")
+    with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, work, _without_bars():
         # Beside the file there may be a tokenizer or a config of another model.
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
@@ -168,6 +184,10 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
         stock.tie_weights()
         stock.generation_config = model.generation_config
         stock.save_pretrained(part)
+        # transformers reads all of the tokenizer but this.
+        begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        if record["add_bos_token"] not in (None, begins):
+            tokenizer.add_bos_token = record["add_bos_token"]
         tokenizer.save_pretrained(part)
         # Where the file names no unknown token, transformers adds GPT-2's behind the vocabulary.
         saved = read_json(part / "tokenizer.json")
@@ -175,6 +195,25 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] in vocabulary]
         write_json(part / "tokenizer.json", saved)
         write_json(part / RECORD, record)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Turn off the progress bars of transformers during the block, also those that its own switch leaves on."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    bar, were_shown = getattr(reader, "tqdm", None), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    if bar is not None:
+        reader.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        if bar is not None:
+            reader.tqdm = bar
+        if were_shown:
+            logging.enable_progress_bar()
 
 
 def _reason(error: Exception) -> str:

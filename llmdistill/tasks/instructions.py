@@ -97,7 +97,7 @@ class Instructions(Task):
             tokenizer=tokenizer,
             teachers_tokenizer=teachers_tokenizer,
             limits=Limits.of(self.config.data, [teachers_tokenizer, tokenizer]),
-            texts=TextTests.of(self.config, models),
+            texts=TextTests.of(self.config, models, [tokenizer, teachers_tokenizer]),
             written_by=models.teacher_path if self.teacher_writes else None,
         )
 

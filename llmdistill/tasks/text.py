@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
+from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, open_rows, write_rows
@@ -95,11 +96,12 @@ class Text(Task):
         """
         if self.trains:
             _parts(self.config.data)
+        tokenizer, teachers_tokenizer = load_tokenizer(models.tokenizer_path), load_tokenizer(models.teacher_path)
         return self.having(
             models=models,
-            tokenizer=load_tokenizer(models.tokenizer_path),
-            teachers_tokenizer=load_tokenizer(models.teacher_path),
-            texts=TextTests.of(self.config, models),
+            tokenizer=tokenizer,
+            teachers_tokenizer=teachers_tokenizer,
+            texts=TextTests.of(self.config, models, [tokenizer, teachers_tokenizer]),
         )
 
     @property
@@ -165,12 +167,15 @@ class Text(Task):
         valid = None if settings.valid is None else tokenized(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         counts = (f"{name}: {text.report()}" if name else text.report() for name, text in train.items())
-        data = self.having(train=train, valid=valid, report=share + "; ".join(counts))
+        report = "; ".join(counts)
+        data = self.having(train=train, valid=valid)
         if self.trains:
             sequences = data._train_sequences()  # raises UserError if the text is too short, also if steps are given
             if isinstance(sequences, MixedSequences):
-                return data.having(report=f"{share}{sequences.report()}")
-        return data
+                report = sequences.report()
+        begin = begin_tokens(self.tokenizer) if self.models.causal else []
+        spelled = f"; each sequence begins with {self.tokenizer.decode(begin)}" if begin else ""
+        return data.having(report=f"{share}{report}{spelled}")
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(self._train_sequences()) // global_batch_size)

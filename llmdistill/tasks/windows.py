@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import GenerationConfig, RunConfig
+from llmdistill.data.begin import begin_tokens
 from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
@@ -35,23 +36,29 @@ class Windows:
     """The windows of a tokenized text, each of the same number of tokens; what is left at the end is dropped."""
 
     tokens: Sequence[int]
+    """The text, without the tokens that begin it."""
     window: int
-    """Tokens of a window."""
+    """Tokens of a window, those that begin it included."""
     stride: int
-    """Tokens from the start of a window to the start of the next one. Only the last `stride` tokens of a window are
-    scored, in the first window all but its first token; the others are context, which an earlier window scored."""
+    """Tokens of the text from the start of a window to the start of the next one. Only the last `stride` tokens of a
+    window are scored, in the first window all; the others are context, which an earlier window scored. The first token
+    of a window without a begin token is predicted by nothing, and is never scored."""
     total: int
     """The number of whole windows of the text."""
     count: int
     """The number of windows that are scored, the first ones."""
+    begin: Sequence[int] = ()
+    """The tokens before the text in each window, see `begin_tokens`; they are not scored."""
+    begin_text: str = ""
 
     def collate(self, numbers: Sequence[int]) -> Batch:
         """Return some windows as a batch (B, T) with labels at the tokens that are scored."""
+        room = self.window - len(self.begin)
         starts = [number * self.stride for number in numbers]
-        ids = torch.tensor([self.tokens[start : start + self.window] for start in starts])
+        ids = torch.tensor([[*self.begin, *self.tokens[start : start + room]] for start in starts])
         labels = ids.clone()
         for row, number in enumerate(numbers):
-            labels[row, : 1 if number == 0 else self.window - self.stride] = IGNORE_INDEX
+            labels[row, : max(1, len(self.begin)) if number == 0 else self.window - self.stride] = IGNORE_INDEX
         return Batch(ids, torch.ones_like(ids), labels)
 
 
@@ -66,18 +73,19 @@ def cut_windows(
     limit: int | None = None,
     shorten: bool = False,
 ) -> Windows:
-    """Tokenize a text in one piece, with the special tokens that the tokenizer adds, and cut it into windows.
+    """Tokenize a text in one piece, and cut it into windows that all begin as the tokenizer begins a text.
 
     Args:
         name: the text's name in messages.
         window: tokens of a window; by default USUAL_WINDOW, or the model's positions if these are fewer.
-        stride: tokens from window to window; by default those of a window, so that no two overlap.
+        stride: tokens from window to window; by default, and at most, the text's tokens in a window, so that no two
+            windows overlap.
         limit: score only so many windows, the first ones.
         shorten: whether a shorter text is one window of its own length.
 
     Raises:
         UserError: the model is no decoder, it has fewer positions than a window has tokens, the stride is larger than
-            the window, or the text is shorter than one window.
+            the window, the window has no room for the text, or the text is shorter than one window.
     """
     if not is_causal(config):
         raise UserError(
@@ -88,17 +96,25 @@ def cut_windows(
         raise UserError(f"window is {window}, but {config.model_type} has positions for {length}; give that or less")
     if stride is not None and stride > length:
         raise UserError(f"stride is {stride}, but a window has {length} tokens: give that or less")
+    begin = begin_tokens(tokenizer)
     tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-    length = max(2, min(length, len(tokens))) if shorten else length
-    step = length if stride is None else min(stride, length)
-    if len(tokens) < length:
+    tokens = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
+    least = len(begin) + (1 if begin else 2)  # with one token to predict
+    most = max(least, len(begin) + len(tokens))
+    length = min(length, most) if shorten else length
+    room = length - len(begin)
+    if length < least:
+        raise UserError(f"window is {length}, but {len(begin)} of its tokens begin the text: give {least} or more")
+    if len(tokens) < room:
         raise UserError(
             f"{name} has {len(tokens):,} tokens, fewer than a window of {length:,}; give a longer text, or window "
-            f"{max(2, len(tokens))} or less"
+            f"{most} or less"
         )
-    total = (len(tokens) - length) // step + 1
+    step = room if stride is None else min(stride, room)
+    total = (len(tokens) - room) // step + 1
     count = total if limit is None else min(limit, total)
-    return Windows(tokens=tokens, window=length, stride=step, total=total, count=count)
+    spelled = {"begin": begin, "begin_text": tokenizer.decode(begin)} if begin else {}
+    return Windows(tokens=tokens, window=length, stride=step, total=total, count=count, **spelled)
 
 
 def score_windows(
@@ -116,7 +132,7 @@ def score_windows(
 
     Returns:
         ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
-        are scored, "total": windows of the text, "window", "stride"}``.
+        are scored, "total": windows of the text, "window", "stride", "begin": what each window begins with}``.
     """
     size = max(1, min(batch_size, _BATCH_TOKENS // windows.window))
     parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
@@ -142,6 +158,7 @@ def score_windows(
         "total": windows.total,
         "window": windows.window,
         "stride": windows.stride,
+        "begin": windows.begin_text,
     }
 
 
@@ -179,13 +196,19 @@ class TextTests:
     texts: Mapping[str, TextSet]
     settings: GenerationConfig
     models: Models
+    begins: Sequence[Sequence[int]] = ()
+    """The `begin_tokens` of student and teacher."""
 
     @classmethod
-    def of(cls, config: RunConfig, models: Models) -> TextTests:
-        """Choose the windows: as the settings say, else the usual ones, or those that all models have positions for."""
+    def of(cls, config: RunConfig, models: Models, tokenizers: Sequence[PreTrainedTokenizerBase]) -> TextTests:
+        """Choose the windows: as the settings say, else the usual ones, or those that all models have positions for.
+
+        The tokenizers are those of student and teacher.
+        """
         usual = min(max_positions(each, USUAL_WINDOW) for each in (models.teacher, models.student))
         settings = replace(config.scoring, window=config.scoring.window or usual)
-        return cls(texts=text_tests(config.data.tests), settings=settings, models=models)
+        begins = [begin_tokens(each) for each in tokenizers]
+        return cls(texts=text_tests(config.data.tests), settings=settings, models=models, begins=begins)
 
     def check(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
         """Raise a UserError for a text or windows that a model cannot read; see `cut_windows`."""
@@ -194,7 +217,10 @@ class TextTests:
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        settings = {key: getattr(self.settings, key) for key in ("window", "stride", "limit")}
+        settings: dict[str, Any] = {key: getattr(self.settings, key) for key in ("window", "stride", "limit")}
+        # Scores of before windows began with these tokens are not taken for those of now.
+        if any(self.begins):
+            settings["begin"] = self.begins
         return {
             name: {"reference": fingerprint(str(text.data)), "lines": text.lines, **settings}
             for name, text in self.texts.items()
@@ -225,9 +251,11 @@ class TextTests:
         read: Mapping[str, Any] = next(filter(None, found.values()), {})
         counts = (f"{name} {each['windows']:,} of {each['total']:,}" for name, each in read.items())
         stride = "" if self.settings.stride is None else f", {self.settings.stride:,} from one to the next"
+        texts = [each for result in found.values() for each in result.values()]
+        begin = " or ".join(dict.fromkeys(each["begin"] for each in texts if each.get("begin")))
         legend = (
-            f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens{stride}; scored: "
-            f"{', '.join(counts)}."
+            f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens{stride}"
+            f"{begin and f', each begins with {begin}'}; scored: {', '.join(counts)}."
         )
         return replace(
             table,

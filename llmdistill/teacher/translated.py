@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
+from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
 from llmdistill.progress import progress
@@ -56,9 +57,7 @@ class Translation:
         self._student, self._teacher = TokenBytes(student), TokenBytes(teacher)
         self._prompts, self._longest = prompts, longest
         self._pad = int(teacher.pad_token_id or 0)  # which is masked
-        alone = self._teacher.encode("a")
-        whole: list[int] = teacher("a")["input_ids"]
-        self._starts = whole[: whole.index(alone[0])]
+        self._starts = begin_tokens(teacher)
         self._ends = dict(zip(self._student.ends, self._teacher.ends, strict=True))
         self._shared = shared_tokens(self._student, self._teacher)
         self.shared = torch.tensor([*self._shared]), torch.tensor([*self._shared.values()])

@@ -105,7 +105,11 @@ class TestDecoders:
         tokenizer = words(single="[CLS] $A")
         tokenizer.bos_token = "[CLS]"
         expected = [[CLS, *piece] for piece in packed(15, [EOS])]
-        assert rows(in_order(sequences(tokenizer=tokenizer, objective="next"))) == expected
+        batches = in_order(sequences(tokenizer=tokenizer, objective="next"))
+        assert rows(batches) == expected
+        for batch in batches:
+            is_text = (batch.attention_mask == 1) & (batch.input_ids != CLS)
+            assert torch.equal(batch.labels, batch.input_ids.masked_fill(~is_text, IGNORE_INDEX)), "it is no label"
 
 
 class TestEncoders:

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -76,6 +78,38 @@ def test_processes_that_need_it_at_the_same_time_make_it_once(q4, monkeypatch):
         first, second = pool.map(locate, [str(q4)] * 2)
     assert first == second
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_the_file_says(begins, tmp_path, capfd):
+    file = write_gguf(TEACHER, tmp_path / "tiny.gguf", begins=begins)
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    tokenizer = load_tokenizer(locate(str(file)))
+    begin, plain = [tokenizer.pad_token_id] * begins, load_tokenizer(TEACHER)(TEXT)["input_ids"]
+    assert tokenizer(TEXT)["input_ids"] == begin + plain
+    assert "it/s" not in capfd.readouterr().err, "no bar of transformers"
+    assert logging.is_progress_bar_enabled()
+
+
+def test_the_type_of_the_layers_is_said_beside_that_of_a_large_embedding(tmp_path):
+    shapes = {
+        "token_embd.weight": (512, "Q8_0"),
+        "blk.0.ffn_up.weight": (64, "Q4_1"),
+        "blk.1.ffn_up.weight": (32, "Q5_0"),
+    }
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, (rows, kind) in shapes.items():
+        of_weight = gguf.GGMLQuantizationType[kind]
+        weight = gguf.quants.quantize(np.ones((rows, 32), np.float32), of_weight)
+        writer.add_tensor(name, weight, raw_dtype=of_weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    about, _, _ = module._about(tmp_path / "a.gguf")
+    (tmp_path / module.RECORD).write_text(json.dumps(about))
+    assert module.origin(tmp_path) == "dequantized from 8 bits (Q8_0), layers 4 bits (Q4_1)"
 
 
 def test_padding_is_said(tmp_path, capsys):

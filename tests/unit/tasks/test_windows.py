@@ -1,21 +1,26 @@
 """Perplexity on whole texts: against a plain loop over transformers' own logits, and what is refused."""
 
+import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hostile import refuses
 from references import window_loss
+from tokenizers import processors
 from transformers import AutoTokenizer, BertConfig
 
 from llmdistill.commands.evaluate import main
+from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.windows import cut_windows, score_windows
+from llmdistill.tasks.base import ScoreTable
+from llmdistill.tasks.windows import TextTests, cut_windows, score_windows
 from tests import tiny
 
 TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))
@@ -43,6 +48,70 @@ def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit)
     expected = window_loss(model, ids, window, stride, score["windows"])
     assert score["loss"] == pytest.approx(expected, abs=1e-5)
     assert score["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+
+
+def beginning(tokenizer, *names):
+    """The tokenizer, which begins each text with these tokens."""
+    found = copy.deepcopy(tokenizer)
+    marks = [(name, found.convert_tokens_to_ids(name)) for name in names]
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(names)} $A", special_tokens=marks
+    )
+    found.bos_token = names[0]
+    return found, [index for _, index in marks]
+
+
+@pytest.mark.parametrize("names", [("<|pad|>",), ("<|pad|>", "<|end|>")])
+@pytest.mark.parametrize(("window", "stride", "limit"), [(64, 16, None), (33, None, 3), (17, 17, 5), (9, 3, None)])
+def test_each_window_begins_as_the_tokenizer_begins_a_text(model, tokenizer, names, window, stride, limit):
+    own, begin = beginning(tokenizer, *names)
+    text = tokenizer(TEXT)["input_ids"]
+    windows = cut_windows(TEXT, own, model.config, name="text", window=window, stride=stride, limit=limit)
+    score = score_windows(model, windows, batch_size=5, world=WORLD)
+    room = window - len(begin)
+    step = min(stride or room, room)
+    starts = range(0, len(text) - room + 1, step)[:limit]
+    losses = {}
+    for start in starts:
+        ids = [*begin, *text[start : start + room]]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for place in range(len(begin), window):
+            # A token is scored in the first window that has it.
+            losses.setdefault(start + place - len(begin), -float(log_probs[place - 1, ids[place]]))
+    assert score["tokens"] == len(losses) == starts[-1] + room, "each token of the text once"
+    assert score["loss"] == pytest.approx(sum(losses.values()) / len(losses), abs=1e-5)
+    assert (score["window"], score["stride"], score["begin"]) == (window, step, "".join(names))
+
+
+def test_a_window_has_room_for_the_text(model, tokenizer):
+    own, _ = beginning(tokenizer, "<|pad|>", "<|end|>")
+    given = (TEXT, own, model.config)
+    refuses("window is 2, but 2 of its tokens begin the text: give 3 or more", cut_windows, *given, name="", window=2)
+    short = cut_windows("A lake.", own, model.config, name="", window=500, shorten=True)
+    assert short.window == 2 + len(tokenizer("A lake.")["input_ids"])
+
+
+def test_the_command_and_a_run_say_what_a_window_begins_with(model, tokenizer, tmp_path, capsys):
+    own, begin = beginning(tokenizer, "<|pad|>")
+    model.save_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    (tmp_path / "lakes.txt").write_text(TEXT, encoding="utf-8")
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "lakes.txt"), "--window", "33"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    assert "each window begins with <|pad|>" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["texts"]["lakes"]["begin"] == "<|pad|>"
+    config = RunConfig(ds_config="", data=DataConfig(tests={"lakes": str(tmp_path / "lakes.txt")}))
+    models = SimpleNamespace(teacher=model.config, student=model.config)
+    texts, plain = (TextTests.of(config, models, [each, each]) for each in (own, tokenizer))
+    assert texts.sets["lakes"] == {**plain.sets["lakes"], "begin": [begin, begin]}, "scores of before are not taken"
+    read = score_windows(
+        model, cut_windows(TEXT, own, model.config, name="", window=64), batch_size=2, world=WORLD, name=""
+    )
+    table = texts.added(
+        ScoreTable(title="", columns=[], rows={"teacher": []}, legend=""), {"teacher": {"texts": {"lakes": read}}}
+    )
+    assert "each begins with <|pad|>;" in table.legend
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])

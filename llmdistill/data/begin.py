@@ -1,0 +1,34 @@
+"""The tokens with which a tokenizer begins a text."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from transformers import PreTrainedTokenizerBase
+
+_MARK = "\ue000"  # a character for private use, which no template writes
+
+
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens with which the tokenizer of a decoder begins a text, nearly always one or none.
+
+    An encoder's tokenizer, which puts [CLS] there, begins no text for a decoder. A tokenizer that puts nothing there
+    may still say that its model was taught with a begin token: by `add_bos_token`, or by a chat template that writes it
+    first.
+    """
+    whole, alone = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
+    begin: list[int] = whole[: whole.index(alone[0])] if alone else []
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None and begin:
+        return [] if begin == [tokenizer.cls_token_id] else begin
+    if bos is None or begin:
+        return begin
+    return [bos] if getattr(tokenizer, "add_bos_token", False) or _template_begins(tokenizer) else []
+
+
+def _template_begins(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes the tokenizer's begin token first, which SmolLM2's, spelled out, does not."""
+    chat = [{"role": "user", "content": "a"}]
+    with suppress(Exception):  # a template can raise anything, and says so when chats are rendered
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, bos_token=_MARK)).startswith(_MARK)
+    return False
