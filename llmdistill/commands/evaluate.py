@@ -129,9 +129,12 @@ def print_scores(result: dict[str, Any]) -> None:
     """Print the scores of evaluate_model, one row per set."""
     from llmdistill.report.tables import print_table
     from llmdistill.tasks.perplexity import show_perplexity
+    from llmdistill.tasks.words import describe_words
 
     title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"
     title += f", {result['origin']}" if "origin" in result else ""
+    words = {name: score["rouge_words"] for name, score in result["sets"].items()}
+    title += f"; ROUGE-L is {describe_words(words)}" if "unicode" in words.values() else ""
     header = ["set", "examples", "ROUGE-L", "± std", "perplexity", "tokens/s", "dropped", "truncated"]
     rows = [
         [

@@ -25,6 +25,7 @@ from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Ru
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
 from llmdistill.tasks.base import VALID
+from llmdistill.tasks.words import describe_words
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
@@ -199,7 +200,8 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
 def _scoring(study: Study, findings: Findings) -> dict[str, str]:
     if study.score is ROUGE_L:
         decoding = findings.base["run"]["decoding"]
-        return {"Decoding": f"{decoding}, ROUGE-L F1 with stemming, best of the references, x 100"}
+        words = describe_words(findings.base["teacher"].get("rouge_words", {}))
+        return {"Decoding": f"{decoding}, ROUGE-L {words}, best of the references, x 100"}
     text = next(iter(findings.base["teacher"]["texts"].values()))
     begin = f", each begins with {text['begin']}" if text.get("begin") else ""
     return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next{begin}"}

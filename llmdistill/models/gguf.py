@@ -13,6 +13,9 @@ from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
+from unittest.mock import patch
+
+from tqdm import tqdm
 
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
@@ -187,7 +190,7 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
         # transformers reads all of the tokenizer but this.
         begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         if record["add_bos_token"] not in (None, begins):
-            tokenizer.add_bos_token = record["add_bos_token"]
+            tokenizer.add_bos_token = record["add_bos_token"]  # type: ignore[misc]
         tokenizer.save_pretrained(part)
         # Where the file names no unknown token, transformers adds GPT-2's behind the vocabulary.
         saved = read_json(part / "tokenizer.json")
@@ -203,15 +206,12 @@ def _without_bars() -> Iterator[None]:
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 
-    bar, were_shown = getattr(reader, "tqdm", None), logging.is_progress_bar_enabled()
+    were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    if bar is not None:
-        reader.tqdm = partial(bar, disable=True)
     try:
-        yield
+        with patch.object(reader, "tqdm", partial(tqdm, disable=True), create=True):
+            yield
     finally:
-        if bar is not None:
-            reader.tqdm = bar
         if were_shown:
             logging.enable_progress_bar()
 

@@ -29,7 +29,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.reference_loss import score_references
-from llmdistill.tasks.rouge import rouge_l
+from llmdistill.tasks.rouge import reference_words, rouge_l
 from llmdistill.tasks.windows import score_windows, windows_of
 
 
@@ -70,7 +70,8 @@ def score_sets(
     one line per pass.
 
     Returns:
-        The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``per_seed``, ``std``
+        The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``rouge_words`` (how
+        texts were cut into words, see `words_for`), ``per_seed``, ``std``
         (sample standard deviation over the passes; None for a single one), ``tokens_per_second`` and ``tokens``
         (generated in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out
         because their prompt is too long), ``truncated`` (prompts whose start was cut off), ``total`` (examples of the
@@ -89,6 +90,8 @@ def score_sets(
     for name, prompts in encode_sets(sets, tokenizer, settings, limits).items():
         examples = [sets[name][index] for index in prompts.kept]
         references = [example.outputs for example in examples]
+        # Of the whole set, so that it is the same for models that drop some of it, and with a limit.
+        words = reference_words([example.outputs for example in sets[name]])
         passes: dict[str, GenerationResult] = {}
         rouges = []
         # Several ranks share all passes, so that few batches keep many ranks busy; one rank can report each in turn.
@@ -106,7 +109,7 @@ def score_sets(
             )
             for label, result in zip(together, results, strict=True):
                 passes[label] = result
-                rouges.append(rouge_l(result.texts, references))
+                rouges.append(rouge_l(result.texts, references, words))
                 if log is not None:
                     found = f"ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples"
                     log(f"{name}, {label}: {found}, {result.tokens / result.seconds:.0f} tokens/s")
@@ -115,6 +118,7 @@ def score_sets(
         tokens = sum(result.tokens for result in passes.values())
         scores[name] = {
             "rougeL": statistics.fmean(rouges),
+            "rouge_words": words,
             "per_seed": rouges,
             "std": statistics.stdev(rouges) if len(rouges) > 1 else None,
             "tokens_per_second": tokens / sum(result.seconds for result in passes.values()),

@@ -35,8 +35,9 @@ from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
-from llmdistill.tasks.rouge import measure_chance
+from llmdistill.tasks.rouge import measure_chance, reference_words
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
+from llmdistill.tasks.words import Words, describe_words
 
 
 class Instructions(Task):
@@ -164,7 +165,12 @@ class Instructions(Task):
     def _asked(self, name: str) -> dict[str, Any]:
         reference = self.config.data.valid if name == VALID else self.config.data.tests[name]
         settings = {key: value for key, value in asdict(self._generation(name)).items() if key != "models"}
-        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits)}
+        # Scores of before other scripts had words are not taken for those of now.
+        words = {"rouge_words": words} if (words := self._words(name)) != "stemmed" else {}
+        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **words}
+
+    def _words(self, name: str) -> Words:
+        return reference_words([example.outputs for example in self._examples()[name]])
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
@@ -215,7 +221,7 @@ class Instructions(Task):
             return self.texts.score(name, scored)
         score = self._score(name, scored)
         if name == VALID and scored.world.is_main:
-            score |= _chance(scored.predictions / f"{name}.jsonl")
+            score |= _chance(scored.predictions / f"{name}.jsonl", score["rouge_words"])
         return score
 
     def _score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
@@ -234,7 +240,8 @@ class Instructions(Task):
         """See Task.
 
         Returns:
-            ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
+            ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "rouge_words": {SET: how texts are cut into words},
+            "generation_tokens_per_second"}``, and
             ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set. With test sets also
             ``"perplexity": {SET: of the references}``, if it was measured on all of them, and ``"examples": {SET:
             {"scored", "total"}}``. Texts are added by `TextTests.summary`.
@@ -246,6 +253,7 @@ class Instructions(Task):
         summary: dict[str, Any] = {
             "rougeL": {name: scores[name]["rougeL"] for name in self.tests},
             "rougeL_std": {name: scores[name]["std"] for name in self.tests},
+            "rouge_words": {name: scores[name]["rouge_words"] for name in self.tests},
             "generation_tokens_per_second": tokens / seconds if scores else 0.0,
         }
         tests = {name: scores[name] for name in self.tests}
@@ -286,14 +294,17 @@ class Instructions(Task):
                 found = result.get("perplexity")
                 rows[name].append(show_perplexity(None if found is None else mean_perplexity(found)))
         counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
+        words: Mapping[str, Words] = next(
+            (each["rouge_words"] for each in results.values() if "rouge_words" in each), {}
+        )
         numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
         table = ScoreTable(
             title="ROUGE-L (0-100) on each set",
             columns=[*self.tests, *(["perplexity"] if measured else [])],
             rows=rows,
             legend=(
-                f"ROUGE-L on {', '.join(numbered) or 'no test set'}: F1 with stemming, best of the references, x "
-                f"100; decoding: {self.config.scoring.decoding}."
+                f"ROUGE-L on {', '.join(numbered) or 'no test set'}: {describe_words(words)}, best of the references, "
+                f"x 100; decoding: {self.config.scoring.decoding}."
                 + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )
@@ -317,11 +328,11 @@ def _check_asked(asked: Collection[str], others: Collection[str], data: str) -> 
         )
 
 
-def _chance(predictions: Path) -> dict[str, Any]:
+def _chance(predictions: Path, words: Words) -> dict[str, Any]:
     """Compare the answers in the file of predictions with chance; this needs at least two questions."""
     rows = json_lines(predictions)
     if len(rows) < 2:
         return {"chance": None, "above_chance": True}
     answers = [next(iter(row["predictions"].values())) for row in rows]
-    chance = measure_chance(answers, [row["references"] for row in rows])
+    chance = measure_chance(answers, [row["references"] for row in rows], words)
     return {"chance": chance.other, "above_chance": chance.is_beaten}

@@ -113,8 +113,15 @@ def cut_windows(
     step = room if stride is None else min(stride, room)
     total = (len(tokens) - room) // step + 1
     count = total if limit is None else min(limit, total)
-    spelled = {"begin": begin, "begin_text": tokenizer.decode(begin)} if begin else {}
-    return Windows(tokens=tokens, window=length, stride=step, total=total, count=count, **spelled)
+    return Windows(
+        tokens=tokens,
+        window=length,
+        stride=step,
+        total=total,
+        count=count,
+        begin=begin,
+        begin_text=str(tokenizer.decode(begin)) if begin else "",
+    )
 
 
 def score_windows(

@@ -22,8 +22,10 @@ from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, skipped_questions
+from llmdistill.tasks.rouge import reference_words
 from llmdistill.tasks.stored import TaskFiles
 from llmdistill.tasks.text_metrics import NAMES, TextMetric, has_synonyms, text_metrics
+from llmdistill.tasks.words import describe_words
 from llmdistill.tasks.writing_files import WRITING_TASKS, TextSet, read_files, task_paths
 
 _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
@@ -227,8 +229,10 @@ class Writing(Benchmark):
             "bleu4": "BLEU-4 is sacrebleu's, of the corpus, in lower case. ",
             "meteor": f"METEOR is nltk's, {synonyms}; the papers' is the Java program, whose scores differ. ",
         }
+        references = {name: TextSet.from_json(self.text(name)).references for name in self.meta["sets"]}
+        words = describe_words({name: reference_words(each) for name, each in references.items()})
         return "".join(texts.get(each, "") for each in self.metrics) + (
-            "ROUGE is rouge-score's F1 with stemming, each text as one sentence. "
+            f"ROUGE is rouge-score's {words}, each text as one sentence. "
             f"{settings.beams} beams, length penalty {settings.length_penalty:g}, "
             f"at most {settings.max_length} tokens; {len(self.train):,} training examples."
         )
