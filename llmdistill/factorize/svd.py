@@ -12,8 +12,10 @@ arXiv 2501.19090).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from scipy.linalg import qr
 from scipy.sparse.linalg import ArpackError, eigsh
@@ -32,6 +34,9 @@ CHUNK_ELEMENTS = 2**20
 """Number of elements converted to fp64 at a time if that is more: for few rows and millions of columns."""
 LANCZOS_SIDE, LANCZOS_SHARE = 256, 32
 """A larger Gram matrix of which fewer than one eigenvector in LANCZOS_SHARE is needed uses Lanczos' method on a CPU."""
+CHANCE = 1e-12
+"""Singular values that differ by less than this share are equal, and those below this share of the largest are zero:
+the rounding of fp64, which differs between processors, chooses their vectors."""
 LARGEST_WEIGHT = 2.0
 """Pivots are exchanged until no other output takes more than this share of one of them."""
 DIRECTION_FLOOR = 1e-9
@@ -43,7 +48,8 @@ def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
     `matrix` is (n, m), with any float type, layout and device; the result is fp32 (fp64 for an fp64 matrix) on the same
     device. U and V have orthonormal columns even if singular values are zero, so that zero directions can still be
-    trained. The squared error is Σ_{i>k} σᵢ²; its root has a relative accuracy of 1e-6.
+    trained, and the same ones on every processor but for their signs (`determined`). The squared error is Σ_{i>k} σᵢ²;
+    its root has a relative accuracy of 1e-6.
     """
     n, m = matrix.shape
     assert 1 <= rank <= min(n, m), (rank, n, m)
@@ -81,7 +87,49 @@ def _stored(factors: tuple[Tensor, Tensor, Tensor], matrix: Tensor) -> tuple[Ten
 
 def _full(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return u[:, :rank], s[:rank], vh[:rank]
+    return determined(u, s, vh, rank)
+
+
+def determined(u: Tensor, s: Tensor, vh: Tensor, rank: int, *, zero: float = CHANCE) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading k vectors of an SVD in fp64, with those that the matrix leaves open chosen by a fixed rule.
+
+    Equal singular values determine only the space that their vectors span together, and singular values of zero only
+    that their vectors are orthogonal to all others. There a decomposition returns what rounding makes of it. The rule
+    is the Gram-Schmidt process on vectors drawn from a fixed seed and projected onto the open space. A zero becomes
+    the largest number that counts as zero, so that both sides can be trained where each takes its root.
+
+    Args:
+        u: (n, p), orthonormal columns; u and vh are overwritten.
+        s: (p,), descending.
+        vh: (p, m), orthonormal rows.
+        rank: k, at most p.
+        zero: singular values up to this share of the largest are zeros.
+    """
+    floor = zero * s[0]
+    known = int((s > floor).sum())
+    apart = (s[:-1] - s[1:] > CHANCE * s[:-1])[:known]
+    ends = [place + 1 for place in apart.nonzero()[:, 0].tolist()]
+    for start, end in pairwise([0, *ends, known]):
+        if start < rank and end - start > 1:
+            turn = _gram_schmidt(u[:, start:end].T @ _drawn(u, end - start))
+            u[:, start:end] = u[:, start:end] @ turn
+            vh[start:end] = turn.T @ vh[start:end]
+    if known < rank:
+        for side in (u, vh.T):
+            open_ = _drawn(side, rank - known)
+            for _ in range(2):  # the second time for what rounding has left
+                open_ -= side[:, :known] @ (side[:, :known].T @ open_)
+            side[:, known:rank] = _gram_schmidt(open_)
+    return u[:, :rank], s[:rank].clamp(min=floor), vh[:rank]
+
+
+def _drawn(like: Tensor, count: int) -> Tensor:
+    return torch.randn(len(like), count, dtype=like.dtype, generator=torch.Generator().manual_seed(0)).to(like.device)
+
+
+def _gram_schmidt(columns: Tensor) -> Tensor:
+    basis, lengths = torch.linalg.qr(columns)
+    return basis * lengths.diagonal().sign()  # of QR's two signs the one that the process has
 
 
 def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +163,14 @@ def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
     if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
         start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         try:
-            _, vectors = eigsh(gram.numpy(), k=rank, which="LA", v0=start.numpy())
+            values, vectors = eigsh(gram.numpy(), k=rank, which="LA", v0=start.numpy())
         except ArpackError:  # no convergence, or the matrix is zero
             pass
         else:
-            return torch.from_numpy(vectors).flip(1)
-    return torch.linalg.eigh(gram).eigenvectors[:, n - rank :].flip(1)
+            if (np.diff(values) > CHANCE * values[1:]).all():
+                return torch.from_numpy(vectors).flip(1)
+    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(gram))
+    return determined(vectors, values, vectors.mT.clone(), rank)[0]
 
 
 def factor_params(m: int, n: int, rank: int, form: Form = "plain") -> int:

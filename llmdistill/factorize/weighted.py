@@ -21,7 +21,7 @@ from llmdistill.config.student import Form
 from llmdistill.errors import UserError
 from llmdistill.factorize.kinds import Sigma, low_rank_values
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.svd import factor_params, largest_rank, truncated_svd
+from llmdistill.factorize.svd import determined, factor_params, largest_rank, truncated_svd
 
 if TYPE_CHECKING:
     from llmdistill.factorize.weighted_embedding import WeightedTable
@@ -70,7 +70,8 @@ class WeightedSVD:
         inputs, inner = torch.linalg.qr(self.right[:rank].T.double())
         outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
         u, s, vh = torch.linalg.svd(inner @ outer.T)
-        return low_rank_values((inputs @ u).float(), s.float(), (vh @ outputs.T).float(), sigma)
+        u, s, vh = determined(inputs @ u, s, vh @ outputs.T, rank)
+        return low_rank_values(u.float(), s.float(), vh.float(), sigma)
 
     def costs(self) -> list[float]:
         """Return, for each rank from 0 to k, what it costs per token to cut this matrix alone to the rank.

@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.install import tied_heads, token_embedding
 from llmdistill.factorize.kinds import Sigma
 from llmdistill.factorize.sampled import run_sampled
-from llmdistill.factorize.svd import place_sigma, truncated_svd
+from llmdistill.factorize.svd import determined, place_sigma, truncated_svd
 from llmdistill.factorize.weighted import ridged
 from llmdistill.models.passes import HookSums
 
@@ -156,7 +156,7 @@ class WeightedTable:
         rows, outer = torch.linalg.qr(self.left.double())
         columns, inner = torch.linalg.qr(self.right.T.double())
         u, s, vh = torch.linalg.svd(outer @ inner.T)
-        a, b = place_sigma(rows @ u, s, vh @ columns.T, sigma)
+        a, b = place_sigma(*determined(rows @ u, s, vh @ columns.T, rank), sigma)
         return {"A.weight": a.float(), "B.weight": b.float()}
 
 

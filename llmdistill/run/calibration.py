@@ -27,6 +27,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
 from llmdistill.factorize.calibration_folder import KeptFactors
+from llmdistill.factorize.svd import determined
 from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.files import write_json
@@ -52,6 +53,8 @@ from llmdistill.teacher.live import LiveTeacher
 _SENTENCES = 4096
 """The most sentences whose embeddings are matched."""
 _SENTENCES_A_BATCH = 32
+_UNDETERMINED = 1e-5
+"""Embeddings in fp32 say nothing of a direction that is weaker than this share of the strongest."""
 
 
 def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
@@ -237,10 +240,20 @@ def nearest_rotation(
             product = product + first.T @ second
     if student is not None:
         assert isinstance(product, Tensor)
-        left, _, right = torch.linalg.svd(product.cpu(), full_matrices=False)
-        product = (left @ right).float()
+        product = nearest_isometry(product.cpu()).float()
     found: Tensor = broadcast_object(product)
     return found
+
+
+def nearest_isometry(product: Tensor) -> Tensor:
+    """Return the (n, m) of orthonormal columns, or rows if they are fewer, with the largest inner product with (n, m).
+
+    Directions that a product of embeddings does not determine follow from a fixed rule, not from its rounding: a
+    LayerNorm without bias, such as that of a new student, leaves one, and so does each sentence too few.
+    """
+    left, values, right = torch.linalg.svd(product, full_matrices=False)
+    left, _, right = determined(left, values, right, len(values), zero=_UNDETERMINED)
+    return left @ right
 
 
 def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:

@@ -236,3 +236,29 @@ def test_rank_deficient_matrix_keeps_orthonormal_vectors(side):
     assert error(matrix, (u, s, vh)) < 1e-5
     torch.testing.assert_close(u.T @ u, torch.eye(16), rtol=0, atol=1e-5)
     torch.testing.assert_close(vh @ vh.T, torch.eye(16), rtol=0, atol=1e-5)
+
+
+# The last three run through the Gram matrix, and the last one through Lanczos' method before.
+@pytest.mark.parametrize(
+    ("n", "m", "values", "rank"),
+    [
+        (30, 40, [5.0, 4, 3], 8),
+        (40, 30, [5.0, 4, 3, 3, 3, 1], 5),  # two of three equal values
+        (30, 30, [1.0] * 30, 9),
+        (530, 520, [2.0, 1.5, *[1.0] * 500], 40),
+        (520, 530, [3.0, 2], 30),
+        (520, 530, [3.0, 2, 2, 2, 1], 6),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_rounding_chooses_no_singular_vector(n, m, values, rank):
+    u, v = (torch.linalg.qr(torch.randn(side, len(values), dtype=torch.float64)).Q for side in (n, m))
+    matrix = (u * torch.tensor(values, dtype=torch.float64)) @ v.T
+    other = matrix * (1 + 1e-15 * torch.randn(n, m, dtype=torch.float64))
+    first, second = svd.truncated_svd(matrix, rank), svd.truncated_svd(other, rank)
+    signs = (first[0] * second[0]).sum(dim=0).sign()
+    torch.testing.assert_close(first[0], second[0] * signs, rtol=0, atol=1e-8)
+    torch.testing.assert_close(first[2], second[2] * signs[:, None], rtol=0, atol=1e-8)
+    assert error(matrix, first) <= optimum(matrix, rank) + 1e-9
+    for vectors in (first[0].T, first[2]):
+        torch.testing.assert_close(vectors @ vectors.T, torch.eye(rank).double(), rtol=0, atol=1e-9)

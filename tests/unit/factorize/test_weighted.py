@@ -277,3 +277,28 @@ def test_the_parameters_have_the_same_product(sigma):
     gram = values["B.weight"] @ values["B.weight"].T
     expected = torch.eye(3) if sigma == "left" else torch.diag(values["A.weight"].square().sum(0))
     torch.testing.assert_close(gram, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_directions_that_a_matrix_of_lower_rank_leaves_open_do_not_depend_on_rounding(gradients):
+    def of_rank_two(m, n):
+        return (torch.randint(-3, 4, (m, 2)) @ torch.randint(-3, 4, (2, n))).float()
+
+    def rounded(data):
+        """The same sums, rounded as another processor would."""
+        moved = {}
+        for key, each in vars(data).items():
+            noise = torch.randn(each.shape) if torch.is_tensor(each) else None
+            moved[key] = each if noise is None else each * (1 + 1e-7 * (noise + noise.mT if noise.ndim > 1 else noise))
+        return replace(data, **moved)
+
+    weight, moments = of_rank_two(16, 10), made(16, 10, gradients=gradients)
+    table, one, tied = of_rank_two(V, D), table_moments(gradients=gradients, tied=False), table_moments()
+    pairs = [[weighted_svd(weight, each, 8) for each in (moments, rounded(moments))]]
+    pairs += [[weighted_table(table, each, 5) for each in (data, rounded(data))] for data in (one, tied)]
+    for first, second in pairs:
+        ours, theirs = (each.parameters(5, "left") for each in (first, second))
+        for key, axis in (("A.weight", 0), ("B.weight", 1)) if first is pairs[0][0] else (("B.weight", 0),):
+            signs = (ours[key] * theirs[key]).sum(dim=1 - axis, keepdim=True).sign()
+            assert (signs != 0).any()
+            torch.testing.assert_close(ours[key], theirs[key] * signs, rtol=0, atol=1e-4)

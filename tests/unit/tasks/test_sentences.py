@@ -202,4 +202,20 @@ def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatc
     ours, theirs = np.pad(rows[0], ((0, 0), (0, 8))), rows[1]
     expected = orthogonal_procrustes(ours, theirs)[0][:8].T
     assert found.shape == (16, 8)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+    # A LayerNorm without bias keeps its outputs in a hyperplane: of the direction across it the problem says nothing.
+    across = np.divide(1, student.encoder.layer[-1].output.LayerNorm.weight.detach().double().numpy())
+    inside = np.eye(8) - np.outer(across, across) / (across @ across)
+    np.testing.assert_allclose(found.numpy() @ inside, expected @ inside, atol=1e-4)
+    np.testing.assert_allclose(found.numpy().T @ found.numpy(), np.eye(8), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (8, 16), (8, 8)])
+@pytest.mark.parametrize("values", [[26.0, 3, 2, 1, 1, 1, 0.5], [3.0, 1], [0.0]])
+def test_what_rounding_leaves_of_an_undetermined_direction_chooses_nothing(shape, values):
+    left, right = (torch.linalg.qr(torch.randn(side, len(values), dtype=torch.float64)).Q for side in shape)
+    product = (left * torch.tensor(values, dtype=torch.float64)) @ right.T
+    found = calibration.nearest_isometry(product)
+    rounded = calibration.nearest_isometry(product + 1e-8 * values[0] * torch.randn(shape, dtype=torch.float64))
+    torch.testing.assert_close(found, rounded, rtol=0, atol=1e-4)
+    assert float((found * product).sum()) == pytest.approx(sum(values), abs=1e-9)  # the most that is possible
+    torch.testing.assert_close(torch.linalg.svdvals(found), torch.ones(8, dtype=torch.float64))
