@@ -234,6 +234,9 @@ class DataConfig:
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
+    turns: Literal["all", "last"] = "all"
+    """Which answers of a conversation are learned: each of them, or the last one alone, with the others in its
+    prompt."""
     cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the tokenized texts, instruction sets and tasks, which other runs with the same data and tokenizer use
     again; all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""

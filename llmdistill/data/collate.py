@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -31,28 +31,50 @@ def sample_id(*parts: Sequence[int] | np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of one prompt with its response."""
+    """The tokens of one prompt with its response, or of a conversation, whose answers are learned."""
 
     prompt_ids: list[int]
+    """Up to the first token that is learned."""
     response_ids: list[int]
-    """Ends with the end token unless the response was cut."""
+    """Up to the last token that is learned: the end token, unless the response was cut."""
     teacher: str = ""
     """The name of the teacher that the example asks for; empty if it names none."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """The tokens of the response, from and up to, that are not learned: what stands between answers."""
+    rest_ids: list[int] = field(default_factory=list)
+    """What a chat template writes after the last answer, such as a newline: read, but not learned."""
+    asked_ids: list[int] | None = None
+    """The prompt of the last answer, for a student that answers it itself; None if it is prompt_ids."""
 
     @property
     def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
+        return self.prompt_ids + self.response_ids + self.rest_ids
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.prompt_ids)
+    def asked(self) -> list[int]:
+        return self.prompt_ids if self.asked_ids is None else self.asked_ids
+
+    @property
+    def borders(self) -> list[int]:
+        """Where in `ids` the learned parts begin and end: begin, end, begin, end, ..."""
+        inner = (place for gap in self.gaps for place in gap)
+        return [len(self.prompt_ids) + place for place in (0, *inner, len(self.response_ids))]
+
+    @classmethod
+    def of(cls, ids: list[int], borders: Sequence[int], teacher: str, asked_ids: list[int] | None) -> Encoded:
+        """Make an example of its tokens and the borders of its learned parts, of which there is at least one."""
+        first, *inner, last = borders
+        gaps = tuple((end - first, begin - first) for end, begin in zip(inner[::2], inner[1::2], strict=True))
+        return cls(ids[:first], ids[first:last], teacher, gaps, ids[last:], asked_ids)
 
     @cached_property
     def sample_id(self) -> int:
-        return sample_id(self.prompt_ids, self.response_ids)
+        ids, borders = self.ids, [0, *self.borders]
+        ends = [*borders[1:], len(ids)] if self.rest_ids else borders[1:]
+        return sample_id(*(ids[begin:end] for begin, end in zip(borders, ends, strict=False)))
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return len(self.prompt_ids) + len(self.response_ids) + len(self.rest_ids)
 
 
 def padded(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) -> Tensor:
@@ -69,8 +91,8 @@ def padding_mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
 def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
     """Collate each prompt with its response, (B, T), padded on the right to the longest row.
 
-    Only the tokens of the response are labels, its end token included. The mask follows from the lengths, so an end
-    token that is also the padding token is attended to and learned.
+    Only the learned tokens of the response are labels, its end token included. The mask follows from the lengths, so
+    an end token that is also the padding token is attended to and learned.
     """
     rows = [item.ids for item in items]
     return Batch(
@@ -109,9 +131,13 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
 
 
 def _labels(item: Encoded, *, learned: int = 0) -> list[int]:
-    """The label of each token: the tokens of the response, but none before the position `learned`."""
-    first = max(learned, len(item.prompt_ids))
-    return [IGNORE_INDEX] * first + item.ids[first:]
+    """The label of each token: the tokens of the learned parts, but none before the position `learned`."""
+    ids, borders = item.ids, item.borders
+    labels = [IGNORE_INDEX] * len(ids)
+    for begin, end in zip(borders[::2], borders[1::2], strict=True):
+        begin = max(begin, learned)
+        labels[begin:end] = ids[begin:end]
+    return labels
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:

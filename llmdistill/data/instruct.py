@@ -5,22 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.collate import Encoded
+from llmdistill.data.chats import AnsweredChat, Turns, end_of_turn, place_of, render_answered, shared_length
+from llmdistill.data.collate import Encoded, sample_id
 from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_row
 from llmdistill.data.prompts import (
     MINILLM,
     PROMPT_WITH_INPUT,
     PROMPT_WITHOUT_INPUT,
     as_chat,
-    end_of_turn,
     is_chat,
     render_chats,
     render_prompt,
@@ -39,7 +40,7 @@ from llmdistill.data.store import (
 )
 from llmdistill.errors import UserError
 
-_FORMAT = 4
+_FORMAT = 5
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _ASKED = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
@@ -56,6 +57,8 @@ class Limits:
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     prompt: str = MINILLM
     """The resolved prompt of instructions; see `resolve_prompt`."""
+    turns: Turns = "all"
+    """Which answers of a conversation are learned."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_prompt_length < self.max_length:
@@ -67,7 +70,7 @@ class Limits:
     @classmethod
     def of(cls, settings: DataConfig | ResponseConfig, tokenizers: Sequence[PreTrainedTokenizerBase]) -> Limits:
         """The limits in these settings, with the prompt for the models of the tokenizers; see `resolve_prompt`."""
-        values = {each.name: getattr(settings, each.name) for each in fields(cls)}
+        values = {each.name: getattr(settings, each.name) for each in fields(cls) if hasattr(settings, each.name)}
         return cls(**{**values, "prompt": resolve_prompt(settings.prompt, tokenizers)})
 
 
@@ -122,31 +125,43 @@ def encode_prompts(
         UserError: as in `render_prompt`; a prompt is too long and limits.long_prompts is "error"; or no prompt is left,
             unless may_be_empty.
     """
-    all_ids, limit = prompt_ids(examples, tokenizer, limits.prompt), limits.max_prompt_length
-    long = [index for index, ids in enumerate(all_ids) if len(ids) > limit]
+    plain = [render_prompt(each, prompt=limits.prompt) for each in examples if not is_chat(each, limits.prompt)]
+    plain_ids = iter(_prompts(plain, tokenizer))
+    chats = render_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer)
+    chat_ids = iter(_tokens(chats, tokenizer))
+    all_ids = [next(chat_ids if is_chat(each, limits.prompt) else plain_ids) for each in examples]
+    kept, dropped, truncated = _within([len(ids) for ids in all_ids], examples, limits, may_be_empty)
+    ids = [_last_tokens(all_ids[index], limits.max_prompt_length, tokenizer) for index in kept]
+    return EncodedPrompts(ids, kept, dropped, truncated)
+
+
+def _within(
+    lengths: Sequence[int], examples: Sequence[Example], limits: Limits, may_be_empty: bool
+) -> tuple[list[int], int, int]:
+    """Return which prompts of these lengths are kept, and how many are dropped and truncated; raises as above."""
+    limit = limits.max_prompt_length
+    long = [index for index, length in enumerate(lengths) if length > limit]
     if long and limits.long_prompts == "error":
         first = examples[long[0]].source or f"prompt {long[0] + 1}"
-        setting, length = f"data.max_prompt_length={limit}", len(all_ids[long[0]])
-        said = f"{len(long)} of {len(all_ids)} prompts are longer than {setting} tokens, first {first} with {length}"
-        if len(all_ids) == 1:  # a stream passes a single prompt at a time
+        setting, length = f"data.max_prompt_length={limit}", lengths[long[0]]
+        said = f"{len(long)} of {len(lengths)} prompts are longer than {setting} tokens, first {first} with {length}"
+        if len(lengths) == 1:  # a stream passes a single prompt at a time
             said = f"{first}: the prompt has {length} tokens and is longer than {setting}"
         raise UserError(f"{said}; set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length")
     dropped = set(long) if limits.long_prompts == "drop" else set()
-    if dropped and len(dropped) == len(all_ids) and not may_be_empty:
+    if dropped and len(dropped) == len(lengths) and not may_be_empty:
         raise none_left(len(dropped), limits)
-    kept = [index for index in range(len(all_ids)) if index not in dropped]
-    ids = [_last_tokens(all_ids[index], limit, tokenizer) for index in kept]
-    return EncodedPrompts(ids, kept, dropped=len(dropped), truncated=len(long) - len(dropped))
+    kept = [index for index in range(len(lengths)) if index not in dropped]
+    return kept, len(dropped), len(long) - len(dropped)
 
 
-def prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[list[int]]:
-    plain = [render_prompt(example, prompt=prompt) for example in examples if not is_chat(example, prompt)]
-    chatting = [as_chat(example) for example in examples if is_chat(example, prompt)]
-    chats = render_chats(chatting, tokenizer) if chatting else []
-    plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
-    # A chat template writes the start token itself, and an end token in it belongs to the template.
-    chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])
-    return [next(chat_ids) if is_chat(each, prompt) else _as_prompt(next(plain_ids), tokenizer) for each in examples]
+def _prompts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return [_as_prompt(ids, tokenizer) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+
+
+def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of texts without the tokenizer's own start and end: a chat template writes them itself."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
 def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -176,35 +191,139 @@ def _last_tokens(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase
 def encode(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> InstructData:
-    """Tokenize the prompt and the first reference of each example; the end token is always appended (and learned).
+    """Tokenize the prompt and the first reference of each example; the end token is always learned.
 
-    An answer in a chat ends with the token that ends a turn, any other with the tokenizer's end token. Prompt and
-    response are tokenized separately, as MiniLLM does in effect, so no token contains parts of both.
+    A chat has the tokens of its whole rendering, and what the template writes for its answers is learned. Of other
+    examples prompt and response are tokenized separately, as MiniLLM does in effect, so no token contains parts of
+    both, and the tokenizer's end token is appended.
 
     Raises:
-        UserError: as in `encode_prompts`, or the tokenizer has no end token.
+        UserError: as in `encode_prompts` and `render_answered`, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    prompts = encode_prompts(examples, tokenizer, limits, may_be_empty=may_be_empty)
-    answers = [examples[index].outputs[0] for index in prompts.kept]
-    responses = tokenizer(answers, add_special_tokens=False, verbose=False)["input_ids"] if answers else []
-    items, truncated_responses, ends_turn = [], 0, end_of_turn(tokenizer)
-    for index, prompt_ids, response_ids in zip(prompts.kept, prompts.ids, responses, strict=True):
-        end = ends_turn if is_chat(examples[index], limits.prompt) else tokenizer.eos_token_id
-        response_ids = [*response_ids, end]
-        room = limits.max_length - len(prompt_ids)
-        truncated_responses += len(response_ids) > room
-        items.append(Encoded(prompt_ids, response_ids[:room], examples[index].teacher))
-    counts = EncodedCounts(len(items), prompts.dropped, prompts.truncated, truncated_responses)
-    return InstructData(items, prompts.kept, counts)
+    chats = iter(_encode_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer, limits))
+    plain = [each for each in examples if not is_chat(each, limits.prompt)]
+    prompts = iter(_prompts([render_prompt(each, prompt=limits.prompt) for each in plain], tokenizer))
+    answers = iter(_tokens([each.outputs[0] for each in plain], tokenizer))
+    whole = [
+        next(chats)
+        if is_chat(each, limits.prompt)
+        else Encoded(next(prompts), [*next(answers), tokenizer.eos_token_id], each.teacher)
+        for each in examples
+    ]
+    kept, dropped, truncated = _within([len(each.prompt_ids) for each in whole], examples, limits, may_be_empty)
+    items = [_cut(whole[index], tokenizer, limits) for index in kept]
+    shortened = sum(
+        len(item.response_ids) < len(whole[index].response_ids) for index, item in zip(kept, items, strict=True)
+    )
+    return InstructData(items, kept, EncodedCounts(len(items), dropped, truncated, shortened))
+
+
+def _cut(item: Encoded, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Encoded:
+    """Cut the beginning of a prompt that is too long, and what is beyond the limit of all tokens."""
+    if len(item) <= limits.max_length and len(item.prompt_ids) <= limits.max_prompt_length:
+        return item
+    prompt_ids = _last_tokens(item.prompt_ids, limits.max_prompt_length, tokenizer)
+    room = limits.max_length - len(prompt_ids)
+    gaps = tuple((begin, end) for begin, end in item.gaps if end < room)
+    # An answer of which nothing is left leaves no gap before it.
+    end = min([room, len(item.response_ids), *(begin for begin, end in item.gaps if begin < room <= end)])
+    rest_ids = item.rest_ids[: room - end] if end == len(item.response_ids) else []
+    return replace(item, prompt_ids=prompt_ids, response_ids=item.response_ids[:end], gaps=gaps, rest_ids=rest_ids)
+
+
+def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[Encoded]:
+    chats = [render_answered(each, tokenizer, limits.turns) for each in examples]
+    if not chats:
+        return []
+    whole = tokenizer([chat.text for chat in chats], add_special_tokens=False, verbose=False)
+    places = [_Places(tokenizer, whole, index, chat.text) for index, chat in enumerate(chats)]
+    borders = [
+        [border for part in _learned(chat, found, tokenizer) for border in part]
+        for chat, found in zip(chats, places, strict=True)
+    ]
+    # In most tokenizers a prompt has the tokens with which the whole text begins, but not in all (GPT-2's).
+    last_prompts = _tokens([chat.prompts[-1] for chat in chats], tokenizer)
+    items = []
+    for example, chat, found, each, asked in zip(examples, chats, places, borders, last_prompts, strict=True):
+        if not each and (example.outputs[0].strip() or not chat.learned):
+            raise UserError(
+                f"{place_of(example)}the tokenizer's chat template does not write the answer of the assistant; give a "
+                "template that does in tokenizer_config.json, or rows of prompt and completion"
+            )
+        ids = found.ids if chat.has_end else [*found.ids, end_of_turn(tokenizer)]
+        each = each if chat.has_end else [*each[:-1], len(ids)]
+        each = each or [len(ids), len(ids)]  # nothing is learned of an empty answer without an end
+        # A student that writes its answers itself answers the last prompt that is within the limit.
+        for prompt in chat.prompts[-2::-1]:
+            if len(asked) <= limits.max_prompt_length:
+                break
+            [asked] = _tokens([prompt], tokenizer)
+        asked = _last_tokens(asked, limits.max_prompt_length, tokenizer)
+        items.append(Encoded.of(ids, each, example.teacher, None if asked == ids[: each[0]] else asked))
+    return items
+
+
+class _Places:
+    """Where the characters of a text are among its tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, batch: BatchEncoding, index: int, text: str) -> None:
+        self._tokenizer, self._batch, self._index, self._text = tokenizer, batch, index, text
+        self.ids: list[int] = batch["input_ids"][index]
+
+    def first(self, character: int) -> int:
+        """The first token with any of the characters from this one on."""
+        if not self._tokenizer.is_fast:
+            return shared_length(self.ids, *_tokens([self._text[:character]], self._tokenizer))
+        found = (self._batch.char_to_token(self._index, place) for place in range(character, len(self._text)))
+        return next((token for token in found if token is not None), len(self.ids))
+
+    def after(self, character: int) -> int:
+        """The first token without any of the characters before this one."""
+        token = self.first(character)
+        if token == len(self.ids) or not self._tokenizer.is_fast:
+            return token
+        span = self._batch.token_to_chars(self._index, token)
+        return token + (span is not None and span.start < character)
+
+
+def _learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """The tokens from and up to which a chat is learned; a token that is in part learned is learned."""
+    parts = [(places.first(begin), places.after(end)) for begin, end in chat.learned]
+    if chat.is_marked:
+        marked: Any = tokenizer.apply_chat_template(
+            chat.messages, return_dict=True, return_assistant_tokens_mask=True, **chat.options
+        )
+        within = {token for begin, end in parts for token in range(begin, end)}
+        is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
+        steps = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()
+        return list(zip(steps[::2], steps[1::2], strict=True))
+    # The end token is appended to the last answer of a template without an end.
+    return [(begin, end) for begin, end in parts[:-1] if begin < end] + [
+        (begin, end) for begin, end in parts[-1:] if begin < end or not chat.has_end
+    ]
+
+
+def parts_before(item: Encoded) -> dict[int, list[int]]:
+    """Return the tokens before each answer of an example, by a `sample_id` of what is before it.
+
+    Before the first one it is the prompt; before the others what follows the answer before them, whose id is also that
+    of all tokens up to there.
+    """
+    ids, borders = item.ids, [0, *item.borders]
+    found = {}
+    for end_before, begin in zip(borders[::2], borders[1::2], strict=False):
+        parts = (ids[:begin],) if end_before == 0 else (ids[:end_before], ids[end_before:begin])
+        found[sample_id(*parts)] = ids[end_before:begin]
+    return found
 
 
 EXAMPLES = Layout(
-    make=lambda ids, prompt_length, teacher: Encoded(
-        ids[:prompt_length].tolist(), ids[prompt_length:].tolist(), teacher
+    make=lambda ids, borders, teacher, asked_ids: Encoded.of(
+        ids.tolist(), borders.tolist(), teacher, None if asked_ids is None else asked_ids.tolist()
     ),
-    columns={"ids": TOKEN_IDS, "prompt_length": pa.int32(), "teacher": pa.string()},
+    columns={"ids": TOKEN_IDS, "borders": pa.list_(pa.int32()), "teacher": pa.string(), "asked_ids": TOKEN_IDS},
 )
 """How encoded examples are kept on disk."""
 

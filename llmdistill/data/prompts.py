@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.data.chats import end_of_turn, place_of, render_chats
 from llmdistill.data.examples import Example, Turn
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
@@ -89,7 +90,7 @@ def as_chat(example: Example) -> Example:
     if example.messages:
         return example
     content = "\n\n".join(part for part in (example.instruction, example.input) if part)
-    return Example("", "", example.outputs, example.source, (Turn("user", content),))
+    return replace(example, instruction="", input="", messages=(Turn("user", content),))
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None, prompt: str = MINILLM) -> str:
@@ -110,52 +111,9 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     if prompt == MINILLM:
         prompt = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
     elif example.input and "{input}" not in prompt:
-        raise UserError(f"{_place(example)}an input, but data.prompt has no {{input}} to put it; add the field")
+        raise UserError(f"{place_of(example)}an input, but data.prompt has no {{input}} to put it; add the field")
     # Braces in the text of the example, and other braces of the prompt, stay as they are.
     return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)
-
-
-def render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Return the messages of each example as the text up to the beginning of the assistant's turn.
-
-    transformers renders a template in jinja's sandbox, which has no files, commands or inner attributes.
-
-    Raises:
-        UserError: there is no chat template, or it raises an error.
-    """
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise UserError(
-            f"{_place(examples[0])}messages, but the tokenizer has no chat template; "
-            "give one in tokenizer_config.json or rows of instruction, input, output"
-        )
-    texts = []
-    for example in examples:
-        messages = [turn.as_message() for turn in example.messages]
-        try:
-            texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
-        except Exception as error:  # a template can raise anything
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UserError(
-                f"{_place(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
-            ) from error
-    return texts
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that ends an answer in a chat: what the chat template writes after it, else the end token.
-
-    The two differ in some models, such as Gemma, whose turns end with <end_of_turn> and whose texts with <eos>.
-    """
-    end: int = tokenizer.eos_token_id
-    if getattr(tokenizer, "chat_template", None) is None:
-        return end
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
-    with suppress(Exception):  # a template can raise anything, and says so when the examples are rendered
-        tail = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition("yes")[2]
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        ids: list[int] = tokenizer(tail, add_special_tokens=False)["input_ids"]
-        return next((index for index in ids if index in added), end)
-    return end
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -189,7 +147,3 @@ def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenize
             f"{'without it for both' if starts[0] else 'with it for both'}"
         )
     return gaps
-
-
-def _place(example: Example) -> str:
-    return f"{example.source}: " if example.source else ""

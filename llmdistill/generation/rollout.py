@@ -74,10 +74,10 @@ class OnPolicyLoader:
 
     def _prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
         first_row = (number * self.world_size + self.rank) * len(items)
-        return [Prompt(item.prompt_ids, _row_seed(self.seed, step, row)) for row, item in enumerate(items, first_row)]
+        return [Prompt(item.asked, _row_seed(self.seed, step, row)) for row, item in enumerate(items, first_row)]
 
     def _answered(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
-        answered = [Encoded(item.prompt_ids, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
+        answered = [Encoded(item.asked, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
         log_probs = [value for row in written for value in row.log_probs]
         return replace(
             collate(answered, self.pad_token_id),

@@ -33,7 +33,7 @@ from llmdistill.teacher.rows import rows_of_samples
 from llmdistill.teacher.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teacher.translated import translated_examples
 
-_DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "task")
+_DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
 _TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
 """The same of data.text, for texts."""

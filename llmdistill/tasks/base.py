@@ -118,9 +118,10 @@ class TaskData(ABC):
         return self.tokenizer
 
     def teacher_prompts(self) -> dict[int, list[int]] | None:
-        """Return the teacher's tokens of each prompt by the `sample_id` of the student's, for other tokenizers.
+        """Return the teacher's tokens of each prompt, and between answers, by the student's, for other tokenizers.
 
-        None if the sequences are plain text. Called only if the task `translates`.
+        The keys are those of `parts_before`. None if the sequences are plain text. Called only if the task
+        `translates`.
         """
         raise AssertionError(f"{type(self).__name__} has one tokenizer for both models")
 

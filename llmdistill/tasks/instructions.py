@@ -17,7 +17,7 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
-from llmdistill.data.instruct import Limits, StoredExamples, encode_prompts, open_examples, prompt_ids, store_examples
+from llmdistill.data.instruct import Limits, StoredExamples, encode, open_examples, parts_before, store_examples
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_first_row, read_examples
 from llmdistill.data.store import MappedItems
@@ -38,6 +38,8 @@ from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 from llmdistill.tasks.words import Words, describe_words
+
+_NO_LIMIT = 2**31
 
 
 class Instructions(Task):
@@ -177,11 +179,17 @@ class Instructions(Task):
 
     def teacher_prompts(self) -> dict[int, list[int]]:
         """See Task. Each model is asked by its own chat template, if the prompt is that of a chat."""
-        examples = read_examples(locate(self.config.data.train))
-        prompts = encode_prompts(examples, self.tokenizer, self.limits)
-        kept = [examples[index] for index in prompts.kept]
-        theirs = prompt_ids(kept, self.teachers_tokenizer, self.limits.prompt)
-        return dict(zip(map(sample_id, prompts.ids), theirs, strict=True))
+        examples, found = read_examples(locate(self.config.data.train)), dict[int, list[int]]()
+        ours = encode(examples, self.tokenizer, replace(self.limits, max_length=_NO_LIMIT))
+        limits = replace(self.limits, max_prompt_length=_NO_LIMIT - 1, max_length=_NO_LIMIT)
+        theirs = encode([examples[index] for index in ours.kept], self.teachers_tokenizer, limits)
+        for our, their in zip(ours.items, theirs.items, strict=True):
+            before_ours, before_theirs = parts_before(our), parts_before(their)
+            if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
+                found |= dict(zip(before_ours, before_theirs.values(), strict=True))
+            if self.config.data.on_policy > 0 or len(before_ours) == 1:
+                found[sample_id(our.asked)] = their.asked
+        return found
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.config.data

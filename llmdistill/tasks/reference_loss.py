@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ def score_references(
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = model.config.get_text_config().vocab_size
     batches = scoring_batches(
-        encode(examples, tokenizer, limits).items,
+        encode(examples, tokenizer, replace(limits, turns="last")).items,
         partial(collate, pad_token_id=padding),
         batch_size=max(1, min(batch_size, _LOGITS // (limits.max_length * vocabulary))),
         rank=world.rank,

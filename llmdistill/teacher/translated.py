@@ -47,8 +47,9 @@ class Translation:
         Args:
             student: the student's tokenizer.
             teacher: the teacher's.
-            prompts: the teacher's tokens of each prompt, by the `sample_id` of the student's; None if sequences are
-                plain text, which the teacher reads as it is.
+            prompts: the teacher's tokens of each prompt, and of what stands between the answers of a conversation, by
+                the ids that `parts_before` gives the student's; None if sequences are plain text, which the teacher
+                reads as it is.
             longest: the most tokens that the teacher reads; what is beyond is not compared.
 
         Raises:
@@ -105,20 +106,19 @@ class Translation:
 
     def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
         """Translate one sequence; only spans of which both models predict all tokens are kept."""
-        begin, context = 0, self._starts
-        if self._prompts is not None:
-            begin = int(labeled.argmax()) if labeled.any() else len(ids)
-            # Without a prompt the first token of an answer is no label either.
-            begin = begin if sample_id(ids[:begin]) in self._prompts else 0
-            context = list(self._prompts[sample_id(ids[:begin])])
-        found, student_spans, spans = self._translate(ids[begin:].tolist())
-        context = context or ([] if found else [self._pad])  # a model reads one token at least
-        theirs = np.array([*context, *found], dtype=np.int64)[: self._longest]
-        spans = np.concatenate([np.full(len(context), -1), spans])
-        student_spans = np.concatenate([np.full(begin, -1), student_spans])
+        read, spans_of_parts, student_spans_of_parts, count = list[int](), list[np.ndarray](), list[np.ndarray](), 0
+        for start, begin, end, context in self._parts(ids, labeled):
+            found, of_student, of_teacher = self._translate(ids[begin:end].tolist())
+            if not (read or context or found):
+                context = [self._pad]  # a model reads one token at least
+            read += [*context, *found]
+            spans_of_parts += [np.full(len(context), -1), np.where(of_teacher >= 0, of_teacher + count, -1)]
+            student_spans_of_parts += [np.full(begin - start, -1), np.where(of_student >= 0, of_student + count, -1)]
+            count += int(max(of_teacher.max(initial=-1), of_student.max(initial=-1))) + 1
+        theirs = np.array(read, dtype=np.int64)[: self._longest]
+        spans, student_spans = np.concatenate(spans_of_parts), np.concatenate(student_spans_of_parts)
 
         # The first token that the teacher reads is predicted by none, and so are those beyond its positions.
-        count = int(max(spans.max(initial=-1), student_spans.max(initial=-1))) + 1
         of_teacher, of_student = _tokens(spans, count), _tokens(student_spans, count)
         kept = (of_teacher > 0) & (of_teacher == _tokens(spans[1 : self._longest], count))
         kept &= (of_student > 0) & (of_student == _tokens(student_spans[labeled], count))
@@ -131,6 +131,25 @@ class Translation:
         known = np.array([self._shared.get(index, -1) for index in last_ours.tolist()], np.int64)
         pairs = (of_teacher[kept] == 1) & (of_student[kept] == 1) & (known == last_theirs)
         return _Translated(theirs, spans, student_spans[labeled], pairs)
+
+    def _parts(self, ids: np.ndarray, labeled: np.ndarray) -> list[tuple[int, int, int, Sequence[int]]]:
+        """Split a sequence into parts (start, begin, end, context): the teacher reads the context instead of the tokens
+        from start to begin, such as a prompt, and the text of those from begin to end.
+        """
+        if self._prompts is None:
+            return [(0, 0, len(ids), self._starts)]
+        # The labels begin and end at these places in turn.
+        places = np.flatnonzero(np.diff(labeled, prepend=False, append=False)).tolist()
+        found: list[tuple[int, int, Sequence[int]]] = []
+        for stop, begin in zip([0, *places[1::2]], places[::2] or [len(ids)], strict=False):
+            context = self._prompts.get(sample_id(*([ids[:stop]] if stop else []), ids[stop:begin]))
+            if context is not None:
+                found.append((stop, begin, context))
+            elif stop == 0:
+                # Without a prompt the first token of an answer is no label either.
+                found.append((0, 0, self._prompts.get(sample_id([]), self._starts)))
+        ends = [*(start for start, _, _ in found[1:]), len(ids)]
+        return [(start, begin, end, context) for (start, begin, context), end in zip(found, ends, strict=True)]
 
     def _translate(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """Return the teacher's tokens of a text, and the spans of the student's tokens and of these.

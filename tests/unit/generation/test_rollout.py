@@ -63,6 +63,13 @@ def test_the_student_answers_the_prompts_of_the_step(model):
     assert len({tuple(answer) for _, answer in answered}) > 4
 
 
+def test_of_a_conversation_the_last_prompt_is_answered(model):
+    long = Encoded([2, 3], [4, END, 5, 6, 7, END], gaps=((2, 4),), rest_ids=[8], asked_ids=[2, 3, 4, END, 5, 6])
+    loader = make(model)
+    loader = replace(loader, loader=SimpleNamespace(micro_batch_items=lambda step: [[long, ITEMS[0]]]))
+    assert [prompt for prompt, _ in rows(loader.micro_batches(0))] == [long.asked_ids, ITEMS[0].prompt_ids]
+
+
 def test_ranks_and_micro_batches_do_not_change_an_answer(model):
     whole = rows(make(model).micro_batches(5))
     assert rows(make(model, micro_batch_size=2).micro_batches(5)) == whole

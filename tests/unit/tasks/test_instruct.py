@@ -143,10 +143,12 @@ def test_perplexity_is_that_of_first_references(tokenizer, model):
 
 
 def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_path: Path) -> None:
-    turns = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+    turns = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}ASKED{{ '\n' }}{% endif %}{% endfor %}"
     tokenizers = {
-        "student": byte_level(300, chat_template=f"S: {turns} A: "),
-        "teacher": byte_level(420, end="</end>", start="<begin>", chat_template=f"<begin>{turns}?"),
+        "student": byte_level(300, chat_template=f"S: {turns}".replace("ASKED", " A:")),
+        "teacher": byte_level(
+            420, end="</end>", start="<begin>", chat_template=f"<begin>{turns}".replace("ASKED", "?")
+        ),
     }
     for name, tokenizer in tokenizers.items():
         save_decoder(tmp_path / name, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -163,7 +165,7 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
     for question in ("The cat", "Name a colour"):
         ours, theirs = (
             tokenizers[name](text, add_special_tokens=False)["input_ids"]
-            for name, text in (("student", f"S: {question} A: "), ("teacher", f"<begin>{question}?"))
+            for name, text in (("student", f"S: {question} A:\n"), ("teacher", f"<begin>{question}?\n"))
         )
         assert found[sample_id(ours)] == theirs
     assert len(found) == 2

@@ -7,6 +7,8 @@ from tiny import tiny_model
 
 from llmdistill.batch import IGNORE_INDEX, Batch, OtherTokens
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
+from llmdistill.data.examples import Example, Turn
+from llmdistill.data.instruct import Limits, encode, parts_before
 from llmdistill.data.token_bytes import TokenBytes
 from llmdistill.methods.kd import KdConfig, build_kd
 from llmdistill.run.wiring import tapped
@@ -82,6 +84,36 @@ def test_each_span_has_the_same_text_on_both_sides_and_begins_at_its_first_row(n
         asked_for = teacher(f"You ask: {prompt}")["input_ids"]
         expected = [*asked_for, *TokenBytes(teacher).encode(answer), teacher.eos_token_id]
         assert ids_T[mask_T == 1].tolist() == expected
+
+
+def test_of_a_conversation_the_teacher_reads_its_own_chat_template():
+    """What it reads around the answers is its own, and the labels of both are the answers."""
+    student, teacher = byte_level(290), byte_level(420, end="</end>", start="<begin>")
+    turns = "{% for m in messages %}USER{{ m.content }}ENDS{% endfor %}"
+    user = "{% if m.role == 'user' %}WORD{{ '\n' }}{% endif %}"
+    student.chat_template = turns.replace("USER", user.replace("WORD", "Q:")).replace("ENDS", "<stop>")
+    teacher.chat_template = "<begin>" + turns.replace("USER", user.replace("WORD", "Please say")).replace(
+        "ENDS", "</end>"
+    )
+    questions = ("The cat sat", "Name the month after October."), ("And which day?",)
+    chats = [
+        [turn for text in asked for turn in (Turn("user", text), Turn("assistant", f"The {text}"))]
+        for asked in questions
+    ]
+    examples = [Example("", "", (chat[-1].content,), messages=tuple(chat[:-1])) for chat in chats]
+    ours, theirs = (encode(examples, each, Limits(prompt="chat")).items for each in (student, teacher))
+    prompts = {}
+    for our, their in zip(ours, theirs, strict=True):
+        prompts |= dict(zip(parts_before(our), parts_before(their).values(), strict=True))
+    assert len(prompts) == 3
+    for batch in (collate(ours, 0), collate_packed(ours, 0, max_length=400)):
+        taught, others = Translation(student, teacher, prompts=prompts, longest=300)(batch)
+        assert [ids[: len(their)].tolist() for ids, their in zip(taught.input_ids, theirs, strict=True)] == [
+            their.ids for their in theirs
+        ]
+        learned = [labels[labels != IGNORE_INDEX].tolist() for labels in collate(theirs, 0).labels]
+        assert [labels[labels != IGNORE_INDEX].tolist() for labels in taught.labels] == learned
+        assert ((others.pairs >= 0) ^ (others.student_spans >= 0)).all(), "every label of the student is compared"
 
 
 def test_a_cache_knows_examples_by_the_teachers_tokens():

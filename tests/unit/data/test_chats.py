@@ -1,0 +1,341 @@
+"""What is learned of a chat: the tokens of its whole rendering, and of them what the template writes as answers.
+
+The templates here are of our own, each with a peculiarity of real ones. LLMDISTILL_TEMPLATES may name a folder of
+further ones (*.jinja), or those of an installed TRL are read.
+"""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+from byte_tokenizers import byte_level
+from hostile import refuses
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data import chats
+from llmdistill.data.collate import collate, collate_packed
+from llmdistill.data.examples import Example, Turn
+from llmdistill.data.instruct import Limits, encode, encode_prompts, open_examples, store_examples
+from llmdistill.data.prompts import answer_ends, end_of_turn
+
+from support import write_rows
+
+LONG = Limits(max_prompt_length=4000, max_length=6000)
+LAST = Limits(max_prompt_length=4000, max_length=6000, turns="last")
+MARK = re.compile(r"<[|/]?\w+\|?>")
+
+
+def turns(*contents, system=None):
+    """The turns of user and assistant before the answer."""
+    first = [] if system is None else [Turn("system", system)]
+    return [*first, *(Turn(("user", "assistant")[place % 2], each) for place, each in enumerate(contents))]
+
+
+ASKED = turns("Name a river.")
+TWICE = turns("Name a river.", "The Rhine.", "Another one?")
+THOUGHT = "<think>\nHm.\n</think>\n\nThe Rhine."
+CHATS = {
+    "plain": Example("", "", ("The Rhine.",), "plain", tuple(ASKED)),
+    "system": Example("", "", ("The Rhine.",), "system", tuple(turns("Name a river.", system="Be short."))),
+    "twice": Example("", "", ("The <b>Elbe</b>.",), "twice", tuple(TWICE)),
+    "spaces": Example("", "", (" The Rhine.\n",), "spaces", tuple(turns(" Name a river. "))),
+    "thinking": Example("", "", ("The Rhine.",), "thinking", tuple(ASKED), {"reasoning_content": "Hm."}),
+    "own": Example("", "", (THOUGHT,), "own", tuple(turns("a", THOUGHT, "b"))),
+    "empty": Example("", "", ("",), "empty", tuple(ASKED)),
+}
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+CHATML = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
+REASONS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}" + HEAD + "{% if m.role == 'assistant' %}{% set c = m.content %}"
+    "{% set r = m.reasoning_content or '' %}{% if '</think>' in c %}"
+    "{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+TRIMS = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim")
+ALTERNATES = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and m.reasoning_content %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+MARKED = (
+    HEAD + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK + "{% endif %}"
+)
+LAST_END = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} "
+    "{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+GLM = (
+    "<gmask>{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% endif %}"
+    "{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+DATED = "<|im_start|>system\nToday is {{ strftime_now('%Y') }}.<|im_end|>\n" + CHATML
+BEHIND = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+OPEN = REASONS + ASK + "<think>\n{% endif %}"
+CLOSED = REASONS + ASK + "{% endif %}"
+FORGETS = CHATML.replace("{% endif %}", "<think>\n{% endif %}")
+END = "<|im_end|>"
+EMPTY_BLOCK = "<think>\n\n</think>\n\n"
+
+
+def learned_of(template, name):
+    """What is learned of a chat, written by hand."""
+    rhine, elbe = "The Rhine.", "The <b>Elbe</b>."
+    plain = {
+        "plain": [rhine],
+        "system": [rhine],
+        "twice": [rhine, elbe],
+        "spaces": [" The Rhine.\n"],
+        "thinking": [rhine],
+        "own": [THOUGHT, THOUGHT],
+        "empty": [""],
+    }[name]
+    reasoned = {"thinking": "<think>\nHm.\n</think>\n\nThe Rhine.", "own": THOUGHT}
+    last = reasoned.get(name, EMPTY_BLOCK + plain[-1])
+    older = ["The Rhine." if name == "own" else each for each in plain[:-1]]
+    trimmed = [each.strip() for each in plain]
+    channel = "<|channel|>final<|message|>"
+    hidden = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if name == "thinking" else ""
+    return {
+        "closed": [each + END for each in [*older, last]],
+        "open": [each + END for each in [*older, last.removeprefix("<think>\n")]],
+        "trims": [each + END for each in trimmed],
+        "no_generation_prompt": [each + END for each in plain],
+        "always_generation_prompt": [each + END for each in plain],
+        "ordinary_end": [each + "</turn>" for each in trimmed],
+        "channels": [
+            *(channel + each + "<|end|>" for each in plain[:-1]),
+            hidden + channel + plain[-1] + "<|return|>",
+        ],
+        "marked": [each + END + "\n" for each in plain],
+        "last_end": [*(" " + each for each in plain[:-1]), " " + plain[-1] + "<stop>"],
+        "glm": ["\n<think></think>\n" + each + "<|user|>" for each in trimmed],
+        "forgets": [(each + END).removeprefix("<think>\n") for each in plain],
+    }.get(template, [each + END for each in plain])
+
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "closed": CLOSED,
+    "open": OPEN,
+    "trims": TRIMS,
+    "no_generation_prompt": CHATML.partition("{% if add")[0],
+    "always_generation_prompt": CHATML.partition("{% if add")[0] + "<|im_start|>assistant{{ '\n' }}",
+    "ordinary_end": ALTERNATES,
+    "channels": CHANNELS,
+    "marked": MARKED,
+    "last_end": LAST_END,
+    "glm": GLM,
+    "dated": DATED,
+    "end_behind": BEHIND,
+    "forgets": FORGETS,
+}
+
+
+def chatting(template, **settings):
+    """A tokenizer with a template, whose marks are its special tokens, but for those in the form of <turn>."""
+    tokenizer = byte_level(300, start="<begin>", **settings)
+    # A token that is added without being special is as ordinary as one of the vocabulary.
+    tokenizer.add_tokens(sorted({"<turn>", "</turn>", "<think>", "</think>"}))
+    marks = {mark for mark in MARK.findall(template) if mark.startswith("<|")} | {"<|user|>", "<|assistant|>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def messages_of(example):
+    answer = {"role": "assistant", "content": example.outputs[0], **example.answer_fields}
+    return [*(turn.as_message() for turn in example.messages), answer]
+
+
+def parts_of(tokenizer, item):
+    """The texts that are labels, by the labels of a batch."""
+    [labels] = collate([item], 0).labels.tolist()
+    found, before = [], IGNORE_INDEX
+    for label in labels:
+        if label != IGNORE_INDEX:
+            found = found if before != IGNORE_INDEX else [*found, []]
+            found[-1].append(label)
+        before = label
+    return [tokenizer.decode(ids) for ids in found]
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_has_the_tokens_of_its_rendering_and_its_answers_are_learned(name, chat):
+    tokenizer, example = chatting(TEMPLATES[name]), CHATS[chat]
+    if name == "ordinary_end" and chat == "system":
+        said = "system: the tokenizer's chat template refuses the messages (no system)"
+        refuses(said, encode, [example], tokenizer, LONG)
+        return
+    [item] = encode([example], tokenizer, LONG).items
+    whole = tokenizer.apply_chat_template(messages_of(example))["input_ids"]
+    if name == "glm":
+        whole = [*whole, tokenizer.convert_tokens_to_ids("<|user|>")]
+    assert item.ids == whole
+    assert parts_of(tokenizer, item) == learned_of(name, chat)
+    [last] = encode([example], tokenizer, LAST).items
+    assert last.ids == whole
+    assert parts_of(tokenizer, last) == learned_of(name, chat)[-1:]
+
+    prompt = tokenizer.apply_chat_template(messages_of(example)[:-1], tokenize=False, add_generation_prompt=True)
+    prompt += "<|im_start|>assistant\n" if name == "no_generation_prompt" else ""
+    asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert encode_prompts([example], tokenizer, LONG).ids == [asked]
+    assert item.asked == last.asked == asked
+
+
+@pytest.mark.parametrize("name", ["chatml", "open", "channels", "marked"])
+def test_what_is_kept_on_disk_and_packed_is_learned_alike(name, tmp_path, cache):
+    tokenizer = chatting(TEMPLATES[name])
+    rows = [{"messages": messages_of(each)} for each in CHATS.values() if not each.answer_fields]
+    stored = open_examples(store_examples(write_rows(tmp_path / "a.jsonl", rows), tokenizer, LONG)).items
+    items = encode([each for each in CHATS.values() if not each.answer_fields], tokenizer, LONG).items
+    assert stored[:] == items
+    assert [each.sample_id for each in stored] == [each.sample_id for each in items]
+    assert len({each.sample_id for each in items}) == len(items)
+    packed = collate_packed(items, 0, max_length=6000)
+    alone = [label for each in items for label in collate([each], 0).labels[0].tolist() if label != IGNORE_INDEX]
+    assert sorted(packed.labels[packed.labels != IGNORE_INDEX].tolist()) == sorted(alone)
+
+
+def test_turns_that_are_not_to_be_learned_are_read():
+    chat = [Turn("user", "a"), Turn("assistant", "b", is_learned=False), Turn("user", "c"), Turn("assistant", "d")]
+    example = Example("", "", ("f",), messages=(*chat, Turn("user", "e")))
+    for name in ("chatml", "marked"):
+        tokenizer = chatting(TEMPLATES[name])
+        [item] = encode([example], tokenizer, LONG).items
+        end = END + ("\n" if name == "marked" else "")
+        assert parts_of(tokenizer, item) == ["d" + end, "f" + end]
+        assert item.ids == tokenizer.apply_chat_template(messages_of(example))["input_ids"]
+
+
+def test_answers_with_the_marks_of_the_template_in_them():
+    """An older answer that has the text of another turn in it is still one answer."""
+    inner = "x" + END + "\n<|im_start|>user\ny"
+    tokenizer = chatting(CHATML)
+    [item] = encode([Example("", "", ("z",), messages=tuple(turns("a", inner, "b")))], tokenizer, LONG).items
+    assert parts_of(tokenizer, item) == [inner + END, "z" + END]
+
+
+CALLS = (
+    HEAD + "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
+)
+
+
+def test_tools_options_and_fields_reach_the_template():
+    template = "{% if tools %}tools {{ tools[0].name }}\n{% endif %}{{ 'loud\n' if loud else '' }}" + CALLS
+    call = Turn("assistant", "", {"tool_calls": [{"function": {"name": "river"}}]})
+    asked = (Turn("user", "a"), call, Turn("tool", "Rhine"))
+    example = Example("", "", ("b",), "", asked, tools=({"name": "river"},), template_options={"loud": True})
+    tokenizer = chatting(template)
+    [item] = encode([example], tokenizer, LONG).items
+    options = {"tools": [{"name": "river"}], "loud": True}
+    assert item.ids == tokenizer.apply_chat_template(messages_of(example), **options)["input_ids"]
+    assert tokenizer.decode(item.ids).startswith("tools river\nloud\n")
+    assert parts_of(tokenizer, item) == ["<call>river</call>" + END, "b" + END]
+    [asked_ids] = encode_prompts([example], tokenizer, LONG).ids
+    assert asked_ids == item.asked == item.ids[: len(asked_ids)]
+
+
+class TestLimits:
+    EXAMPLE = Example("", "", ("The Elbe.",), "x:1", tuple(TWICE))
+
+    def test_the_prompt_is_what_is_before_the_first_answer_that_is_learned(self):
+        tokenizer = chatting(CHATML)
+        [item] = encode([self.EXAMPLE], tokenizer, LONG).items
+        first, last = len(item.prompt_ids), len(item.asked)
+        assert first < last
+        limits = {"max_prompt_length": first, "max_length": 6000}
+        [short] = encode([self.EXAMPLE], tokenizer, Limits(**limits)).items
+        assert (short.ids, short.prompt_ids) == (item.ids, item.prompt_ids)
+        assert short.asked == item.prompt_ids, "the student itself answers the last prompt within the limit"
+        said = f"x:1: the prompt has {last} tokens and is longer than data.max_prompt_length={first}"
+        refuses(said, encode, [self.EXAMPLE], tokenizer, Limits(**limits, turns="last"))
+
+    @pytest.mark.parametrize("cut", [0, 1, 2, 9, 12, 25])
+    def test_a_long_chat_is_cut_at_its_end_and_counted(self, cut):
+        tokenizer = chatting(CHATML)
+        [item] = encode([self.EXAMPLE], tokenizer, LONG).items
+        length = len(item) - cut
+        data = encode([self.EXAMPLE], tokenizer, Limits(max_prompt_length=len(item.prompt_ids), max_length=length))
+        [found] = data.items
+        assert found.ids == item.ids[: len(found)]
+        [whole], [labels] = collate([item], 0).labels.tolist(), collate([found], 0).labels.tolist()
+        assert labels == whole[: len(found)]
+        assert not any(label != IGNORE_INDEX for label in whole[len(found) : length]), "nothing learned is missing"
+        assert data.counts.truncated_responses == (cut > 1), "the newline after the end is no part of an answer"
+
+
+def test_a_rendering_that_does_not_begin_with_its_prompt_is_one_warning(capsys):
+    chats._warn_once.cache_clear()
+    encode([CHATS["plain"], CHATS["system"]] * 2, chatting(FORGETS), LONG)
+    assert capsys.readouterr().err.count("does not begin") == 1
+
+
+def test_a_template_without_the_answer_is_refused():
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}<|im_end|>"
+    said = "plain: the tokenizer's chat template does not write the answer"
+    refuses(said, encode, [CHATS["plain"]], chatting(template), LONG)
+
+
+def test_ends_of_turns():
+    for name, end in (("ordinary_end", "</turn>"), ("glm", "<|user|>"), ("channels", "<|return|>"), ("chatml", END)):
+        tokenizer = chatting(TEMPLATES[name])
+        assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == end
+        assert answer_ends(tokenizer) == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)]
+
+
+def folder_of_templates():
+    given = os.environ.get("LLMDISTILL_TEMPLATES")
+    if given:
+        return sorted(Path(given).glob("*.jinja"))
+    spec = importlib.util.find_spec("trl")
+    return [] if spec is None else sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("file", folder_of_templates() or [None], ids=lambda file: file.stem if file else "none")
+def test_further_templates(file):
+    """Tokens are those of the template, and with generation marks the labels are those of its mask."""
+    if file is None:
+        pytest.skip("no folder of templates: set LLMDISTILL_TEMPLATES, or install trl")
+    tokenizer = byte_level(300, start="<begin>")
+    text = file.read_text(encoding="utf-8")
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<[|｜]?[\w▁]+[|｜]?>", text)))})
+    tokenizer.chat_template = text
+    for example in CHATS.values():
+        messages = messages_of(example)
+        try:
+            whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        except Exception:  # a template can raise anything
+            refuses("refuses the messages", encode, [example], tokenizer, LONG)
+            continue
+        if "yr8" not in tokenizer.apply_chat_template(
+            [*messages[:-1], {"role": "assistant", "content": "yr8"}], tokenize=False
+        ):
+            refuses("does not write the answer", encode, [example], tokenizer, LONG)
+            continue
+        [item] = encode([example], tokenizer, LONG).items
+        assert item.ids[: len(whole["input_ids"])] == whole["input_ids"]
+        assert item.ids[len(whole["input_ids"]) :] in ([], [end_of_turn(tokenizer)])
+        if re.search(r"\{%-?\s*generation", text):
+            [labels] = collate([item], 0).labels.tolist()
+            assert [int(label != IGNORE_INDEX) for label in labels] == whole["assistant_masks"]
+        asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+        assert encode_prompts([example], tokenizer, LONG).ids == [item.asked] == [asked]
