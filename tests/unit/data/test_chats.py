@@ -39,7 +39,7 @@ THOUGHT = "<think>\nHm.\n</think>\n\nThe Rhine."
 CHATS = {
     "plain": Example("", "", ("The Rhine.",), "plain", tuple(ASKED)),
     "system": Example("", "", ("The Rhine.",), "system", tuple(turns("Name a river.", system="Be short."))),
-    "twice": Example("", "", ("The <b>Elbe</b>.",), "twice", tuple(TWICE)),
+    "twice": Example("", "", ("<b>Elbe</b>.",), "twice", tuple(TWICE)),
     "spaces": Example("", "", (" The Rhine.\n",), "spaces", tuple(turns(" Name a river. "))),
     "thinking": Example("", "", ("The Rhine.",), "thinking", tuple(ASKED), {"reasoning_content": "Hm."}),
     "own": Example("", "", (THOUGHT,), "own", tuple(turns("a", THOUGHT, "b"))),
@@ -95,7 +95,7 @@ EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 
 def learned_of(template, name):
     """What is learned of a chat, written by hand."""
-    rhine, elbe = "The Rhine.", "The <b>Elbe</b>."
+    rhine, elbe = "The Rhine.", "<b>Elbe</b>."
     plain = {
         "plain": [rhine],
         "system": [rhine],
