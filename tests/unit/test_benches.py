@@ -7,10 +7,12 @@ import sys
 import textwrap
 from importlib import import_module
 from math import nan
+from pathlib import Path
 
 import bench_calibration
 import bench_scale
 import bench_serve
+import bench_tokens
 import benching
 import peer_rows
 import pytest
@@ -18,10 +20,14 @@ import step_rows
 import torch
 from bench_starts import zero_sum_ranks
 from benching import Line, Measured, Settings, Table, facts_of, measure, time_ratio
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmdistill
 from llmdistill.batch import Batch
+from llmdistill.data.prompts import render_prompt, resolve_prompt
+from llmdistill.data.sources import examples_of
+from llmdistill.embedded import locate
 from llmdistill.factorize.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
@@ -34,6 +40,7 @@ SETTINGS = Settings(quick=True, device="cpu", threads=1, repeats=3)
 
 @pytest.mark.parametrize(("bench", "words"), [
     ("bench_starts", "--model embedded:teacher --calibration no.txt --test no.txt --output out"),
+    ("bench_tokens", "--teacher embedded:teacher --valid embedded:unseen --arms no.txt --output out"),
     ("bench_serve", "--teacher /no.txt --student a=/no.txt --graphs out"),
 ])  # fmt: skip
 def test_a_missing_input_is_one_sentence(bench, words, monkeypatch, capsys, tmp_path):
@@ -213,3 +220,34 @@ def test_zero_sum_ranks_are_those_of_a_plain_search(seed):
         ranks[name] -= 1
     kept = {name: rank for name, rank in ranks.items() if rank * sum(shapes[name]) < math.prod(shapes[name])}
     assert zero_sum_ranks(factors, slopes, shapes, budget) == kept
+
+
+def test_tokens_scores_by_plain_logits_and_goes_on(monkeypatch, tmp_path):
+    teacher, tokenizer = (
+        auto.from_pretrained(locate("embedded:teacher")) for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    student = llmdistill.compress("embedded:teacher", target_params="45%")
+    student.save_pretrained(tmp_path / "start")
+    total = count = 0
+    for example in examples_of("embedded:unseen")[:3]:
+        answer = tokenizer(example.outputs[0], add_special_tokens=False)["input_ids"]
+        prompt = tokenizer(render_prompt(example, tokenizer, resolve_prompt(None, [tokenizer])))["input_ids"]
+        ids = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            ours, theirs = (model(ids).logits[0, :-1].log_softmax(-1) for model in (student, teacher))
+        total += kl_div(ours, theirs, reduction="sum", log_target=True).item()
+        count += len(ours)
+
+    arm = {"student": str(tmp_path / "start"), "train": "embedded:train", "tokens": [0, 900], "step_tokens": 300}
+    arm |= {"settings": {"kd.ratio": 1}, "average": 1, "learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0}
+    (tmp_path / "arms.jsonl").write_text(json.dumps(arm))
+    words = "--teacher embedded:teacher --valid embedded:unseen --rows 3 --arms arms.jsonl --output out.jsonl"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_tokens", *words.split()])
+    for _ in range(2):  # the second time nothing is left to do
+        bench_tokens.main()
+        before, after = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert before["kl"] == pytest.approx(total / count, rel=1e-4)
+    assert after["kl"] < 0.8 * before["kl"]
+    assert after["seen"] >= 900
+    assert after["averaged"]["kl"] == pytest.approx(after["kl"], rel=1e-5)  # an average over one token is the student
