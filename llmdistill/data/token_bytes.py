@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -54,6 +55,29 @@ class TokenBytes:
         return {part["type"] for part in parts}
 
     @cached_property
+    def written(self) -> dict[bytes, int]:
+        """The token that encoding writes for each piece of text.
+
+        Several tokens may stand for the same bytes, such as "." and <0x2E>, which stands first in many vocabularies and
+        is never written.
+        """
+        tokens: dict[bytes, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            if piece:
+                tokens.setdefault(piece, []).append(index)
+        return {piece: ids[0] if len(ids) == 1 else self._chosen(piece, ids) for piece, ids in tokens.items()}
+
+    def _chosen(self, piece: bytes, ids: Sequence[int]) -> int:
+        """Return the one of some tokens of the same bytes that encoding writes."""
+        with suppress(UnicodeDecodeError):
+            text = piece.decode()
+            for context in (text, f"a{text}", f"{text}a", f"a{text}a"):  # alone it may be part of another token
+                if written := [index for index in self.encode(context) if index in ids]:
+                    return written[0]
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return next((index for index, name in zip(ids, names, strict=True) if not _is_byte(name)), ids[0])
+
+    @cached_property
     def special(self) -> frozenset[int]:
         return frozenset(index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -93,9 +117,13 @@ def _byte_level(token: str) -> bytes:
 
 def _sentencepiece(token: str) -> bytes:
     """The bytes of a token of sentencepiece: ▁ is a space, and <0x0A> a byte."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if _is_byte(token):
         return bytes.fromhex(token[3:5])
     return token.replace("▁", " ").encode()
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 @cache
@@ -108,12 +136,10 @@ def _bytes_of_characters() -> dict[str, int]:
 def shared_tokens(one: TokenBytes, other: TokenBytes) -> dict[int, int]:
     """Return the tokens that two tokenizers share: ids of `one` -> ids of `other`.
 
-    They stand for the same bytes, or are special and have the same name. The end tokens, whatever their names, are the
-    same token too.
+    They are written for the same bytes, or are special and have the same name. The end tokens, whatever their names,
+    are the same token too.
     """
-    of_other = {piece: index for index, piece in reversed(list(enumerate(other.pieces))) if piece}
-    firsts = {piece: index for index, piece in reversed(list(enumerate(one.pieces))) if piece}
-    found = {index: of_other[piece] for piece, index in firsts.items() if piece in of_other}
+    found = {index: other.written[piece] for piece, index in one.written.items() if piece in other.written}
     names = {token.content: index for index, token in other.tokenizer.added_tokens_decoder.items() if token.special}
     named = ((index, one.tokenizer.added_tokens_decoder[index].content) for index in sorted(one.special))
     found |= {index: names[name] for index, name in named if name in names}

@@ -5,6 +5,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 from byte_tokenizers import byte_level, sentencepiece_like
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 from word_models import word_tokenizer
 
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
@@ -60,6 +62,43 @@ def test_tokens_are_shared_by_their_bytes_and_the_end_by_its_meaning():
     assert shared.keys() == {n for n, piece in enumerate(one.pieces) if piece and piece in set(other.pieces)}
     same = shared_tokens(one, one)
     assert same == {index: index for index in range(300)}
+
+
+def llama_like(*, bytes_first: bool = True, added: str = ""):
+    """A BPE with byte fallback, whose byte tokens stand before or behind the characters, as in Llama and elsewhere."""
+    characters = [*"▁.,abé", "▁a", "ab"]
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<unk>", "</s>", *(fallback + characters if bytes_first else characters + fallback)]
+    backend = Tokenizer(
+        models.BPE({token: n for n, token in enumerate(tokens)}, [("▁", "a"), ("a", "b")], byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    found.add_tokens([AddedToken(each, normalized=False) for each in added])
+    return found
+
+
+@pytest.mark.parametrize("bytes_first", [True, False])
+@pytest.mark.parametrize("added", ["", "\n."])
+def test_of_tokens_of_the_same_bytes_that_is_shared_which_encoding_writes(bytes_first, added):
+    texts = ["a.b", "ab, é", " a .", "\n", "ž.", "a b\na"]
+    one, other = TokenBytes(byte_level(300, texts=texts)), TokenBytes(llama_like(bytes_first=bytes_first, added=added))
+    written = {index for text in texts for index in other.encode(text)}
+    names = other.tokenizer.convert_ids_to_tokens(sorted(written))
+    assert {".", "▁", "é"} <= set(names), "what encoding writes"
+    assert ("<0x0A>" in names) == (added == "")
+    there, back = shared_tokens(one, other), shared_tokens(other, one)
+    for index in written:
+        piece = other.pieces[index]
+        assert one.pieces.index(piece) in there if piece in one.pieces else index not in back
+        if piece in one.pieces:
+            assert there[one.pieces.index(piece)] == index
+            assert back[index] == one.pieces.index(piece)
+    # A byte that nothing writes otherwise is its byte token.
+    (zero,) = other.tokenizer.convert_tokens_to_ids(["<0x00>"])
+    assert there[one.pieces.index(b"\0")] == zero
+    assert all(there[index] == its for its, index in back.items())
 
 
 def test_word_pieces_are_refused():
