@@ -61,12 +61,42 @@ def quantized_linears(model: PreTrainedModel) -> list[str]:
 def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """Let the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
 
+    torchao gives no gradient to a weight that it clips, and it clips the largest of a row or group: its scale is their
+    largest magnitude / 127.5 or 7.5, so that a positive one rounds to 128 or 8. Here each weight has its gradient.
+
     Names and parameters stay, also on the meta device. `settings` ask for int8 or int4. Raises UserError if there is no
     linear.
     """
-    from torchao.quantization.qat import QATConfig
+    from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
     _transform(model, settings, lambda config: QATConfig(config, step="prepare"))
+    for module in model.modules():
+        if isinstance(module, FakeQuantizedLinear):
+            module.weight_fake_quantizer = _StraightThrough(module.weight_fake_quantizer)
+
+
+class _StraightThrough(nn.Module):
+    """A rounding with the derivative of the identity."""
+
+    def __init__(self, rounding: nn.Module) -> None:
+        super().__init__()
+        self.rounding = rounding
+
+    def forward(self, weight: Tensor) -> Tensor:
+        rounded: Tensor = _Identity.apply(weight, self.rounding(weight.detach()))
+        return rounded
+
+
+class _Identity(torch.autograd.Function):
+    """The second tensor, with the gradient of the first."""
+
+    @staticmethod
+    def forward(_ctx: Any, _weight: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
 
 
 @torch.no_grad()

@@ -60,6 +60,19 @@ def test_gradient(name: str) -> None:
     assert loss_of(teacher, teacher, MASK).sum.item() == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if "normalized" in name])
+@pytest.mark.parametrize("scale", [1e-2, 1e3])
+def test_a_normalized_error_has_no_scale(name: str, scale: float) -> None:
+    """Down to a mean square of 1e-6, below which an error counts as that of a teacher of this square."""
+    loss_of, shape = LOSSES[name]
+    student, teacher = make(shape, 0), make(shape, 1)
+    expected = loss_of(student, teacher, MASK).sum.item()
+    assert loss_of(scale * student, scale * teacher, MASK).sum.item() == pytest.approx(expected, rel=1e-9)
+    ones = torch.ones_like(teacher)
+    floor = loss_of(3e-5 * ones, 2e-5 * ones, MASK).sum.item()
+    assert floor == pytest.approx(7 * 1e-10 / 1e-6, rel=1e-9)
+
+
 def test_states_of_zeros_are_no_error() -> None:
     student = torch.zeros(1, 2, 4, requires_grad=True)
     loss = hidden_cosine(student, torch.ones(1, 2, 4), torch.ones(1, 2))

@@ -23,6 +23,11 @@ MISTRAL = ("mistral", 5, 32, 4, 2)
      r"relation_heads is 7.* 96 in the teacher and 36 in the student; give one of 1, 2, 3, 4, 6, 12$"),
     ("minilmv2", {"relation_heads": 32}, LLAMA, ("llama", 2, 16, 4, 4),
      r"16, 32 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$"),
+    # Of one side alone queries are as wide as all heads, and keys as those that queries share.
+    ("minilmv2", {"relation_heads": 32, "relations": ["kk"]}, LLAMA, ("llama", 2, 32, 2, 1),
+     r"16 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$"),
+    ("minilmv2", {"relation_heads": 64, "relations": ["qq"]}, LLAMA, ("llama", 2, 32, 2, 1),
+     r"32 in the teacher and 32 in the student; give one of 1, 2, 4, 8, 16, 32$"),
     ("minilmv2", {"relation_heads": 2}, LLAMA, STUDENT, "is a decoder and the student"),
     ("minilmv2", {"teacher_layer": "auto"}, TEACHER, TEACHER, "search"),
     ("tinybert", {}, TEACHER, ("bert", 2, 16, 2, 2), r"tinybert\.attention .* 4 attention heads and the student 2"),
@@ -46,6 +51,7 @@ def test_models_that_cannot_be_compared(models, method, settings, teacher, stude
     ("distilbert", {"cosine": 0.0}, TEACHER, STUDENT),
     # Keys alone are narrower than queries; a relation of both is as wide as the queries.
     ("minilmv2", {"relation_heads": 32, "relations": ["qk"]}, LLAMA, ("llama", 2, 32, 2, 1)),
+    ("minilmv2", {"relation_heads": 32, "relations": ["qq"]}, LLAMA, ("llama", 2, 32, 2, 1)),
 ])  # fmt: skip
 def test_a_term_without_weight_asks_nothing_of_the_models(models, method, settings, teacher, student) -> None:
     configs = [models.families[name](*sizes) for name, *sizes in (teacher, student)]

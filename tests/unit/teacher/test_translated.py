@@ -246,6 +246,19 @@ def test_a_window_may_begin_within_a_character():
     assert int((others.pairs >= 0).sum()) == 0
 
 
+@pytest.mark.parametrize("text", ["élan of the cat", "Привет, the cat", "ηχώ the cat", "日本 the cat", "🙂 the cat"])
+def test_a_window_may_begin_with_any_character(text):
+    """Without a begin token of the student its first token is no label; the teacher reads it all the same."""
+    ids = STUDENT(text, add_special_tokens=False)["input_ids"]
+    assert len(TokenBytes(STUDENT).pieces[ids[0]]) == 1, "the first byte of a character"
+    teacher = byte_level(420, end="</end>", start="<begin>")
+    taught, others = translation(teacher, prompts=False)(collate_text([ids]))
+    read = b"".join(TokenBytes(teacher).pieces[index] for index in taught.input_ids[0].tolist())
+    assert read == text.encode()
+    compared = (others.pairs >= 0) | (others.student_spans >= 0)
+    assert int(compared.sum()) >= len(ids) - len(text[0].encode())
+
+
 def collate_text(rows):
     ids = torch.tensor(rows)
     return Batch(ids, torch.ones_like(ids), ids.clone()).with_label_rows(shift=True)
