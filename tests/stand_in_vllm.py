@@ -48,7 +48,7 @@ class StandInLLM:
     def answered(self, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
         assert params["temperature"] == 0.0
         start = len(ids)
-        while len(ids) - start < params["max_tokens"] and ids[start:][-1:] != params["stop_token_ids"]:
+        while len(ids) - start < params["max_tokens"] and not set(ids[start:][-1:]) & set(params["stop_token_ids"]):
             with torch.no_grad():
                 ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids[start:]))])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from llmdistill.data.chats import end_of_turn, place_of, render_chats
 from llmdistill.data.examples import Example, Turn
@@ -116,9 +116,13 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)
 
 
-def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens at which the generation of an answer stops."""
-    return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]))
+def answer_ends(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None = None) -> list[int]:
+    """The tokens at which an answer stops: those of the tokenizer, its chat template and the model's settings."""
+    named = None if generation is None else generation.eos_token_id
+    if isinstance(named, int):
+        # Made from a config.json, it may be the default of the architecture, which the tokenizer does not have.
+        named = [] if generation is None or generation._from_model_config else [named]
+    return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *(named or [])]))
 
 
 def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> list[str]:

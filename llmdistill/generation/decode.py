@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -78,7 +78,7 @@ class HuggingFaceEngine:
             max_new_tokens=max_new_tokens,
             num_beams=1,
             no_repeat_ngram_size=settings.no_repeat_ngram_size,
-            eos_token_id=answer_ends(tokenizer),
+            eos_token_id=answer_ends(tokenizer, model.generation_config),
             pad_token_id=tokenizer.eos_token_id if pad is None else pad,
             use_cache=True,
             do_sample=settings.sample,
@@ -123,6 +123,7 @@ def generate_passes(
     batches = plan_batches(prompt_ids, settings.batch_size)
     room = max_length - max_prompt_length
     engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=room, synced=synced)
+    ends = answer_ends(tokenizer, model.generation_config)
     started = time.perf_counter()
     answers: dict[tuple[int, int], list[int]] = {}
     for job, is_extra in shared_jobs(len(seeds) * len(batches), world, synced=synced):
@@ -136,7 +137,7 @@ def generate_passes(
     results = []
     for turn in range(len(seeds)):
         rows_in_order = [gathered[turn, index] for index in range(len(prompt_ids))]
-        texts = decode_answers(rows_in_order, tokenizer)
+        texts = decode_answers(rows_in_order, tokenizer, ends)
         results.append(GenerationResult(texts, sum(map(len, rows_in_order)), seconds / len(seeds)))
     return results
 
@@ -172,10 +173,9 @@ def answer_batch(
     return dict(zip(batch, rows, strict=True))
 
 
-def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode generated tokens to texts, cut at the end token, without special tokens, stripped."""
+def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
+    """Decode generated tokens to texts, cut at one of the end tokens, without special tokens, stripped."""
     # The end token is cut here because it is not a special token in every tokenizer.
-    ends = answer_ends(tokenizer)
     ended = [row[:-1] if row and row[-1] in ends else row for row in rows]
     return [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
 

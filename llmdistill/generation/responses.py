@@ -28,7 +28,7 @@ from llmdistill.generation.answers_file import parts_folder, side_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
-from llmdistill.models.companions import downloaded
+from llmdistill.models.companions import downloaded, generation_settings
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
@@ -54,6 +54,8 @@ class _Job:
     prompts: EncodedPrompts
     batches: list[list[int]]
     tokenizer: PreTrainedTokenizerBase
+    ends: list[int]
+    """The tokens that end an answer."""
     world: World
 
 
@@ -129,6 +131,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
         prompts=prompts,
         batches=decode.plan_batches(prompts.ids, batch_size),
         tokenizer=tokenizer,
+        ends=answer_ends(tokenizer, generation_settings(folder)),
         world=world,
     )
 
@@ -166,7 +169,7 @@ def _answer(job: _Job, left: list[int]) -> None:
         engine = HuggingFaceEngine(model, job.tokenizer, decoding, max_new_tokens=room)
     else:
         lengths = {"max_new_tokens": room, "max_length": settings.max_length}
-        engine = VllmEngine(folder, job.tokenizer, decoding, dtype=dtype, seed=settings.seed, **lengths)
+        engine = VllmEngine(folder, job.ends, decoding, dtype=dtype, seed=settings.seed, **lengths)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
     # Rank 0 counts the prompts of all ranks, as their shares are similar.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
@@ -186,8 +189,8 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
             f"{missing} answers are missing from {parts_folder(job.output)}: every rank must see the same folder; "
             "start the command again to have them redone"
         )
-    rows, ends = [answers[index] for index in range(len(job.examples))], answer_ends(job.tokenizer)
-    texts = decode.decode_answers(rows, job.tokenizer)
+    rows = [answers[index] for index in range(len(job.examples))]
+    texts = decode.decode_answers(rows, job.tokenizer, job.ends)
     lines = [answers_file.answered_row(example, text) for example, text in zip(job.examples, texts, strict=True)]
     write_text(job.output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     record = {
@@ -198,7 +201,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "dropped": job.prompts.dropped,
         "truncated": job.prompts.truncated,
         "empty_answers": texts.count(""),
-        "unfinished_answers": sum(not ids or ids[-1] not in ends for ids in rows),
+        "unfinished_answers": sum(not ids or ids[-1] not in job.ends for ids in rows),
         "engine": job.settings.engine,
         "generated_tokens": sum(map(len, rows)),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),

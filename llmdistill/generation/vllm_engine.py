@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from llmdistill.batch import TopK
-from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter
@@ -74,7 +73,7 @@ class VllmEngine:
     def __init__(
         self,
         model: str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
         settings: Decoding,
         *,
         max_new_tokens: int,
@@ -82,7 +81,7 @@ class VllmEngine:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
-        """Load a dense model from a folder or hub name. Of the tokenizer only the ends of answers are used."""
+        """Load a dense model from a folder or hub name. `ends` are the tokens that end an answer."""
         import vllm
 
         assert settings.no_repeat_ngram_size == 0
@@ -92,8 +91,8 @@ class VllmEngine:
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,
             "max_tokens": max_new_tokens,
-            # Only the tokenizer's ends stop an answer, not the end tokens that vLLM finds in the model's folder.
-            "stop_token_ids": answer_ends(tokenizer),
+            # Those stop an answer, and not the end tokens that vLLM finds in the model's folder.
+            "stop_token_ids": list(ends),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "detokenize": False,

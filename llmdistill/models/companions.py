@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,17 @@ def _end_with_the_tokenizer(folder: Path) -> None:
         settings.save_pretrained(folder)
 
 
-def take_generation_settings(model: PreTrainedModel, source: Path | str) -> None:
-    """Give a model that was built from a config alone the generation settings of a folder or hub name, if it has any.
-
-    For an adapter without settings those of its base are taken.
-    """
-    folder = downloaded(source)
+def generation_settings(source: Path | str) -> GenerationConfig | None:
+    """Return the generation settings of a folder or hub name, or those of an adapter's base; None if it has none."""
+    folder = downloaded(source, weights=False)
     adapter = adapter_folder(folder)
     if adapter is not None and not (folder / GENERATION_FILE).is_file():
-        folder = of_base(adapter, downloaded)
-    if (folder / GENERATION_FILE).is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        folder = of_base(adapter, partial(downloaded, weights=False))
+    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION_FILE).is_file() else None
+
+
+def take_generation_settings(model: PreTrainedModel, source: Path | str) -> None:
+    """Give a model that was built from a config alone the `generation_settings` of a folder or hub name, if any."""
+    settings = generation_settings(source)
+    if settings is not None and model.can_generate():
+        model.generation_config = settings

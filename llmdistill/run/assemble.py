@@ -184,18 +184,19 @@ def prepare_loader(
         loader = loader if remote is None else AskingLoader(loader, remote.ask)
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     tokenizer: Any = data.tokenizer
+    ends = answer_ends(tokenizer, engine.module.generation_config)
     writer: Writer
     if config.data.rollout.url is None:
         writer = StudentWriter(
             engine.module,
             max_new_tokens=config.data.max_length - config.data.max_prompt_length,
-            end_token_ids=answer_ends(tokenizer),
+            end_token_ids=ends,
             pad_token_id=tokenizer.pad_token_id,
             synced=engine.zero_optimization_stage() == 3,
         )
     else:
         writer = ServerWriter(
-            rollout_server(plan, answer_ends(tokenizer), engine.module.config.vocab_size),
+            rollout_server(plan, ends, engine.module.config.vocab_size),
             student_saver(plan, student_folder, engine, world),
             folder=plan.folder / HANDED_OVER,
             every=config.data.rollout.every,

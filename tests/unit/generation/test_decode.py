@@ -3,6 +3,7 @@ import torch
 import torch.distributed
 from references import greedy_answer
 from tiny import tiny_model
+from transformers import GenerationConfig
 from word_models import word_tokenizer
 
 from llmdistill.data.examples import Example
@@ -54,7 +55,7 @@ def test_shipped_generation_settings_do_not_count_and_the_model_is_left_as_it_wa
     [expected] = answers_to(model, tokenizer, PROMPTS[:2], SAMPLED)
     shipped = model.generation_config
     shipped.update(do_sample=False, temperature=0.01, top_k=1, top_p=0.1, min_p=0.5, repetition_penalty=9.0)
-    shipped.update(eos_token_id=[7, 8, 9], suppress_tokens=list(range(10, 60)), min_new_tokens=20)
+    shipped.update(suppress_tokens=list(range(10, 60)), min_new_tokens=20)
     [found] = answers_to(model, tokenizer, PROMPTS[:2], SAMPLED)
     assert found.texts == expected.texts
     assert model.generation_config is shipped
@@ -104,6 +105,22 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count, ranks):
     filled = [list(shared_jobs(count, world, synced=True)) for world in worlds]
     assert {len(share) for share in filled} == {-(-count // ranks)}
     assert [[job for job in share if not job[1]] for share in filled] == shares
+
+
+@pytest.mark.parametrize(("kind", "counts"), [(list, True), (int, True), ("default", False)])
+def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, counts):
+    """As GLM-4 has them in its generation_config.json; an architecture's default in a config.json is none of them."""
+    ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
+    [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
+    if kind == "default":
+        model.generation_config.eos_token_id = row[place]
+    else:
+        model.generation_config = GenerationConfig(eos_token_id=[row[place], 97] if kind is list else row[place])
+    [found] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    assert found == (row[: place + 1] if counts else row)
+    [result] = answers_to(model, tokenizer, ["a"], GREEDY)
+    assert (result.texts[0] == tokenizer.decode(row[:place]).strip()) == counts
 
 
 def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer):

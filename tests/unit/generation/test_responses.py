@@ -11,7 +11,7 @@ import torch
 from damage import flip
 from hostile import refuses
 from references import greedy_answer
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from llmdistill.config import ResponseConfig
 from llmdistill.data.prompts import render_prompt
@@ -245,6 +245,24 @@ def test_vllm_writes_the_file_that_transformers_writes(vllm, teacher, data, tmp_
     engine, request, *_ = vllm
     assert (engine["tensor_parallel_size"], engine["trust_remote_code"], engine["max_model_len"]) == (2, False, 70)
     assert request["max_tokens"] == 10
+
+
+def test_both_engines_stop_at_the_end_tokens_of_the_model(vllm, teacher, data, tmp_path, monkeypatch):
+    whole, texts = answers_of(teacher, map(render_prompt, read_examples(data)))
+    longest = max(whole, key=len)
+    GenerationConfig(eos_token_id=[END, longest[2]]).save_pretrained(teacher)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = ResponseConfig(decoding="greedy", dtype="fp32", **LIMITS)
+    ended = [next((n for n, token in enumerate(ids) if token in (END, longest[2])), len(ids)) for ids in whole]
+    tokenizer = load_tokenizer(teacher)
+    expected = [tokenizer.decode(ids[:end]).strip() for ids, end in zip(whole, ended, strict=True)]
+    assert expected != texts
+    for engine in ("hf", "vllm"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda engine=engine: engine == "vllm")
+        record = generate_responses(str(teacher), str(data), tmp_path / f"{engine}.jsonl", settings)
+        assert record["engine"] == engine
+        assert [row["output"] for row in rows(tmp_path / f"{engine}.jsonl")] == expected
+        assert record["unfinished_answers"] == sum(end == 10 for end in ended)
 
 
 def test_every_prompt_has_its_own_seed(vllm, teacher, data, tmp_path, monkeypatch):
