@@ -13,12 +13,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
-from llmdistill.factorize.sampled import judged_rows, run_sampled, running_as, tapped_output
+from llmdistill.factorize.sampled import Reads, judged_rows, run_sampled, running_as, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
-from llmdistill.models.passes import HookSums
+from llmdistill.models.passes import HookSums, OddReadError, graded
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 
@@ -51,6 +51,7 @@ def cut_costs(
     batches: Sequence[Batch],
     *,
     seed: int = 0,
+    reads: Reads | None = None,
     reduce: Callable[[Tensor], object] | None = None,
     rounds: int = 0,
 ) -> dict[str, Tensor]:
@@ -66,11 +67,22 @@ def cut_costs(
         factors: all factors of each matrix, up to its full rank, on every rank.
         batches: the batches of this rank, a sequence in each row, on any device.
         seed: the seed of the labels.
+        reads: what the linears read, if it is known.
         reduce: sums a tensor over the ranks in place.
         rounds: the smallest number of passes, see `measure_moments`.
     """
-    sums = _CutCosts(model, factors)
-    run_sampled(model, batches, sums, gradients=True, seed=seed, rounds=rounds, what="Costs of cuts")
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    sums = run_sampled(
+        model,
+        [prefix + name for name in factors],
+        batches,
+        partial(_CutCosts, model, factors, prefix),
+        reads=reads,
+        gradients=True,
+        seed=seed,
+        rounds=rounds,
+        what="Costs of cuts",
+    )
     if reduce is not None:
         for each in (sums.tokens, *sums.costs.values()):
             reduce(each)
@@ -80,11 +92,16 @@ def cut_costs(
 class _CutCosts(HookSums):
     """Adds up what cuts cost in forward and backward hooks."""
 
-    def __init__(self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD], prefix: str, reads: Reads | None
+    ) -> None:
         super().__init__(model.device)
         self._factors = factors
-        self._waiting: dict[str, Tensor] = {}
-        """What came first, the inputs of a linear or the gradients at its outputs."""
+        self._changed = frozenset() if reads is None else reads.changed
+        self._moved: dict[str, Tensor] = {}
+        """(B, k), by what each factor moves the loss of each sequence of the pass, over all calls of the linear."""
+        self._call: list[tuple[Tensor, int]] = []
+        """What came first of the call that runs, its inputs or the gradients at its outputs, and its version."""
         self.costs = {
             name: torch.zeros(len(each.values) + 1, dtype=torch.float64, device=model.device)
             for name, each in factors.items()
@@ -92,37 +109,50 @@ class _CutCosts(HookSums):
         for name in factors:
             linear = model.base_model.get_submodule(name)
             self.handles += [
-                linear.register_forward_pre_hook(partial(self._read, name)),
+                linear.register_forward_pre_hook(partial(self._read, name, prefix + name)),
                 linear.register_forward_hook(partial(self._written, name)),
             ]
 
-    def _read(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        inputs_BTn = inputs[0].detach()
-        if self.phase == "kept" or (self.phase == "again" and name not in self._waiting):
-            self._waiting[name] = inputs_BTn
-        elif self.phase == "again":
-            self._add(name, inputs_BTn, self._waiting.pop(name))
+    def _read(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        if full_name in self._changed:
+            x = x.clone()
+        if self.phase == "again":
+            self._meet(name, self.calls.popleft(), x, is_input=True)
+            return
+        self.check(name, x)
+        self._call = [(x, x._version)] if self.phase == "kept" else []
+        if self.phase == "dropped":
+            self.calls.append(self._call)
 
-    def _written(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        def graded(gradients_BTm: Tensor) -> None:
-            if name in self._waiting:
-                self._add(name, self._waiting.pop(name), gradients_BTm)
-            else:
-                self._waiting[name] = gradients_BTm
+    def _written(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        return graded(output, None if self.phase == "again" else partial(self._meet, name, self._call))
 
-        output.requires_grad_(True)  # no weight requires a gradient, so the graph begins here
-        if self.phase != "again":
-            output.register_hook(graded)
+    def _meet(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
+        """Add up a call whose inputs and gradients have both come; in a layer that runs again either may be first."""
+        if not call:
+            call.append((tensor, tensor._version))
+            return
+        other, version = call.pop()
+        if not self.is_known and other._version != version:  # the model has changed what the linear had read
+            raise OddReadError(name)
+        self._add(name, *((tensor, other) if is_input else (other, tensor)))
 
     @torch.no_grad()
-    def _add(self, name: str, inputs_BTn: Tensor, gradients_BTm: Tensor) -> None:
-        found = self._factors[name].to(inputs_BTn.device)
-        reads_BTk = functional.linear(inputs_BTn.float(), found.right)
-        writes_BTk = gradients_BTm.float() @ found.left
-        moved_Bk = (reads_BTk.mul_(writes_BTk) * self.mask[..., None]).sum(1) * found.values
-        # A cut to a rank loses all factors from this one on; the smallest are added first.
-        lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
-        self.costs[name][:-1] += lost_Bk.square().sum(0) / 2
+    def _add(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
+        found = self._factors[name].to(inputs.device)
+        reads = functional.linear(inputs.float(), found.right)
+        writes = gradients.float() @ found.left
+        moved_Bk = self.by_sequence(reads.mul_(writes)) * found.values
+        self._moved[name] = self._moved[name] + moved_Bk if name in self._moved else moved_Bk
+
+    def finish(self) -> None:
+        """Add up the squares of the sequences of a pass."""
+        for name, moved_Bk in self._moved.items():
+            # A cut to a rank loses all factors from this one on; the smallest are added first.
+            lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
+            self.costs[name][:-1] += lost_Bk.square().sum(0) / 2
+        self._moved.clear()
 
 
 @torch.no_grad()

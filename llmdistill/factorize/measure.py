@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,17 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.factorize.calibration_folder import read_sums, write_sums
-from llmdistill.factorize.counting import Shape
+from llmdistill.factorize.counting import Shape, layer_linears
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix, token_embedding
 from llmdistill.factorize.kinds import Size
-from llmdistill.factorize.moments import Begun, Moments, measure_moments, shared_inputs
+from llmdistill.factorize.moments import Begun, Moments, measure_moments
+from llmdistill.factorize.sampled import Reads, watch_reads
 from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
 from llmdistill.factorize.weighted_embedding import WeightedTable, measure_table, weighted_table
 from llmdistill.factorize.weighted_kronecker import weighted_kronecker
 from llmdistill.models.families import is_causal
-from llmdistill.models.passes import rows_of
+from llmdistill.models.passes import in_parts, rows_of
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 from llmdistill.runtime.devices import give_back_memory
@@ -80,6 +81,15 @@ class Measurement:
     device: torch.device | None = None
     """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
 
+    @cached_property
+    def _reads(self) -> Reads:
+        return watch_reads(self.model, layer_linears(self.model), self.batches)
+
+    @cached_property
+    def _parts(self) -> Sequence[Batch]:
+        """The batches, split into single sequences for a model that needs them; the ranks make as many passes."""
+        return self.batches if self._reads.in_order else in_parts(self.batches, 1)
+
     def factors(
         self,
         shapes: Mapping[str, Shape],
@@ -108,13 +118,13 @@ class Measurement:
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         sizes = {prefix + name: shapes[name] for name in wanted}
         wanted = {prefix + name: size for name, size in wanted.items()}
-        groups = shared_inputs(model, sizes, self.batches[0])
+        groups = self._reads.of(sizes).groups
         # Kept sums are made in the same passes for every weighting, so that all can use them.
         gradients = self.gradients or self.settings.folder is not None
         passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
-        rounds = largest_number(len(self.batches), world)
+        rounds = largest_number(len(self._parts), world)
         for number, each in enumerate(passes):
             began = time.perf_counter()
             owners = deal(each.groups, sizes, world.size)
@@ -134,19 +144,22 @@ class Measurement:
     def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
         """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
 
+        The others among the names were never run.
+
         A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
         of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.
         """
-        world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self.batches)
+        world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self._parts)
         share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
-        batches = first_tokens(self.model, self.batches[: math.ceil(share * len(self.batches))])
+        batches = first_tokens(self.model, self._parts[: math.ceil(share * len(self._parts))])
         found: dict[str, Any] = {name: factors.get(name) for name in names}
         if world.size > 1:  # one rank of a group may measure alone
             found = {name: broadcast_object(each) for name, each in found.items()}
         return cut_costs(
             self.model,
-            found,
+            {name: each for name, each in found.items() if each is not None},
             batches,
+            reads=self._reads,
             seed=self.settings.seed + _OTHER_LABELS,
             reduce=all_reduce_sum if world.size > 1 else None,
             rounds=largest_number(len(batches), world),
@@ -168,7 +181,8 @@ class Measurement:
             measure_moments,
             self.model,
             list(owners),
-            self.batches,
+            self._parts,
+            reads=self._reads.of(owners),
             gradients=self.gradients,
             seed=self.settings.seed,
             reduce=reduce if world.size > 1 else None,
@@ -240,11 +254,11 @@ class Measurement:
         measure = partial(
             measure_table,
             self.model,
-            self.batches,
+            self._parts,
             gradients=self.gradients,
             seed=self.settings.seed,
             reduce=all_reduce_sum if world.size > 1 else None,
-            rounds=largest_number(len(self.batches), world),
+            rounds=largest_number(len(self._parts), world),
         )
         moments = on_every(measure, world)
         parameter = token_embedding(self.model)[1].weight

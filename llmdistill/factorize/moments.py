@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.factorize.sampled import run_sampled, tapped_output
-from llmdistill.models.passes import HookSums, rows_of
-
-_FEW_TOKENS = 16
-"""As many show which linears read the same tensor; all that is read is kept for that."""
+from llmdistill.factorize.sampled import Reads, identity, run_sampled, watch_reads
+from llmdistill.models.passes import HookSums, graded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +26,7 @@ class Moments:
     """The second moments of one linear, summed over tokens."""
 
     inputs: Tensor
-    """(n, n), Σ x xᵀ; linears that read the same tensor share it."""
+    """(n, n), Σ x xᵀ; linears that read the same tensors share it."""
     gradients: Tensor | None
     """(m, m), Σ g gᵀ; None if no gradients were measured."""
     tokens: int
@@ -46,7 +42,7 @@ class Begun:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """The number of tokens, and the lower triangles of the moments, by keys such as "inputs NAME"."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The linear that first reads the tensor that a linear reads."""
+    """The linear that first reads the tensors that a linear reads."""
 
 
 def measure_moments(
@@ -56,6 +52,7 @@ def measure_moments(
     *,
     gradients: bool = True,
     seed: int = 0,
+    reads: Reads | None = None,
     reduce: Callable[[Tensor, str | None], bool] | None = None,
     rounds: int = 0,
     resumed: Begun | None = None,
@@ -74,6 +71,7 @@ def measure_moments(
         batches: the batches of this rank, on any device; each rank needs at least one.
         gradients: whether G is measured; C alone needs no backward pass.
         seed: the seed of the labels.
+        reads: what the linears read, if it is known.
         reduce: sums a tensor of the linear with this name over the ranks, in place, and returns whether this rank needs
             the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
         rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
@@ -86,49 +84,32 @@ def measure_moments(
         UserError: there is no token, or a moment is not finite.
     """
     resumed = resumed or Begun()
-    sums = _Sums(model, names, gradients, resumed)
-    run_sampled(
+    sums = run_sampled(
         model,
+        names,
         batches,
-        sums,
+        partial(_Sums, model, names, gradients, resumed),
+        reads=reads,
         gradients=gradients,
         seed=seed,
         rounds=rounds,
         done=resumed.done,
-        after=lambda done, total: after(done, total, lambda: sums.begun(done)),
+        after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
     )
     return sums.moments(reduce)
 
 
-@torch.no_grad()
 def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) -> list[list[str]]:
-    """Group linears that read the same tensor, such as queries, keys and values, by a forward pass on a few tokens."""
-    read: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
-
-    def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
-        read.setdefault(_identity(inputs[0]), (inputs[0], []))[1].append(name)
-
-    handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in names]
-    try:
-        with tapped_output(model) as tapped:
-            tapped(rows_of(batch, slice(0, 1), _FEW_TOKENS).to(model.device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    groups = [group for _, group in read.values()]
-    found = set(chain.from_iterable(groups))
-    return [*groups, *([name] for name in names if name not in found)]
-
-
-def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+    """Group linears that read the same tensors, such as queries, keys and values, by a forward pass on a few tokens."""
+    return watch_reads(model, names, [batch]).groups
 
 
 class _Sums(HookSums):
     """Adds up the moments of linears in forward and backward hooks."""
 
-    def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun) -> None:
+    def __init__(
+        self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun, reads: Reads | None
+    ) -> None:
         super().__init__(model.device)
         self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
         """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
@@ -138,8 +119,9 @@ class _Sums(HookSums):
             {key.partition(" ")[2]: each for key, each in known.items() if key.startswith(what)}
             for what in ("inputs", "gradients" if gradients else "none")
         )
-        self._source = dict(begun.sources)
-        """The linear that first read the tensor that a linear reads."""
+        groups = [] if reads is None else reads.groups
+        self._source = {name: group[0] for group in groups for name in group} | dict(begun.sources)
+        """The linear that first reads what a linear reads."""
         run = partial(self._run, gradients)
         self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
 
@@ -163,20 +145,23 @@ class _Sums(HookSums):
             if source in self._inputs
         }
 
-    def _run(self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if self.phase != "again":
-            first = next((first for each, first in self._read if _identity(each) == _identity(inputs[0])), None)
-            if first is None:
-                first = name
+    def _run(
+        self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor | None:
+        counts = self.phase != "again"
+        if counts:
+            self.check(name, inputs[0])
+            if name not in self._source:
+                found = (first for each, first in self._read if identity(each) == identity(inputs[0]))
+                self._source[name] = next(found, name)
+            if self._source[name] == name:
                 self._read.append((inputs[0].detach(), name))  # the graph would hold this object through its hooks
                 _add(self._inputs, name, self.rows(inputs[0]))
-            self._source.setdefault(name, first)
-        if gradients:
-            # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
-            # takes no part in the backward pass.
-            output.requires_grad_(True)
-            if self.phase != "again":
-                output.register_hook(lambda each: _add(self._gradients, name, self.rows(each)))
+        if not gradients:
+            return None
+        # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below takes
+        # no part in the backward pass.
+        return graded(output, (lambda each: _add(self._gradients, name, self.rows(each))) if counts else None)
 
 
 BLOCK = 256

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +16,148 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.models.families import layers_of
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.passes import HookSums, run_passes
+from llmdistill.models.passes import HookSums, OddReadError, in_parts, run_passes
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.devices import give_back_memory
 
 _CHUNK_BYTES = 1 << 22
 """Bytes of the logits in fp32 that are there at a time; or a 32nd of the LM head's, which each chunk reads, if more."""
+_FEW_TOKENS = 16
+"""As many show what modules read; all that is read is kept for that."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What modules read in a pass, as a pass of a few tokens shows it."""
+
+    groups: list[list[str]]
+    """The names of the modules; those of a group read the same tensors in all of their calls."""
+    in_order: bool
+    """Whether each call reads a row for each token of the batch, in the batch's order. If not, such as for relative
+    positions, the tokens of an expert or axes in another order, padding and sequences can be told apart only in
+    batches of one sequence without padding."""
+    changed: frozenset[str]
+    """The modules whose inputs the model changes in place after they were read."""
+
+    def of(self, names: Collection[str]) -> Reads:
+        """The same for some of the modules."""
+        groups = [[name for name in group if name in names] for group in self.groups]
+        return Reads([group for group in groups if group], self.in_order, self.changed)
+
+
+_AnySums = TypeVar("_AnySums", bound=HookSums)
+
+
+@torch.no_grad()
+def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequence[Batch]) -> Reads:
+    """See what modules read by a forward pass over a few tokens of the first batch that has any.
+
+    Its first and last sequence are the same, and the one between them is another one. This tells tensors of the
+    batch's tokens from all others that happen to have as many rows.
+    """
+    batch = next((each for each in batches if each.attention_mask.any()), None)
+    if batch is None:
+        return Reads([[name] for name in names], True, frozenset())
+    lengths_B = (batch.attention_mask != 0).sum(1)
+    row, length = int(lengths_B.argmax()), min(int(lengths_B.max()), _FEW_TOKENS)
+    real_T = (batch.attention_mask[row] != 0).nonzero()[:length, 0]
+    words_T = batch.input_ids[row, real_T]
+    ids_3T = torch.stack([words_T, (words_T - 1).abs(), words_T])
+    segments = None if batch.token_type_ids is None else batch.token_type_ids[row, real_T].expand(3, -1)
+    probe = Batch(ids_3T, torch.ones_like(ids_3T), torch.full_like(ids_3T, IGNORE_INDEX), token_type_ids=segments)
+    read: list[tuple[str, Tensor, tuple[object, ...]]] = []
+
+    def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        read.append((name, inputs[0], identity(inputs[0])))
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(note, name)) for name in names]
+    try:
+        with tapped_output(model) as tapped:
+            tapped(probe.to(model.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls: dict[str, list[object]] = {}
+    for name, _, key in read:
+        calls.setdefault(name, []).append(key)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, keys in calls.items():
+        groups.setdefault(tuple(keys), []).append(name)
+    return Reads(
+        [*groups.values(), *([name] for name in names if name not in calls)],
+        all(_is_in_order(tensor, length) for _, tensor, _ in read),
+        frozenset(name for name, tensor, key in read if identity(tensor) != key),
+    )
+
+
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+
+
+def _is_in_order(tensor: Tensor, length: int) -> bool:
+    """Whether a tensor has the rows of three sequences one after the other, of which the first and last are the same.
+
+    Equal rows may differ by rounding.
+    """
+    axes = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape  # a token embedding reads ids
+    if [size for size in axes if size > 1] not in ([3, length], [3 * length]):
+        return False
+    first, other, same = tensor.reshape(3, -1).float()
+    return bool((first - same).norm() < (first - other).norm() / 10)
 
 
 def run_sampled(
     model: PreTrainedModel,
+    names: Collection[str],
     batches: Iterable[Batch],
-    sums: HookSums,
+    make: Callable[[Reads | None], _AnySums],
     *,
+    reads: Reads | None,
     gradients: bool,
     seed: int,
     rounds: int,
     what: str = "Calibrating",
     done: int = 0,
-    after: Callable[[int, int], object] = lambda done, total: None,
+    after: Callable[[_AnySums, int, int], object] = lambda sums, done, total: None,
+) -> _AnySums:
+    """Run a model forward, and backward from sampled labels; returns the sums that `make` begins (`measure_moments`).
+
+    Most models give each linear the tokens of the batch, once. Where a pass meets something else, it begins again with
+    what `watch_reads` sees, if `reads` does not have that already.
+    """
+    batches = list(batches)
+
+    def run(reads: Reads | None) -> _AnySums:
+        sums = make(reads)
+        sums.is_known = reads is not None
+        parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
+        _run(model, parts, sums, gradients, seed, rounds, what, done, partial(after, sums))
+        return sums
+
+    if reads is None and not done:
+        try:
+            return run(None)
+        except OddReadError:
+            pass
+    return run(watch_reads(model, names, batches) if reads is None else reads)
+
+
+def _run(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    sums: HookSums,
+    gradients: bool,
+    seed: int,
+    rounds: int,
+    what: str,
+    done: int,
+    after: Callable[[int, int], object],
 ) -> None:
-    """Run a model forward, and backward from sampled labels, while `sums` counts; see `measure_moments`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # the gradients of the weights are not needed
     limit, layers = graph_tokens(model), list(layers_of(model))
@@ -74,7 +194,8 @@ def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
     """Block in which layers keep only their inputs for the backward pass, which computes the rest again."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return sums.during("dropped"), sums.during("again")
+        calls = deque[Any]()
+        return sums.during("dropped", calls), sums.during("again", calls)
 
     def dropping(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **more: Any) -> Any:
@@ -122,7 +243,7 @@ def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
     that gather the parameters are on the modules.
     """
     training, last = model.training, len(layers_of(model)) - 1
-    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": frozenset({last})}))
+    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": frozenset({last})}, recomputes=True))
     try:
         yield tapped
     finally:

@@ -34,6 +34,7 @@ from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_fl
 from llmdistill.factorize.modules import check_columns
 from llmdistill.factorize.svd import factor_params, largest_rank
 from llmdistill.models.configs import load_config
+from llmdistill.models.families import base_name
 from llmdistill.models.load import build_meta
 
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -171,10 +172,10 @@ def _described(method: str, linears: Mapping[str, Shape], sizes: Mapping[str, An
     }
 
 
-def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
-    """The number of parameters that target_params leaves for the linears of the layers.
+def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collection[str] = ()) -> int:
+    """The number of parameters that target_params leaves for the linears of the layers, beside those that stay dense.
 
-    Raises UserError if rank_multiple for every linear has more.
+    `dense` are names in the base model. Raises UserError if rank_multiple for every other linear has more.
     """
     assert settings.target_params is not None
     if _matrices(model, settings).keys() != layer_linears(model).keys():
@@ -182,13 +183,15 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
             f"allocation loss predicts what each linear costs, but the experts of {type(model).__name__} are stacks of "
             "matrices, which are not measured: take allocation uniform"
         )
-    budget = parse_target(settings.target_params, count_parameters(model)) - fixed_params(model, settings)
-    shapes = layer_linears(model).values()
-    smallest = sum(factor_params(m, n, settings.rank_multiple, settings.form) for m, n in shapes)
+    shapes = {base_name(model, name): shape for name, shape in layer_linears(model).items()}
+    fixed = fixed_params(model, settings) + sum(m * n for m, n in (shapes.pop(name) for name in dense))
+    budget = parse_target(settings.target_params, count_parameters(model)) - fixed
+    smallest = sum(factor_params(m, n, settings.rank_multiple, settings.form) for m, n in shapes.values())
     if smallest > budget:
+        what = f"every linear but {', '.join(dense)}, which the calibration data never run" if dense else "every linear"
         raise UserError(
-            f"target_params {settings.target_params} is out of reach: rank {settings.rank_multiple} for every linear, "
-            f"the smallest allocation, has {smallest + fixed_params(model, settings):,} parameters; raise the target, "
+            f"target_params {settings.target_params} is out of reach: rank {settings.rank_multiple} for {what}, "
+            f"the smallest allocation, has {smallest + fixed:,} parameters; raise the target, "
             "lower rank_multiple, or factorize the token embedding too (embedding_rank)"
         )
     return budget

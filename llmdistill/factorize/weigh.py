@@ -200,7 +200,8 @@ def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: M
     reference, found = build_reference(config), Weighted(ranks={}, factors=factors, predicted_loss=0.0)
     if settings.allocation == "uniform":
         return found.with_ranks(_planned(reference, settings))
-    budget = rank_budget(reference, settings)
+    # Nothing is known of what a cut of the others costs: the data never run them.
+    budget = rank_budget(reference, settings, [name for name in _shapes(reference) if name not in factors])
     chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.form)
     return found.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
 

@@ -26,7 +26,7 @@ from llmdistill.factorize.kinds import Sigma
 from llmdistill.factorize.sampled import run_sampled
 from llmdistill.factorize.svd import determined, place_sigma, truncated_svd
 from llmdistill.factorize.weighted import ridged
-from llmdistill.models.passes import HookSums
+from llmdistill.models.passes import HookSums, graded
 
 ROW_DAMPING = 0.3
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
@@ -71,8 +71,17 @@ def measure_table(
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    sums = _TableSums(model, gradients)
-    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds, what="Calibrating the embedding")
+    sums = run_sampled(
+        model,
+        [token_embedding(model)[0]],
+        batches,
+        lambda _: _TableSums(model, gradients),
+        reads=None,
+        gradients=gradients,
+        seed=seed,
+        rounds=rounds,
+        what="Calibrating the embedding",
+    )
     if reduce is not None:
         for each in (sums.tokens, *sums.sums.values()):
             reduce(each)
@@ -98,12 +107,11 @@ class _TableSums(HookSums):
                 self.sums["head_outputs"] = torch.zeros(vocabulary, device=device)
             self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._head))
 
-    def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        mask_BT, counts = self.mask, self.sums["counts"]
-        counts += torch.bincount(inputs[0][mask_BT], minlength=len(counts))
-        if self._gradients:  # no weight requires a gradient, so the graph begins here
-            output.requires_grad_(True)
-            output.register_hook(lambda gradient: self._add("gradients", gradient.detach()[mask_BT]))
+    def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        self.check("", inputs[0][..., None])
+        counts = self.sums["counts"]
+        counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
+        return graded(output, lambda each: self._add("gradients", self.rows(each))) if self._gradients else None
 
     def _head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()

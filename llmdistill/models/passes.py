@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,39 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.progress import Activity
+
+
+class OddReadError(Exception):
+    """A module reads something of which one pass cannot say whether it is the tokens of the batch."""
+
+
+def graded(output: Tensor, take: Callable[[Tensor], object] | None) -> Tensor:
+    """Return the output of a module for a forward hook to hand on; `take` gets its gradient in the backward pass.
+
+    The gradient is that of what the module returned, also if the model changes the tensor in place afterwards. No
+    weight needs to require a gradient: the graph begins here at the latest.
+    """
+    return cast(Tensor, _Graded.apply(output, torch.empty(0, requires_grad=True), take))
+
+
+class _Graded(torch.autograd.Function):
+    """The same values in the same memory.
+
+    A hook on the tensor itself is not enough: torch forgets it when a view, such as what a linear returns for three
+    axes, is changed in place, and a tensor at which the graph begins cannot be changed at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, _begin: Tensor, take: Callable[[Tensor], object] | None) -> Tensor:
+        ctx.take = take
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        take, ctx.take = ctx.take, None  # what it holds is free before the graph is
+        if take is not None:
+            take(gradient)
+        return gradient, None, None
 
 
 class HookSums:
@@ -30,24 +64,83 @@ class HookSums:
         self.phase: Literal["kept", "dropped", "again"] = "kept"
         """Whether the tensors of the layer that runs are kept for the backward pass, are dropped, or are computed again
         in the backward pass."""
+        self.calls: deque[Any] = deque()
+        """What a subclass keeps of the calls of the layer that runs, from when it is dropped to when it runs again."""
+        self.is_known = False
+        """Whether it is known what the modules read; else each must read (B, T, K), once."""
+        self._called = set[str]()
 
     def count(self, mask_BT: Tensor) -> None:
         """Let the next pass be added up at the positions of the mask; padding is left out."""
         self.mask = mask_BT
+        self._called.clear()
         self._is_whole = bool(mask_BT.all())
         self.tokens += mask_BT.sum()
 
-    def rows(self, values_BTK: Tensor) -> Tensor:
-        """Return the values (N, K) of a pass at the positions that count."""
-        return values_BTK.detach().flatten(0, 1) if self._is_whole else values_BTK.detach()[self.mask]
+    def check(self, name: str, values: Tensor) -> None:
+        """Look at what a module reads in a call (B, T, K).
+
+        Raises:
+            OddReadError: it may be something else than the tokens, in their order, and nothing else is known of it.
+        """
+        if not self.is_known:
+            is_plain = values.dim() == 3 and values.shape[:2] == self.mask.shape
+            rows, length = self.mask.shape
+            # Where all counts, the order does not matter.
+            if name in self._called or not is_plain or not (1 < rows != length or (rows == 1 and self._is_whole)):
+                raise OddReadError(name)
+            self._called.add(name)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the values (..., K) of a call of a module as rows (N, K), those that count.
+
+        Rows that are not the batch's tokens count all, as those of relative positions do.
+
+        Raises:
+            UserError: there is padding, and nothing says which of the rows it is.
+        """
+        rows_NK = values.detach().reshape(-1, values.shape[-1])
+        if self._is_whole:
+            return rows_NK
+        if len(rows_NK) == self.mask.numel():
+            return rows_NK[self.mask.flatten()]
+        self._check_odd()
+        return rows_NK[:0]
+
+    def by_sequence(self, values: Tensor) -> Tensor:
+        """Add up the values (..., K) of a call over the rows that count of each sequence: (B, K).
+
+        Raises:
+            UserError: nothing says which of the rows belong to which sequence, or which are padding.
+        """
+        mask_BT, width = self.mask, values.shape[-1]
+        if values.numel() == mask_BT.numel() * width:
+            return (values.reshape(*mask_BT.shape, width) * mask_BT[..., None]).sum(1)
+        if self._is_whole and len(mask_BT) == 1:
+            return values.reshape(1, -1, width).sum(1)
+        self._check_odd()
+        return values.new_zeros(len(mask_BT), width)
+
+    def _check_odd(self) -> None:
+        if self.mask.any():
+            raise UserError(
+                "a linear reads other rows than the tokens of a batch, so that padding cannot be told from them: set "
+                "student.factorize.calibration.micro_batch_size to 1"
+            )
+
+    def finish(self) -> None:
+        """Called after each pass; by default nothing is done."""
 
     def judged(self, p_NV: Tensor) -> None:
         """Take the probabilities of some rows that count, in the passes with gradients; by default nothing is done."""
 
     @contextmanager
-    def during(self, phase: Literal["dropped", "again"]) -> Iterator[None]:
-        """Block in which a layer runs whose tensors are dropped, or computed again."""
-        self.phase = phase
+    def during(self, phase: Literal["dropped", "again"], calls: deque[Any]) -> Iterator[None]:
+        """Block in which a layer runs whose tensors are dropped, or computed again; both times it has the same calls.
+
+        A layer that the model runs several times has other `calls` for each of them.
+        """
+        self.phase, self.calls = phase, calls
         try:
             yield
         finally:
@@ -144,6 +237,7 @@ def run_passes(
                 moved = batches[number % len(batches)].to(model.device)
                 sums.count((moved.attention_mask != 0) & (number < len(batches)))
                 step(moved)
+                sums.finish()
                 activity.advance()
                 after(number + 1, total)
     finally:

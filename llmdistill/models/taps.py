@@ -66,7 +66,14 @@ class Recorder:
     with weight 0.
     """
 
-    def __init__(self, model: PreTrainedModel, request: TapRequest, projectors: nn.ModuleDict | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        request: TapRequest,
+        projectors: nn.ModuleDict | None = None,
+        *,
+        recomputes: bool = False,
+    ) -> None:
         """Install the taps.
 
         Args:
@@ -74,6 +81,8 @@ class Recorder:
             request: the aspects to record, and for each aspect the layers (0-based); empty sets are allowed.
             projectors: aspect -> module that maps the tensors of this aspect to another width; one module for all
                 layers. The projectors run inside the model's forward pass, where ZeRO-3 can gather their parameters.
+            recomputes: layers may be computed again in the backward pass by other means than the model's own activation
+                checkpointing.
 
         Raises UserError if the architecture is not supported, or if the attention implementation is not sdpa.
         """
@@ -83,7 +92,7 @@ class Recorder:
         self.is_recording = False
         """Whether a `recording()` block is active."""
         self._in_forward = False
-        self._recomputes = False
+        self._recomputes = self._recomputes_always = recomputes
         self._offer: Callable[[Taps, Tap], None] | None = None
         self._visible_until: Tensor | None = None
         self._came: set[Tap] = set()
@@ -246,7 +255,7 @@ class Recorder:
         if not self._is_given_mask:
             self._restore_attention()
         if self.is_recording:
-            self._recomputes = self._is_checkpointed()
+            self._recomputes = self._recomputes_always or self._is_checkpointed()
             self._taps, self._in_forward = Taps(visible_until=self._visible_until), True
             self._came, self._collected = set(), None
 
@@ -284,7 +293,9 @@ class Recorder:
             return
         assert self._taps is not None
         aspect, index, tensor, scaling = one
-        assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
+        # A model may run a layer several times (ALBERT): what it returns last stays.
+        is_again = (aspect, index) in self._came
+        assert not is_again or (aspect == "hidden" and self._offer is None), f"{aspect} of layer {index} came twice"
         self._came.add((aspect, index))
         if scaling is not None:
             self._taps.scaling[index] = scaling
