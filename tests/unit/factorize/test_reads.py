@@ -89,7 +89,7 @@ def calls_of(model: Any, batch: Batch, seed: int = 0) -> list[dict[str, list[tup
         ids = batch.input_ids[row : row + 1, :length]
         log_NV = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].log_softmax(-1)
         chances_N = sampled._uniform(batch, 1, seed)[row, :length, 0].double()
-        drawn_N = (log_NV.detach().double().exp().cumsum(-1) < chances_N[:, None]).sum(-1).clamp(max=39)
+        drawn_N = (log_NV.detach().double().exp().cumsum(-1) < chances_N[:, None]).sum(-1).clamp(max=log_NV.shape[1] - 1)
         (-log_NV.gather(1, drawn_N[:, None]).sum()).backward()
         for handle in handles:
             handle.remove()
