@@ -83,7 +83,8 @@ class Measurement:
 
     @cached_property
     def _reads(self) -> Reads:
-        return watch_reads(self.model, layer_linears(self.model), self.batches)
+        found = watch_reads(self.model, layer_linears(self.model), self.batches)
+        return found if self.world.size == 1 else cast(Reads, broadcast_object(found))  # data may choose the experts
 
     @cached_property
     def _parts(self) -> Sequence[Batch]:
@@ -144,7 +145,7 @@ class Measurement:
     def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
         """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
 
-        The others among the names were never run.
+        The others among the names have none, as the data gave them no input or no gradient.
 
         A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
         of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
+from llmdistill.factorize.install import features
 from llmdistill.factorize.sampled import Reads, identity, run_sampled, watch_reads
 from llmdistill.models.passes import HookSums, graded
 
@@ -59,6 +61,8 @@ def measure_moments(
     after: Callable[[int, int, Callable[[], Begun]], object] = lambda done, total, begun: None,
 ) -> dict[str, Moments]:
     """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
+
+    Linears that get no input or no gradient are left out, such as one whose weight the model reads itself.
 
     The gradients are those of the log-likelihood of labels that are sampled from the model's own output, so they
     measure the true Fisher matrix: for a language model one label at each token, for a classifier one class for each
@@ -119,6 +123,8 @@ class _Sums(HookSums):
             {key.partition(" ")[2]: each for key, each in known.items() if key.startswith(what)}
             for what in ("inputs", "gradients" if gradients else "none")
         )
+        self._has_gradients = gradients
+        self._shapes = {name: features(model.get_submodule(name)) for name in names}
         groups = [] if reads is None else reads.groups
         self._source = {name: group[0] for group in groups for name in group} | dict(begun.sources)
         """The linear that first reads what a linear reads."""
@@ -131,19 +137,33 @@ class _Sums(HookSums):
         return Begun(done, {"tokens": self.tokens, **sums}, self._source)
 
     def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
-        """Return the sums over all ranks that this rank needs."""
+        """Return the sums over all ranks that this rank needs, of the linears that got inputs and gradients at all."""
         if reduce is not None:
             reduce(self.tokens, None)
-            for sums in (self._inputs, self._gradients):
-                for name in [name for name, each in sums.items() if not reduce(each, name)]:
-                    del sums[name]
+            self._reduce(
+                self._inputs, {self._source.get(name, name): n for name, (_, n) in self._shapes.items()}, reduce
+            )
+            if self._has_gradients:
+                self._reduce(self._gradients, {name: m for name, (m, _) in self._shapes.items()}, reduce)
         measured = chain(self._inputs.items(), self._gradients.items())
         tokens = self.counted((f"the inputs or gradients of {name}", _whole(each)) for name, each in measured)
+        inputs, gradients = (
+            {name: each for name, each in sums.items() if each.any()} for sums in (self._inputs, self._gradients)
+        )
         return {
-            name: Moments(inputs=self._inputs[source], gradients=self._gradients.get(name), tokens=tokens)
+            name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)
             for name, source in self._source.items()
-            if source in self._inputs
+            if source in inputs and (name in gradients or not self._has_gradients)
         }
+
+    def _reduce(
+        self, sums: dict[str, Tensor], widths: Mapping[str, int], reduce: Callable[[Tensor, str | None], bool]
+    ) -> None:
+        for name, width in widths.items():
+            if name not in sums:  # such as an expert that no token of this rank has come to
+                sums[name] = torch.zeros(width, width, device=self.tokens.device)
+            if not reduce(sums[name], name):
+                del sums[name]
 
     def _run(
         self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor

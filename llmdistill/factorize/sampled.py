@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
 from llmdistill.factorize.counting import count_parameters, layer_linears
@@ -199,6 +199,8 @@ def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
 
     def dropping(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **more: Any) -> Any:
+            if any(isinstance(each, Cache) for each in (*args, *more.values())):
+                return forward(*args, **more)  # it would find its own keys in the cache (FlauBERT always has one)
             return checkpoint(
                 forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **more
             )
@@ -242,8 +244,10 @@ def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
     A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
     that gather the parameters are on the modules.
     """
-    training, last = model.training, len(layers_of(model)) - 1
-    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": frozenset({last})}, recomputes=True))
+    training = model.training
+    # Without a head a model is judged by its hidden states.
+    hidden = frozenset({len(layers_of(model)) - 1} if model.base_model is model else ())
+    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": hidden}, recomputes=True))
     try:
         yield tapped
     finally:

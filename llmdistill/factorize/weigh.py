@@ -188,6 +188,14 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
 
         measurement = _measurement(source, settings)
         measurement.factors(shapes, ranks, keep, source.say, set(ranks) - set(missing))
+
+        def check() -> None:
+            if not any(name in factors for name in ranks):
+                raise UserError(
+                    "the calibration data give no matrix any input or gradient: name other data, or leave weighting out"
+                )
+
+        on_main(check, source.world)
     return factors
 
 
