@@ -341,7 +341,8 @@ def evaluate(
     with evaluating(model, head="lm_head") as loaded:
         for name, text in texts.items():
             if is_causal(loaded.config):
-                windows = cut_windows(read[name], own, loaded.config, name=name, window=window or length, **cut)
+                cut |= {"window": window or length, "data": text}
+                windows = cut_windows(read[name], own, loaded.config, name=name, **cut)
                 scores[name] = score_windows(loaded, windows, batch_size=size, world=World.alone(), name=name)
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import READERS, content_sha256, open_rows, text_lines
+from llmdistill.data.sources import READERS, Data, content_sha256, open_rows, text_lines
 from llmdistill.data.store import reading, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import check_rows
 from llmdistill.progress import progress
 
 _FORMAT = 2
@@ -105,7 +106,8 @@ def store_corpus(
         segments = _read_segments(reference, files, field, keep_ends)
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
-        counts = _write(folder, progress(segments, "Tokenizing", "segments"), tokenizer)
+        segments = progress(segments, "Tokenizing", "segments")
+        counts = _write(folder, segments, tokenizer, lambda token: find_words(token, reference, field))
         if counts["tokens"] == 0:
             why = "holds no text; give at least one line of it"
             if fraction < 1:
@@ -128,8 +130,10 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))
 
 
-def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Write tokens and offsets piece by piece, so that a text may be larger than memory."""
+def _write(
+    folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, place: Callable[[str], str]
+) -> dict[str, Any]:
+    """Write tokens and offsets piece by piece, so that a text may be larger than memory; `place` finds a token."""
     num_tokens = num_segments = num_documents = 0
     current: tuple[int, int] | None = None
     dtypes = {"tokens": token_dtype(tokenizer), "segments": np.dtype(np.int64), "documents": np.dtype(np.int64)}
@@ -140,7 +144,9 @@ def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase)
             files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
         while batch := list(islice(segments, _AT_ONCE)):
-            for (document, _), ids in zip(batch, _encode([text for _, text in batch], tokenizer), strict=True):
+            encoded = _encode([text for _, text in batch], tokenizer)
+            check_rows(tokenizer, encoded, lambda _, token: place(token))
+            for (document, _), ids in zip(batch, encoded, strict=True):
                 if not ids:  # the tokenizer drops all characters of the line
                     continue
                 if document != current:
@@ -180,6 +186,23 @@ def text_files(reference: str | Path) -> list[Path] | None:
             "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
         )
     return None
+
+
+def find_words(words: str, data: Data, field: str = "text") -> str:
+    """Where words stand first in a text: file and line of a plain text, file and place of a row."""
+    if not isinstance(data, str | Path):
+        rows = (row if isinstance(row, str) else str(row.get(field)) for row in data)
+        return next((f"row {number}" for number, text in enumerate(rows, start=1) if words in text), "data")
+    files: Sequence[Path | None] = text_files(data) or [None]
+    for file in files:
+        if file is not None and _kind(file) == "text":
+            places = ((line, f"{file}:{number}") for number, line in enumerate(text_lines(file), start=1))
+        else:
+            places = ((str(row.get(field)), source) for row, source in open_rows(file or data, streaming=True))
+        found = next((place for text, place in places if words in text), None)
+        if found is not None:
+            return found
+    return str(data)
 
 
 def _kind(file: Path) -> str:

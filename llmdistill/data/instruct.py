@@ -39,6 +39,7 @@ from llmdistill.data.store import (
     tokenizer_fingerprint,
 )
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import check_rows
 
 _FORMAT = 5
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
@@ -130,9 +131,14 @@ def encode_prompts(
     chats = render_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer)
     chat_ids = iter(_tokens(chats, tokenizer))
     all_ids = [next(chat_ids if is_chat(each, limits.prompt) else plain_ids) for each in examples]
+    check_rows(tokenizer, all_ids, lambda number, _: _place(examples, number))
     kept, dropped, truncated = _within([len(ids) for ids in all_ids], examples, limits, may_be_empty)
     ids = [_last_tokens(all_ids[index], limits.max_prompt_length, tokenizer) for index in kept]
     return EncodedPrompts(ids, kept, dropped, truncated)
+
+
+def _place(examples: Sequence[Example], number: int) -> str:
+    return examples[number].source or f"prompt {number + 1}"
 
 
 def _within(
@@ -142,7 +148,7 @@ def _within(
     limit = limits.max_prompt_length
     long = [index for index, length in enumerate(lengths) if length > limit]
     if long and limits.long_prompts == "error":
-        first = examples[long[0]].source or f"prompt {long[0] + 1}"
+        first = _place(examples, long[0])
         setting, length = f"data.max_prompt_length={limit}", lengths[long[0]]
         said = f"{len(long)} of {len(lengths)} prompts are longer than {setting} tokens, first {first} with {length}"
         if len(lengths) == 1:  # a stream passes a single prompt at a time
@@ -212,6 +218,7 @@ def encode(
         else Encoded(next(prompts), [*next(answers), tokenizer.eos_token_id], each.teacher)
         for each in examples
     ]
+    check_rows(tokenizer, (each.ids for each in whole), lambda number, _: _place(examples, number))
     kept, dropped, truncated = _within([len(each.prompt_ids) for each in whole], examples, limits, may_be_empty)
     items = [_cut(whole[index], tokenizer, limits) for index in kept]
     shortened = sum(

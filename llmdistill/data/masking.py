@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import rows_of
 
 _BYTE_BLANKS = ("Ġ", "Ċ", "ĉ", "č")
 """The characters by which byte-level vocabularies write blank, newline, tabulator and carriage return."""
@@ -41,6 +42,8 @@ class Masking:
         """The masking with a tokenizer's own tokens. Raises UserError as `word_starts` does."""
         mask: Any = tokenizer.mask_token_id
         vocabulary = np.flatnonzero(vocabulary_mask(tokenizer, lambda _: True) & ~special_mask(tokenizer))
+        rows = rows_of(tokenizer)
+        vocabulary = vocabulary if rows is None else vocabulary[vocabulary < rows]
         starts = word_starts(tokenizer) if whole_words else None
         return cls(mask_share=mask_share, mask_token_id=mask, vocabulary=vocabulary, word_starts=starts)
 

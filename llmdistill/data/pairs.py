@@ -16,6 +16,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import check_rows
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def encode_pairs(
         max_length=max_length,
         verbose=False,
     )
+    check_rows(tokenizer, encoded["input_ids"], lambda number, _: f"row {examples[number].index + 1}")
     types = encoded.get("token_type_ids") or [None] * len(examples)
     rows = zip(encoded["input_ids"], types, examples, strict=True)
     return [EncodedPair(ids, type_ids, example.target, example.index) for ids, type_ids, example in rows]

@@ -29,6 +29,7 @@ from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.files import cache_folder, read_json, write_json
 from llmdistill.fingerprints import digest
+from llmdistill.models.unembedded import rows_of
 from llmdistill.progress import Activity
 
 Item = TypeVar("Item")
@@ -59,6 +60,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         # Each call of the tokenizer sets these two, so they differ before and after the first call.
         for passing in ("truncation", "padding"):
             decides.pop(passing, None)
+    if rows_of(tokenizer) is not None:  # texts with the tokens beyond them are refused
+        decides = [decides, rows_of(tokenizer)]
     return digest(json.loads(json.dumps(decides, default=str)))
 
 

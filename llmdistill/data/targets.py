@@ -22,6 +22,7 @@ from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.masking import Masking
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import check_rows
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ def encode_targets(
 
 
 def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    check_rows(tokenizer, ids, lambda number, _: texts[number])
+    return ids
 
 
 def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:

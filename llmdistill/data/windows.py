@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import sample_id
 from llmdistill.data.store import TOKEN_IDS, Layout, in_pieces
 from llmdistill.errors import UserError
+from llmdistill.models.unembedded import check_rows
 
 NO_ANSWER = 0
 """The position of start and end where a window holds no answer: the first token, [CLS] or <s>, as in BERT."""
@@ -154,9 +155,11 @@ def _encode(
             return_offsets_mapping=True,
             verbose=False,
         )
+        of_window = [members[member] for member in encoded["overflow_to_sample_mapping"]]
+        places = [f"question {examples[index].id}" for index in of_window]
+        check_rows(tokenizer, encoded["input_ids"], partial(_place, places))
         types = encoded.get("token_type_ids")
-        for row, member in enumerate(encoded["overflow_to_sample_mapping"]):
-            index = members[member]
+        for row, index in enumerate(of_window):
             characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)
             in_context = np.array([part == 1 for part in encoded.sequence_ids(row)])
             # Some tokenizers have tokens of no character, such as the space in front of the text.
@@ -172,6 +175,10 @@ def _encode(
                 )
             )
     return [window for index in indices for window in windows[index]]
+
+
+def _place(places: Sequence[str], row: int, _token: str) -> str:
+    return places[row]
 
 
 def _cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[tuple[str, int]]:

@@ -7,11 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
 from llmdistill.models.configs import load_config, local_folder, not_loaded
+from llmdistill.models.unembedded import set_rows
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "sentencepiece.bpe.model")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE_FILES)
@@ -31,8 +32,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     and not by token ids. A folder with only tokenizer.json names no end token either. Then the end token is that of
     config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it. For a peft adapter without a
     tokenizer, the tokenizer of its base is loaded. Raises UserError if the folder or name does not exist or has no
-    tokenizer, if the tokenizer has no end token or a token without an embedding of the model, or if transformers would
-    read a sentencepiece model wrongly.
+    tokenizer, if the tokenizer has no end token or is not the model's (`fit_tokenizer`), or if transformers would read
+    a sentencepiece model wrongly.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None and not has_tokenizer(adapter):
@@ -47,7 +48,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if sentencepiece is not None:
         _check_sentencepiece(tokenizer, sentencepiece)
     if adapter is None and (folder is None or (folder / "config.json").is_file()):
-        _check_rows(tokenizer, path)
+        fit_tokenizer(tokenizer, load_config(path), path)
     # Encoders end a sequence with their separator token, so an end token is missing only if there is no separator.
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
         end = _end_token(tokenizer, folder)
@@ -59,11 +60,25 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
-def _check_rows(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Raises UserError if a token has no embedding; more embeddings than tokens are the padding of many models."""
-    rows = getattr(load_config(path).get_text_config(), "vocab_size", None)
-    token, index = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if rows is not None and index >= rows:
+def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str | Path) -> None:
+    """Note which tokens have an embedding of the model; more embeddings than tokens are the padding of many models.
+
+    Tokens that were added to a vocabulary may have none: Gemma 3 of text alone has no row for the token of an image,
+    and such tokens are refused where data use them (`models.unembedded`). A padding or mask token without one is none.
+    Raises UserError if a token of the vocabulary itself has none, or one that stands in every text.
+    """
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    beyond = [each for each in tokenizer.get_vocab().items() if rows is not None and each[1] >= rows]
+    set_rows(tokenizer, rows if beyond else None)
+    if rows is None or not beyond:
+        return
+    for name in ("pad_token", "mask_token"):
+        if (getattr(tokenizer, f"{name}_id") or 0) >= rows:
+            setattr(tokenizer, name, None)
+    marks = {*tokenizer("")["input_ids"], *(getattr(tokenizer, f"{name}_token_id") for name in ("eos", "cls", "sep"))}
+    wrong = [each for each in beyond if each[1] not in tokenizer.added_tokens_decoder or each[1] in marks]
+    if wrong:
+        token, index = max(wrong, key=lambda item: item[1])
         raise UserError(
             f"{path}: the tokenizer's token {token!r} has the id {index}, and the model has {rows} embeddings: "
             "take the model's own tokenizer, or resize the embeddings"

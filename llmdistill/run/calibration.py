@@ -138,6 +138,7 @@ def measure_weights_on(
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         words = fingerprint(folder)
+        model.config.save_pretrained(folder)  # says which tokens have an embedding
         file = data_file(data, Path(folder), name="calibration")
         kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
         if kept.kind == "instructions":

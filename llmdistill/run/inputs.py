@@ -23,8 +23,9 @@ from llmdistill.files import check_writable, share, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.models.companions import copy_companions
+from llmdistill.models.configs import load_config
 from llmdistill.models.load import Head, folder_damage, load_model
-from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
+from llmdistill.models.tokenizer import brings_tokenizer, fit_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
 
@@ -140,9 +141,10 @@ def tokenizer_of(
     model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedTokenizerBase:
     """Return `tokenizer`, by default that of the folder or name of the model; a UserError if there is none."""
-    if tokenizer is not None:
-        return tokenizer
     source = locate(str(model)) if isinstance(model, str | Path) else str(model.name_or_path or "")
+    if tokenizer is not None:
+        fit_tokenizer(tokenizer, load_config(source) if isinstance(model, str | Path) else model.config, "tokenizer")
+        return tokenizer
     if not str(source) or not brings_tokenizer(source):
         raise UserError(
             f"tokenizer is missing: this {type(model).__name__} was not loaded from a folder with one; give it"

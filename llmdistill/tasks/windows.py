@@ -13,11 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import GenerationConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
-from llmdistill.data.sources import kind_of
+from llmdistill.data.corpus import find_words
+from llmdistill.data.sources import Data, kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import is_causal, max_positions
+from llmdistill.models.unembedded import check_rows
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
@@ -72,6 +74,7 @@ def cut_windows(
     stride: int | None = None,
     limit: int | None = None,
     shorten: bool = False,
+    data: Data | None = None,
 ) -> Windows:
     """Tokenize a text in one piece, and cut it into windows that all begin as the tokenizer begins a text.
 
@@ -82,6 +85,7 @@ def cut_windows(
             windows overlap.
         limit: score only so many windows, the first ones.
         shorten: whether a shorter text is one window of its own length.
+        data: where the text was read, for messages.
 
     Raises:
         UserError: the model is no decoder, it has fewer positions than a window has tokens, the stride is larger than
@@ -98,6 +102,7 @@ def cut_windows(
         raise UserError(f"stride is {stride}, but a window has {length} tokens: give that or less")
     begin = begin_tokens(tokenizer)
     tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+    check_rows(tokenizer, [tokens], lambda _, token: name if data is None else find_words(token, data))
     tokens = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     least = len(begin) + (1 if begin else 2)  # with one token to predict
     most = max(least, len(begin) + len(tokens))
@@ -177,7 +182,10 @@ def windows_of(
 ) -> dict[str, Windows]:
     """Read texts and cut them into windows, as the settings say; see `TextSet.read` and `cut_windows`."""
     given: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
-    return {name: cut_windows(text.read(), tokenizer, config, name=name, **given) for name, text in texts.items()}
+    return {
+        name: cut_windows(text.read(), tokenizer, config, name=name, data=text.data, **given)
+        for name, text in texts.items()
+    }
 
 
 def text_tests(tests: Mapping[str, str]) -> dict[str, TextSet]:
