@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -78,7 +79,9 @@ def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
 def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Merge an adapter into its base, given in fp32 so that only the final cast rounds, and return the stock model.
 
-    Raises UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
+    The reference is peft's own model: its outputs are compared with those of the merged one. An adapter that changes
+    the token embedding or the LM head alone unties them, and embeddings of more or fewer rows are taken from it. Raises
+    UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -92,18 +95,28 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
             "write the merged model first (llmdistill.models.load.merge_adapter) and load that"
         )
+    content = read_json(folder / CONFIG_FILE)
+    if isinstance(content, dict) and content.get("layer_replication"):
+        raise UserError(
+            f"{folder / CONFIG_FILE}: layer_replication gives copies of a layer different adapters, which cannot be "
+            "merged into one layer: train an adapter without it, or give the base alone"
+        )
+    _resize(base, folder)
     state = base.state_dict().keys()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # missing and unknown weights are checked below
             model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
         expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+        # Adapters of the embedding or the head come with the matrices below them.
+        own = {name.replace(".default.", ".") for name in model.state_dict()}
+        possible = own | {f"base_model.model.{name}" for name in state}
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
             saved = set(file.keys())
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
     missing = sorted(expected - saved)
-    unknown = sorted(saved - expected - {f"base_model.model.{name}" for name in state})
+    unknown = sorted(saved - expected - possible)
     if missing or unknown:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
         raise _does_not_fit(folder, base, what)
@@ -112,14 +125,92 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base; give the "
             "base alone, or an adapter that changes weights, such as LoRA"
         )
+    expected_outputs = _outputs(model.eval())
     try:
+        _untie(model.get_base_model())
         merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))}); train it again, or give "
             "the base alone"
         ) from error
-    return merged.requires_grad_(True).eval()
+    _tie_again(merged)
+    difference = (_outputs(merged.eval()) - expected_outputs).abs().max().item()
+    if not difference <= _TOLERANCE * max(1.0, expected_outputs.abs().max().item()):  # also for NaN
+        raise UserError(
+            f"{folder}: the adapter cannot be merged into its base: an output differs by {difference:.2g} from peft's "
+            "model; train another one, or give the base alone"
+        )
+    return merged.requires_grad_(True)
+
+
+_TOLERANCE = 1e-3
+"""Largest difference of an output after the merging, as a share of the largest output (and of 1 at least)."""
+
+
+@torch.no_grad()
+def _outputs(model: Any) -> Tensor:
+    """The first output for two random sequences."""
+    ids = torch.randint(model.config.get_text_config().vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    return cast(Tensor, model(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
+
+
+def _resize(base: PreTrainedModel, folder: Path) -> None:
+    """Give a base as many embeddings as its adapter was trained with, if the adapter has them.
+
+    Raises UserError if the adapter has those of the input alone, and the base an LM head of its own.
+    """
+    held, table = embedding_rows(folder), cast(nn.Embedding, base.get_input_embeddings()).weight
+    rows = next(iter(held.values()), None)
+    if rows is None or rows == table.shape[0]:
+        return
+    head = base.get_output_embeddings()
+    if len(held) == 1 and head is not None and head.weight is not table:
+        raise UserError(
+            f"{folder}: the adapter has {rows} rows of {next(iter(held))} alone, and its base has "
+            f"{table.shape[0]}: save it with modules_to_save for embeddings and LM head"
+        )
+    base.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def embedding_rows(folder: Path) -> dict[str, int]:
+    """The number of rows of each whole token embedding and LM head that an adapter holds, by the module's name."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        return {}
+    try:
+        with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
+            found = ((_EMBEDDING.search(name), name) for name in file.keys())  # noqa: SIM118 - it is no dict
+            return {match[1]: int(file.get_slice(name).get_shape()[0]) for match, name in found if match is not None}
+    except (OSError, SafetensorError):  # which is said where the weights are read
+        return {}
+
+
+_EMBEDDING = re.compile(
+    r"\.(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)(?:\.base_layer|\.modules_to_save)?\.weight$"
+)
+"""The names that architectures give their token embedding and LM head."""
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give each module that shares its weight with another one a copy, so that adapters are merged into one alone."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+            seen.add(id(parameter))
+
+
+def _tie_again(model: PreTrainedModel) -> None:
+    """Tie what is equal after the merging; a model whose head is no longer its embedding is not tied from then on."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    there = [pair for pair in ties if parameters.keys() >= set(pair)]
+    if all(torch.equal(parameters[target], parameters[source]) for target, source in there):
+        model.tie_weights()
+    else:
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:

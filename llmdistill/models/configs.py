@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
-from llmdistill.models.adapters import adapter_folder, of_base
+from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base
 from llmdistill.models.families import FAMILIES, is_causal
 
 
@@ -25,7 +25,11 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None:
-        return of_base(adapter, load_config)
+        config = of_base(adapter, load_config)
+        rows = embedding_rows(adapter)
+        if rows:  # the adapter may have been trained with more tokens
+            config.vocab_size = next(iter(rows.values()))
+        return config
     if folder is not None:
         _check_config_file(folder / "config.json")
     try:
