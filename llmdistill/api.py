@@ -1,11 +1,13 @@
 """The Python API: compress, distill, evaluate and export models, given in memory or by name.
 
 A model is a transformers `PreTrainedModel`, a folder, a name on the Hub, or `embedded:teacher`. Data are rows (a list
-of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.sources.Data`.
+of dicts, a `datasets.Dataset`, a `pandas.DataFrame`), texts, chats, a path, or a name: see
+`llmdistill.data.memory.rows_in_memory`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, Run
 from llmdistill.config.command_line import changed
 from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
+from llmdistill.data.memory import has_columns
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
@@ -221,7 +224,8 @@ def distill(
         teacher: the model to learn from.
         student: the model to train; with None the run creates one from the teacher, according to the settings
             (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
-        data: rows with instruction, input and output, with prompt and completion, or with messages; or texts.
+        data: rows with instruction, input and output, with prompt and completion, or with messages; chats, which are
+            lists of messages; or texts.
         method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, embedding, sft or seqkd.
         valid: the validation set, whose loss is logged; instructions are also scored on it by ROUGE-L.
         tests: instruction sets by name, on which all models are scored (see the settings `scoring.*`).
@@ -304,12 +308,14 @@ def evaluate(
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
-    sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
+    sets, are_several = {"data": data}, isinstance(data, Mapping) and not has_columns(data)
+    if isinstance(data, Mapping) and are_several:
+        sets = {str(name): each for name, each in data.items()}
     kinds: dict[str, str] = {}
     for name, each in sets.items():
         check_name(name, "data")  # its predictions are kept under it
-        is_named = isinstance(each, str) and is_task(each) and not Path(each).exists()
-        kinds[name] = kind or ("task" if is_named else kind_of(each))
+        is_named = isinstance(each, str) and is_task(each) and not os.path.exists(each)
+        kinds[name] = kind or ("task" if is_named else kind_of(each, name=name))
     folder = None if output is None else Path(output)
     if "task" in kinds.values():
         if set(kinds.values()) != {"task"}:
@@ -327,7 +333,7 @@ def evaluate(
                 name: score(loaded, own, str(task), predictions=None if folder is None else folder / name)
                 for name, task in sets.items()
             }
-        return scores if isinstance(data, Mapping) else dict(scores["data"])
+        return scores if are_several else dict(scores["data"])
     texts = {name: each for name, each in sets.items() if kinds[name] == "text"}
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
     limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
@@ -348,4 +354,4 @@ def evaluate(
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)
         if examples:
             scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
-    return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])
+    return {name: scores[name] for name in sets} if are_several else dict(scores["data"])

@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
 
         if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
             raise SystemExit(1)
-        return check_places(plans)  # what would run is told also where data are missing
+        return check_places(plans, thorough=False)  # what would run is told also where data are missing
     check_places(plans)
     if tasks is not None:
         tasks.check_tokens()
@@ -88,14 +88,14 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
             gc.enable()
 
 
-def check_places(plans: Sequence[Plan]) -> None:
-    """Check what a run reads and where it writes, as far as that takes no time. Raises UserError for a mistake."""
+def check_places(plans: Sequence[Plan], *, thorough: bool = True) -> None:
+    """Check what a run reads and where it writes, its data as in `Task.check_files`. Raises UserError for a mistake."""
     check_writable(plans[-1].folder, "--output_dir")
     statistics = plans[-1].config.student.factorize.calibration.folder
     if statistics is not None and not Path(statistics).exists():  # one that is there may only be read
         check_writable(Path(statistics), "--student.factorize.calibration.folder")
     if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
-        plans[0].task.check_files()
+        plans[0].task.check_files(thorough=thorough)
 
 
 if __name__ == "__main__":

@@ -174,9 +174,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet, CSV or TSV
-    that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
-    or messages. Text is a plain text file, or such rows with a text in them."""
+    """Data: files, folders of files, or NAME[:SPLIT] of a data set on the hub; or several, as in a.jsonl,b.jsonl.
+    Instructions are rows of JSONL, JSON, Parquet, CSV or TSV that hold instruction, input (may be empty) and output (a
+    string or a list of strings), or prompt and completion, or messages. Text is a plain text file, or such rows with a
+    text in them."""
 
     kind: Literal["instructions", "text", "task", "sentences"] = field(
         default="instructions",
@@ -190,7 +191,8 @@ class DataConfig:
     one of GLUE (settings under data.task); sentences: sentences without labels, of which an encoder learns the
     teacher's embeddings (settings under data.sentences)."""
     train: str = field(default="embedded:train", metadata=COMMON)
-    """Training set; if an instruction has several answers, the first one is the label."""
+    """Training set; if an instruction has several answers, the first one is the label. With a.jsonl=2,b.jsonl=1 two of
+    three examples of an epoch are from a.jsonl: an epoch has as many as all files together."""
     valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
     """Validation set, for choosing settings: its loss is logged, and at the end instructions are also scored on it by
     ROUGE-L, sentences by Spearman's correlation; never trained on."""
@@ -250,6 +252,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in self.tests:
             check_name(name, "data.tests")
+        named = {
+            "train": self.train,
+            "valid": self.valid,
+            **{f"tests.{name}": each for name, each in self.tests.items()},
+        }
+        empty = next((key for key, reference in named.items() if reference == ""), None)
+        if empty is not None:
+            raise ValueError(f"data.{empty} is empty: name a data set, or leave the setting out")
         if self.kind != "instructions":
             self._check_kind()
         elif not 0 < self.max_prompt_length < self.max_length:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby, islice
+from itertools import groupby
 from math import ceil
 from operator import itemgetter
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import READERS, Data, content_sha256, open_rows, text_lines
-from llmdistill.data.store import reading, store, token_dtype, tokenizer_fingerprint
+from llmdistill.data.memory import rows_in_memory
+from llmdistill.data.readers import READERS, content_sha256, text_lines
+from llmdistill.data.sources import Data, open_rows, text_files
+from llmdistill.data.store import pieces, reading, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 from llmdistill.progress import progress
@@ -75,7 +76,8 @@ def store_corpus(
 
     Args:
         reference: a file (JSONL, JSON, Parquet and CSV hold rows, any other ending is plain text); or a folder, whose
-            files are read in the order of their names, except hidden files; or a name on the hub as in `open_rows`.
+            files are read in the order of their names, except hidden files; or several of these, see `parts_of`; or a
+            name on the hub as in `open_rows`.
         tokenizer: the tokenizer of the model that is trained on the text.
         field: the key of the text in rows.
         cache_dir: the tokens are stored in its folder ``corpora``; see `store`. A local text is identified by
@@ -143,7 +145,7 @@ def _write(
         def add(name: str, values: Any) -> None:
             files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
-        while batch := list(islice(segments, _AT_ONCE)):
+        for batch in pieces(segments, _AT_ONCE, lambda segment: len(segment[1])):
             encoded = _encode([text for _, text in batch], tokenizer)
             check_rows(tokenizer, encoded, lambda _, token: place(token))
             for (document, _), ids in zip(batch, encoded, strict=True):
@@ -169,29 +171,10 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
     return list(encoded["input_ids"])
 
 
-def text_files(reference: str | Path) -> list[Path] | None:
-    """The files of a text in order, or None if the text is not local; a UserError if they do not exist."""
-    path = Path(reference)
-    if os.path.isdir(path):
-        inside = [each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file()]
-        files = [path / each for each in inside if not any(part.startswith(".") for part in each.parts)]
-        if not files:
-            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
-        return files
-    if os.path.exists(path):
-        return [path]
-    if path.is_absolute() or path.suffix.lower() == ".txt":
-        raise UserError(
-            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder of them, "
-            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
-        )
-    return None
-
-
 def find_words(words: str, data: Data, field: str = "text") -> str:
     """Where words stand first in a text: file and line of a plain text, file and place of a row."""
     if not isinstance(data, str | Path):
-        rows = (row if isinstance(row, str) else str(row.get(field)) for row in data)
+        rows = (row if isinstance(row, str) else str(row.get(field)) for row in rows_in_memory(data))
         return next((f"row {number}" for number, text in enumerate(rows, start=1) if words in text), "data")
     files: Sequence[Path | None] = text_files(data) or [None]
     for file in files:

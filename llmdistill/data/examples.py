@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmdistill.data.messages import (
+    MEDIA,
+    Messages,
+    Turn,
+    as_tools,
+    check_refused,
+    from_json,
+    is_learned,
+    is_list,
+    parse_messages,
+    shown,
+)
 from llmdistill.errors import UserError
 
-_OUTPUTS = ("output", "response")
-_COMPLETIONS = ("completion", "response", "output")
-_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+__all__ = ["Example", "LeftOut", "Messages", "Turn", "all_empty", "no_answer", "parse_row", "parse_rows"]
 
+_ASKS = {
+    "instruction": ("output", "response", "chosen", "completion"),
+    "query": ("response", "output", "answer", "chosen"),
+    "question": ("answer", "response", "output", "chosen"),
+    "problem": ("solution", "answer", "response"),
+}
+"""The keys of an instruction, each with the keys of its answer, the first ones first."""
+_CHATS = ("messages", "conversations", "conversation")
+_COMPLETIONS = ("completion", "response", "output", "chosen")
+_SYSTEMS = ("system", "system_prompt", "system_message")
+_TOOLS = ("tools", "functions")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
-@dataclass(frozen=True)
-class Turn:
-    """One message of a chat."""
+FORMS = (*_ASKS, *_CHATS, "prompt", "chosen")
+"""The keys of which a row has one at least."""
 
-    role: str
-    """system, user, assistant or tool."""
-    content: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys of the message that a chat template may read, such as reasoning_content, thinking, tool_calls,
-    tool_call_id and name."""
-    is_learned: bool = True
-    """Whether an assistant turn may be learned: false for OpenAI's ``weight: 0`` and a turn's ``train: false``."""
-
-    def as_message(self) -> dict[str, Any]:
-        """The message as `apply_chat_template` takes it."""
-        return {"role": self.role, "content": self.content, **self.fields}
-
-
-Messages = tuple[Turn, ...]
+_REFUSED = {
+    **{key: "is no text, and only texts are read" for key in MEDIA},
+    "documents": "is what the answer is based on, and is not read; write it into the instruction",
+}
+_FOR_INSTRUCTIONS = dict.fromkeys(("history", *_REASONING), "belongs to an instruction; write it into the messages")
+_WITHOUT_TEMPLATE = dict.fromkeys(
+    ("input", "context", *_SYSTEMS, "history", *_TOOLS, *_REASONING, "chat_template_kwargs"),
+    "has no place in a prompt without a template; give the prompt as a list of messages",
+)
+_CHOICES = {key: "is not read; write the choices into the question" for key in ("choices", "options")}
+_NOT_READ = {
+    **dict.fromkeys(("rejected", "rejected_response", "rejected_messages"), "only the chosen answer is learned"),
+    **dict.fromkeys(("parallel_tool_calls", "tool_choice"), "no chat template reads it"),
+}
+"""Keys that can be left out safely, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +83,31 @@ class Example:
     """A prompt that is used as it is, without any template; None in the other two forms."""
     teacher: str = ""
     """The name of the teacher that the row asks for; empty if it names none."""
+    chat_key: str = ""
+    """The key, such as system, that made messages of an instruction, because only a chat template has a place for it;
+    empty for rows that were given as messages."""
+
+    def num_characters(self) -> int:
+        """Return about how long the text of the example is."""
+        texts = (self.instruction, self.input, self.raw_prompt or "", *self.outputs)
+        return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)
+
+    def user_turn(self) -> Turn:
+        """Return an instruction as the user's turn in a chat, its input after a blank line."""
+        return Turn("user", "\n\n".join(part for part in (self.instruction, self.input) if part))
+
+
+class LeftOut(UserError):
+    """A row is not learned, because it says so itself. Sets leave such rows out, and count them."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"{source}: the row is not learned, because {why}; take the row or the key out")
+        self.why = why
 
 
 def all_empty(examples: Sequence[Example]) -> bool:
-    return not any(output.strip() for example in examples for output in example.outputs)
+    """Whether no example has an answer; one without words may still call tools."""
+    return not any(example.answer_fields or any(output.strip() for output in example.outputs) for example in examples)
 
 
 def no_answer(name: str | Path, count: int, *, which: str = "all") -> UserError:
@@ -76,118 +118,264 @@ def no_answer(name: str | Path, count: int, *, which: str = "all") -> UserError:
     )
 
 
-def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True) -> Example:
-    """Parse the example in a row. A key whose value is null counts as missing, and keys of no form are ignored.
+def parse_rows(
+    rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str], *, needs_answer: bool = True
+) -> Iterator[Example]:
+    """Parse rows, each given with its place, by `parse_row`; those that are not to be learned are left out.
 
-    - ``instruction``, optionally ``input`` or ``context``, and ``output`` or ``response``; a ``prompt`` in the same row
-      is ignored.
-    - ``messages`` of role and content, or ShareGPT's ``conversations`` of from and value: the last assistant turn is
-      the answer, the turns before it are the prompt, and the turns after it are left out. If no answer is needed, a
-      list that does not end with an assistant turn is a prompt as a whole.
+    `left_out` counts what is left out: rows, and keys that can be ignored safely. Its keys are phrases with {} for the
+    number.
+    """
+    for row, source in rows:
+        try:
+            yield parse_row(row, source, needs_answer=needs_answer, left_out=left_out)
+        except LeftOut as error:
+            left_out[f"{{}} rows ({error.why})"] += 1
+
+
+def describe_left_out(left_out: Mapping[str, int]) -> str:
+    """Return the counts of `parse_rows` as a sentence; empty if nothing was left out."""
+    return f" Left out: {'; '.join(what.format(f'{count:,}') for what, count in left_out.items())}." if left_out else ""
+
+
+def parse_row(
+    row: Mapping[str, Any], source: str, *, needs_answer: bool = True, left_out: Counter[str] | None = None
+) -> Example:
+    """Parse the example in a row. A key whose value is null counts as missing; docs/data.md has the table of all keys.
+
+    - ``instruction``, optionally ``input`` or ``context``, and ``output`` or ``response``; also ``query`` and
+      ``response``, ``question`` and ``answer``, ``problem`` and ``solution``. A ``prompt`` in the same row is ignored.
+      With ``system``, ``history``, ``tools`` or another key that only a chat template has a place for, the instruction
+      is the last user turn of a chat.
+    - ``messages`` of role and content, or ShareGPT's ``conversations`` of from and value: the last assistant turn that
+      is learned is the answer, the turns before it are the prompt, and the turns after it are left out. If no answer is
+      needed, a list that does not end with an assistant turn is a prompt as a whole.
     - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
 
-    Each form may have a string ``teacher``, the name of the teacher that the row asks for.
+    In a row of preferences ``chosen`` is the answer. Each form may have a string ``teacher``, the name of the teacher
+    that the row asks for. `left_out` counts the keys that were not read.
 
     Raises:
-        UserError: a key is missing (the answer only if needs_answer), or a value does not fit the form; the message
-            begins with `source`, the place of the row.
+        LeftOut: the row is not to be learned (``label`` false, ``weight`` 0), and an answer is needed.
+        UserError: a key is missing (the answer only if needs_answer), a value does not fit the form, or a key changes
+            what the row means and is not read; the message begins with `source`, the place of the row.
     """
     row = {key: value for key, value in row.items() if value is not None}
+    check_refused(row, _REFUSED, source)
     example, teacher = _example(row, source, needs_answer), row.get("teacher")
+    if needs_answer:
+        _check_learned(row, source)
+    if left_out is not None:
+        for key, why in _NOT_READ.items():
+            if key in row:
+                left_out[f"{key} of {{}} rows ({why})"] += 1
+        if example.messages and not example.tools and any(row.get(key) for key in _TOOLS):
+            left_out["tools of {} rows (the system turn describes them)"] += 1
     return replace(example, teacher=teacher) if isinstance(teacher, str) else example
 
 
-def _example(row: dict[str, Any], source: str, needs_answer: bool) -> Example:
-    if "instruction" in row:
-        instruction = _string(row, "instruction", source, "quote it")
-        context = _first(row, ("input", "context"))
-        extra = "" if context is None else _string(row, context, source, "quote it or leave it out")
-        return Example(instruction, extra, _answers(row, _OUTPUTS, source, needs_answer), source)
-    conversation = _first(row, ("messages", "conversations"))
-    if conversation is not None:
-        messages = _messages(row[conversation], conversation, source)
-        if not needs_answer and messages[-1].role != "assistant":
-            return Example("", "", (), source, messages)
-        return _before_last_answer(messages, conversation, source)
+def _check_learned(row: Mapping[str, Any], source: str) -> None:
+    """Raise LeftOut for a row that says that it is bad (KTO), or not learned."""
+    for key in ("label", "kto_tag"):
+        label = row.get(key)
+        if isinstance(label, str) and label.lower() in ("true", "false"):
+            label = label.lower() == "true"  # a cell of CSV
+        if label is False:
+            raise LeftOut(source, f"{key} is false")
+        if label is not True and label in (0, 1, "0", "1"):
+            raise UserError(
+                f'{source}: "{key}" is {shown(label)}; say by true or false whether the answer is good (KTO), or take '
+                "the key out"
+            )
+    if not is_learned(row, source):
+        raise LeftOut(source, "its weight is 0")
+
+
+def _example(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    chat, asked = _first(row, _CHATS), _first(row, tuple(_ASKS))
+    if asked == "instruction" and (chat is None or _first(row, _ASKS[asked]) is not None):
+        return _instruction(row, asked, source, needs_answer)
+    if chat is not None:
+        return _from_messages(row, chat, source, needs_answer)
     if "prompt" in row:
         return _from_prompt(row, source, needs_answer)
-    raise _missing("instruction", row, source)
+    if asked is not None:
+        return _instruction(row, asked, source, needs_answer)
+    if is_list(row.get("chosen")):
+        return _chat(row, parse_messages(row["chosen"], "chosen", source), "chosen", source, needs_answer)
+    text = "; a corpus of texts is read with --data.kind text" if "text" in row else ""
+    raise UserError(
+        f'{source}: the key "instruction" is missing (there are {sorted(row)}); add it, or give another form: query '
+        "and response, question and answer, problem and solution, prompt and completion, messages, or conversations"
+        + text
+    )
+
+
+def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: bool) -> Example:
+    if asked != "instruction":
+        check_refused(row, _CHOICES, source)
+    instruction = _string(row, asked, source, "quote it")
+    contexts = [_string(row, key, source, "quote it or leave it out") for key in ("input", "context") if key in row]
+    if all(contexts) and len(contexts) == 2:
+        raise UserError(f'{source}: both "input" and "context" have a text, and one is read; join them')
+    answers = _answers(row, _ASKS[asked], source, needs_answer)
+    example = Example(instruction, "".join(contexts), answers, source)
+    system, history = _system(row, source), _history(row, source)
+    fields = {key: _string(row, key, source, "quote it") for key in _REASONING if row.get(key)}
+    tools, options = _tools(row, system, source), _options(row, source)
+    only_in_chats = {"system": system, "history": history, **fields, "tools": tools, "chat_template_kwargs": options}
+    chat_key = next((key for key, value in only_in_chats.items() if value), "")
+    if not chat_key:
+        return example
+    return Example(
+        instruction="",
+        input="",
+        outputs=answers,
+        source=source,
+        messages=(*system, *history, example.user_turn()),
+        answer_fields=fields,
+        tools=tools,
+        template_options=options,
+        chat_key=chat_key,
+    )
+
+
+def _history(row: Mapping[str, Any], source: str) -> Messages:
+    """Return the turns before an instruction: pairs of a question and its answer."""
+    turns: list[Turn] = []
+    pairs = row.get("history") or ()
+    for pair in pairs if is_list(pairs) else (pairs,):
+        if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
+    return tuple(turns)
 
 
 def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
-    if not isinstance(row["prompt"], list):
+    key = _first(row, _COMPLETIONS)
+    completion = None
+    if key is not None and is_list(row[key]) and any(isinstance(turn, Mapping) for turn in row[key]):
+        completion = parse_messages(row[key], key, source)
+    if key == "chosen" and completion is not None and completion[0].role in ("system", "user"):
+        return _chat(row, completion, key, source, needs_answer)  # it holds the prompt too
+    if not is_list(row["prompt"]):
         prompt = _string(row, "prompt", source, "give a string, or a list of messages with role and content")
         if not prompt:
             raise UserError(f'{source}: "prompt" is empty; give a text that the completion follows')
+        check_refused(row, _WITHOUT_TEMPLATE, source)
         return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, raw_prompt=prompt)
-    prompt_messages = _messages(row["prompt"], "prompt", source)
-    key = _first(row, _COMPLETIONS)
-    if key is not None and isinstance(row[key], list) and any(isinstance(turn, dict) for turn in row[key]):
-        completion = _messages(row[key], key, source)
-        # Prompt and answer are checked separately, so that an assistant turn of the prompt is never taken as the
-        # answer.
-        _last_answer(completion, key, source)
-        return _before_last_answer(prompt_messages + completion, key, source)
-    return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, prompt_messages)
+    # Prompt and answer are checked separately, so that an assistant turn of the prompt is never taken as the answer;
+    # and such a turn is given, not learned.
+    turns = parse_messages(row["prompt"], "prompt", source)
+    given = tuple(replace(turn, is_learned=False) if turn.role == "assistant" else turn for turn in turns)
+    if completion is None:
+        answers = _answers(row, _COMPLETIONS, source, needs_answer)
+        return _chat(row, given, "prompt", source, needs_answer, answers=answers)
+    assert key is not None
+    _last_answer(completion, key, source)
+    return _chat(row, given + completion, key, source, needs_answer)
+
+
+def _from_messages(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
+    value = row[key]
+    messages = parse_messages(from_json(value, key, source) if isinstance(value, str) else value, key, source)
+    chosen = row.get("chosen")
+    if chosen is None or messages[-1].role == "assistant":
+        return _chat(row, messages, key, source, needs_answer)
+    if isinstance(chosen, str):
+        return _chat(row, messages, key, source, needs_answer, answers=(chosen,))
+    answer = parse_messages(chosen if is_list(chosen) else [chosen], "chosen", source)
+    _last_answer(answer, "chosen", source)
+    return _chat(row, messages + answer, key, source, needs_answer)
+
+
+def _chat(
+    row: Mapping[str, Any],
+    messages: Messages,
+    key: str,
+    source: str,
+    needs_answer: bool,
+    *,
+    answers: tuple[str, ...] | None = None,
+) -> Example:
+    """Return the example of a chat: its answer is the last assistant turn that is learned, unless it is given."""
+    check_refused(row, _FOR_INSTRUCTIONS, source)
+    system = _system(row, source)
+    if system and messages[0].role != "system":
+        messages = system + messages
+    elif system and messages[0].content != system[0].content:
+        raise UserError(f'{source}: "{key}" begins with another system turn than the row\'s "system"; leave one out')
+    fields: Mapping[str, Any] = {}
+    if answers is None and not needs_answer and messages[-1].role != "assistant":
+        answers = ()
+    elif answers is None:
+        last = _last_answer(messages, key, source, is_needed=needs_answer)
+        if last == 0:
+            raise UserError(f'{source}: "{key}" starts with its only answer; put a user turn in front of it')
+        answers, fields, messages = (messages[last].content,), messages[last].fields, messages[:last]
+    return Example(
+        instruction="",
+        input="",
+        outputs=answers,
+        source=source,
+        messages=messages,
+        answer_fields=fields,
+        tools=_tools(row, messages, source),
+        template_options=_options(row, source),
+    )
+
+
+def _last_answer(messages: Messages, key: str, source: str, *, is_needed: bool = True) -> int:
+    """Return the place of the last assistant turn that is learned; of any if the answer is not needed."""
+    places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
+    if not places:
+        raise UserError(f'{source}: "{key}" has no assistant turn, so there is no answer; add one')
+    learned = [place for place in places if messages[place].is_learned]
+    if not learned and is_needed:
+        raise LeftOut(source, "none of its turns is learned")
+    return (learned or places)[-1]
 
 
 def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
     key = _first(row, keys)
     if key is None:
         if needed:
-            raise _missing(keys[0], row, source)
+            raise UserError(f'{source}: the key "{keys[0]}" is missing (there are {sorted(row)}); add it')
         return ()
-    answers = row[key] if isinstance(row[key], list) else [row[key]]
+    answers = row[key] if is_list(row[key]) else [row[key]]
     if (needed and not answers) or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f'{source}: "{key}" is {_shown(row[key])}; give a string or a list of strings')
+        raise UserError(f'{source}: "{key}" is {shown(row[key])}; give a string or a list of strings')
     return tuple(answers)
 
 
-def _messages(value: object, key: str, source: str) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise UserError(f'{source}: "{key}" is {_shown(value)}; give a list of messages with role and content')
-    return tuple(_message(turn, f'{source}: message {place} of "{key}"') for place, turn in enumerate(value, start=1))
+def _system(row: Mapping[str, Any], source: str) -> Messages:
+    texts = {_string(row, key, source, "quote it") for key in _SYSTEMS if row.get(key)}
+    if len(texts) > 1:
+        raise UserError(f"{source}: there are two system prompts, under two of {', '.join(_SYSTEMS)}; leave one out")
+    return tuple(Turn("system", text) for text in texts)
 
 
-def _message(turn: object, where: str) -> Turn:
-    if not isinstance(turn, dict):
-        raise UserError(f"{where} is {_shown(turn)}; give an object with role and content")
-    role, content = (turn.get(key, turn.get(other)) for key, other in (("role", "from"), ("content", "value")))
-    if not isinstance(role, str) or role not in _ROLES:
-        raise UserError(f"{where} has the role {_shown(role)}; the roles are system, user (human) and assistant (gpt)")
-    if not isinstance(content, str):
-        raise UserError(f"{where} has the content {_shown(content)}, not a string; quote it or leave the row out")
-    return Turn(_ROLES[role], content)
+def _tools(row: Mapping[str, Any], messages: Messages, source: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools for the chat template, but for those that the system turn describes itself (Hermes)."""
+    key = next((key for key in _TOOLS if row.get(key)), None)
+    if key is None or any(turn.role == "system" and "<tools>" in turn.content for turn in messages):
+        return ()
+    return as_tools(row[key], key, source)
 
 
-def _before_last_answer(messages: Messages, key: str, source: str) -> Example:
-    last = _last_answer(messages, key, source)
-    if last == 0:
-        raise UserError(f'{source}: "{key}" starts with its only answer; put a user turn in front of it')
-    return Example("", "", (messages[last].content,), source, messages[:last])
-
-
-def _last_answer(messages: Messages, key: str, source: str) -> int:
-    places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
-    if not places:
-        raise UserError(f'{source}: "{key}" has no assistant turn, so there is no answer; add one')
-    return places[-1]
+def _options(row: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    given = row.get("chat_template_kwargs") or {}
+    options = from_json(given, "chat_template_kwargs", source) if isinstance(given, str) else given
+    if not isinstance(options, Mapping):
+        raise UserError(f'{source}: "chat_template_kwargs" is {shown(given)}; give an object')
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _string(row: Mapping[str, Any], key: str, source: str, remedy: str) -> str:
     if not isinstance(row[key], str):
-        raise UserError(f'{source}: "{key}" is {_shown(row[key])}, not a string; {remedy}')
+        raise UserError(f'{source}: "{key}" is {shown(row[key])}, not a string; {remedy}')
     return str(row[key])
 
 
 def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((key for key in keys if key in row), None)
-
-
-def _missing(key: str, row: Mapping[str, Any], source: str) -> UserError:
-    return UserError(f'{source}: the key "{key}" is missing (there are {sorted(row)}); add it')
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from llmdistill.config import DataConfig, ResponseConfig
 from llmdistill.data.chats import AnsweredChat, Turns, end_of_turn, place_of, render_answered, shared_length
 from llmdistill.data.collate import Encoded, sample_id
-from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_row
+from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_rows
 from llmdistill.data.prompts import (
     MINILLM,
     PROMPT_WITH_INPUT,
@@ -27,7 +28,8 @@ from llmdistill.data.prompts import (
     render_prompt,
     resolve_prompt,
 )
-from llmdistill.data.sources import READERS, content_sha256, no_example, open_rows, read_examples
+from llmdistill.data.readers import READERS, content_sha256
+from llmdistill.data.sources import local_files, no_example, open_rows, read_examples
 from llmdistill.data.store import (
     TOKEN_IDS,
     Layout,
@@ -41,7 +43,7 @@ from llmdistill.data.store import (
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 
-_FORMAT = 5
+_FORMAT = 6
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _ASKED = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
@@ -338,6 +340,8 @@ EXAMPLES = Layout(
 class StoredExamples(NamedTuple):
     items: MappedItems[Encoded]
     counts: EncodedCounts
+    left_out: Mapping[str, int]
+    """What was left out of the rows; see `parse_rows`."""
 
 
 def store_examples(
@@ -364,16 +368,16 @@ def store_examples(
 
     def write(folder: Path) -> dict[str, Any]:
         writer = SplitWriter(folder, tokenizer)
-        counts = EncodedCounts()
+        counts, left_out = EncodedCounts(), Counter[str]()
 
         def pieces() -> Iterator[list[Encoded]]:
             nonlocal counts
-            for data in _encoded(reference, tokenizer, limits):
+            for data in _encoded(reference, tokenizer, limits, left_out):
                 counts = counts.plus(data.counts)
                 yield data.items
 
         writer.add("train", pieces(), EXAMPLES)
-        return {"counts": counts, "splits": writer.splits}
+        return {"counts": counts, "left_out": left_out, "splits": writer.splits}
 
     return store(cache_dir, "instructions", request, write, reference=str(reference))
 
@@ -381,15 +385,19 @@ def store_examples(
 def open_examples(folder: Path) -> StoredExamples:
     """Map an instruction set into memory. Raises UserError if it is damaged."""
     stored = StoredSplits(folder)
-    return StoredExamples(stored.items("train", EXAMPLES), EncodedCounts(*stored.meta["counts"]))
+    counts = EncodedCounts(*stored.meta["counts"])
+    return StoredExamples(stored.items("train", EXAMPLES), counts, stored.meta["left_out"])
 
 
-def _content(reference: str | Path) -> list[str]:
+def _content(reference: str | Path) -> list[Any]:
     """What identifies the rows of a set: how they are read and their content."""
-    path = Path(reference)
-    if path.is_file():
-        kind = path.suffix.lower()
-        return [kind if kind in READERS else ".jsonl", content_sha256(path)]
+    files = local_files(str(reference))
+    if files is not None:
+        kinds = [file.suffix.lower() for file in files]
+        return [
+            [kind if kind in READERS else ".jsonl", content_sha256(file)]
+            for kind, file in zip(kinds, files, strict=True)
+        ]
     hashed = hashlib.sha256()
     for row, _ in open_rows(reference):
         hashed.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -407,10 +415,12 @@ def _chat(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
         return [template, None]
 
 
-def _encoded(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Iterator[InstructData]:
+def _encoded(
+    reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, left_out: Counter[str]
+) -> Iterator[InstructData]:
     """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
     read, kept, has_answers = 0, 0, False
-    for examples in in_pieces(parse_row(row, source) for row, source in open_rows(reference)):
+    for examples in in_pieces(parse_rows(open_rows(reference), left_out), size=Example.num_characters):
         try:
             data = encode(examples, tokenizer, limits, may_be_empty=True)
         except UserError:
@@ -421,7 +431,7 @@ def _encoded(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: 
         read, kept = read + len(examples), kept + len(data.items)
         has_answers = has_answers or not all_empty(examples)
     if read == 0:
-        raise no_example(reference)
+        raise no_example(reference, left_out)
     if kept == 0:
         raise none_left(read, limits)
     if not has_answers:

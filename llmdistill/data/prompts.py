@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from llmdistill.data.chats import end_of_turn, place_of, render_chats
-from llmdistill.data.examples import Example, Turn
+from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
 
@@ -82,6 +82,15 @@ def describe_prompt(prompt: str) -> str:
 
 
 def is_chat(example: Example, prompt: str) -> bool:
+    """Whether an example is put by the chat template.
+
+    Raises UserError if an instruction has a key, such as system, that the resolved prompt has no place for.
+    """
+    if example.chat_key and prompt != CHAT:
+        raise UserError(
+            f'{place_of(example)}"{example.chat_key}" has a place in a chat template alone, but the prompt is '
+            f"{describe_prompt(prompt)}; set data.prompt to chat, or take the key out of the rows"
+        )
     return bool(example.messages) or (prompt == CHAT and example.raw_prompt is None)
 
 
@@ -89,8 +98,7 @@ def as_chat(example: Example) -> Example:
     """Return an instruction as one user turn, its input after a blank line; messages stay as they are."""
     if example.messages:
         return example
-    content = "\n\n".join(part for part in (example.instruction, example.input) if part)
-    return replace(example, instruction="", input="", messages=(Turn("user", content),))
+    return replace(example, instruction="", input="", messages=(example.user_turn(),))
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None, prompt: str = MINILLM) -> str:

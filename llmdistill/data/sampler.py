@@ -5,6 +5,7 @@ Also prepares the batches of the next step while the device computes the current
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,26 +24,76 @@ Item = TypeVar("Item", bound=Sized)
 Element = TypeVar("Element")
 
 _WINDOW_ORDER = 3  # separates these random numbers from those of epochs, sequences and answers
+_MIXTURE = 6
 
 _SMALLEST_SHARE = 4
 """A window is at most this part of the data set. Examples of the same length are side by side in a window, so an
 example that occurs twice in it, from two epochs, would be learned twice in one step."""
 
 
-def global_batch_indices(*, seed: int, step: int, dataset_size: int, global_batch_size: int) -> list[int]:
+@dataclass(frozen=True)
+class Mixture:
+    """Several files of examples that are drawn with weights.
+
+    An epoch has as many examples as there are in all files, and of each file the share of its weight. Each file goes
+    through all of its own examples before one of them comes again, however many epochs that takes.
+    """
+
+    sizes: tuple[int, ...]
+    """The numbers of examples of the files, which stand one after the other."""
+    counts: tuple[int, ...]
+    """How many of them an epoch has."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
+        return cls(tuple(sizes), tuple(shared_out(sum(sizes), weights)))
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The indices of the examples of an epoch, in order."""
+        drawn, start = [], 0
+        for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            places = np.arange(epoch * count, (epoch + 1) * count)
+            for own_epoch in range(places[0] // size, places[-1] // size + 1):
+                own = np.random.default_rng((seed, own_epoch, number, _MIXTURE)).permutation(size)
+                drawn.append(start + own[places[places // size == own_epoch] % size])
+            start += size
+        return np.random.default_rng((seed, epoch)).permutation(np.concatenate(drawn))
+
+
+def shared_out(total: int, weights: Sequence[float]) -> list[int]:
+    """Return how many of the examples of an epoch each part gives, by its weight; they add up to the total.
+
+    The largest remainders are rounded up, and each part gives at least one.
+    """
+    wanted = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, math.floor(each)) for each in wanted]
+    order = sorted(range(len(weights)), key=lambda number: counts[number] - wanted[number])
+    for number in order[: max(0, total - sum(counts))]:
+        counts[number] += 1
+    while sum(counts) > total:  # where tiny parts were given their one example
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+def global_batch_indices(
+    *, seed: int, step: int, dataset_size: int, global_batch_size: int, mixture: Mixture | None = None
+) -> list[int]:
     """Indices of the examples of a step (from 0), over all ranks and micro batches, in order.
 
     Each epoch goes through the data set in a new permutation; a batch may contain examples of two epochs, so no example
-    is left out.
+    is left out. With a mixture of dataset_size examples an epoch is one of it.
     """
     first = step * global_batch_size
     places = (divmod(place, dataset_size) for place in range(first, first + global_batch_size))
-    return [int(_permutation(seed, epoch, dataset_size)[offset]) for epoch, offset in places]
+    return [int(_permutation(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
 
 
 @lru_cache(maxsize=4)  # a batch needs one or two epochs; a new permutation costs O(data set)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    order = np.random.default_rng((seed, epoch)).permutation(size)
+def _permutation(seed: int, epoch: int, size: int, mixture: Mixture | None) -> np.ndarray:
+    if mixture is not None:
+        order = mixture.order(seed, epoch)
+    else:
+        order = np.random.default_rng((seed, epoch)).permutation(size)
     return order.astype(np.int32) if size < 2**31 else order  # every rank holds it
 
 
@@ -128,6 +179,7 @@ class TrainLoader(StepLoader[Item]):
         *,
         bucket_steps: int = 1,
         spread: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         """Store the examples; batches are made only when they are requested, and only this rank's examples are read.
 
@@ -136,6 +188,7 @@ class TrainLoader(StepLoader[Item]):
         """
         super().__init__(share, collate, spread=spread)
         self.items = items
+        self.mixture = mixture
         self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
         self._length = getattr(items, "length", lambda index: len(items[index]))
 
@@ -146,6 +199,7 @@ class TrainLoader(StepLoader[Item]):
             step=step // self.bucket_steps,
             dataset_size=len(self.items),
             global_batch_size=self.bucket_steps * self.share.global_batch_size,
+            mixture=self.mixture,
         )
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.data.sources import open_rows, text_lines
+from llmdistill.data.readers import text_lines
+from llmdistill.data.sources import is_weighted, open_rows, parts_of
+from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
@@ -31,24 +34,30 @@ class SentencePair:
 
 
 def read_sentences(reference: str | Path) -> list[str]:
-    """Read the sentences of a training set, each once, in order.
+    """Read the sentences of a training set, or of several with commas between them, each once, in order.
 
-    The set is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or
+    A set is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or
     rows in a file or on the hub (see `data.sources.read_examples`), with sentences under any of FIELDS.
 
     Raises:
         UserError: there is no sentence, or a row has none.
     """
-    path = Path(reference)
-    if path.suffix.lower() == ".txt":
-        found = dict.fromkeys(line.strip() for line in text_lines(path) if line.strip())
-    elif _is_plain(path):
-        found = dict.fromkeys(text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
-    else:
-        found = dict.fromkeys(text for row in open_rows(reference) for text in _sentences(*row))
+    if is_weighted(reference):
+        raise UserError(f"{reference}: each sentence is taken once, whatever the weights are; leave them out")
+    found = dict.fromkeys(text for part in parts_of(reference) for text in _each_sentence(part.reference))
     if not found:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
     return list(found)
+
+
+def _each_sentence(reference: str) -> Iterator[str]:
+    path = locate_data(reference)
+    if path.suffix.lower() == ".txt":
+        yield from (line.strip() for line in text_lines(path) if line.strip())
+    elif _is_plain(path):
+        yield from (text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
+    else:
+        yield from (text for row in open_rows(reference) for text in _sentences(*row))
 
 
 def read_triples(reference: str | Path) -> list[str]:
@@ -75,7 +84,7 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     Raises:
         UserError: a row is malformed, or the scores are fewer than two or all the same, so that nothing correlates.
     """
-    path = Path(reference)
+    path = locate_data(str(reference))
     plain = _is_plain(path)
     pairs = list(_plain_pairs(path) if plain else (_pair(*row) for row in open_rows(reference)))
     if len({pair.score for pair in pairs}) < 2:
@@ -85,7 +94,7 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
 
 def _is_plain(path: Path) -> bool:
     """Whether a file is a TSV without a header, which begins with a number."""
-    if path.suffix.lower() != ".tsv" or not path.is_file():
+    if path.suffix.lower() != ".tsv" or not os.path.isfile(path):
         return False
     return _number(next(text_lines(path), "").split("\t")[0]) is not None
 

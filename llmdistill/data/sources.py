@@ -1,77 +1,101 @@
-"""Reads data sets: JSONL, JSON, Parquet, CSV and TSV files, data sets on the hub, and rows or texts in memory."""
+"""Reads data sets: files, folders of them, several of them, data sets on the hub, and data in memory."""
 
 from __future__ import annotations
 
-import csv
-import glob
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from llmdistill.data.examples import Example, parse_row
-from llmdistill.embedded import locate
+from llmdistill.data.examples import Example, describe_left_out, parse_rows
+from llmdistill.data.memory import rows_in_memory
+from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, unreadable, without_nulls
+from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
-from llmdistill.files import has_half_surrogate, parse_json, write_text
-from llmdistill.fingerprints import digest, file_sha256
+from llmdistill.files import has_half_surrogate, write_text
+from llmdistill.fingerprints import content_fingerprint, digest, fingerprint
+from llmdistill.messages import say
 from llmdistill.progress import progress
 
-Rows = Iterator[tuple[dict[str, Any], str]]
-"""Each row with its place: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
-
-Data = str | Path | Iterable[Mapping[str, Any]] | Iterable[str]
-"""A path, a name (`embedded:train`, or one on the hub), rows of the forms of `parse_row` (a list, a
-datasets.Dataset, any iterable that can be iterated more than once), or texts."""
+Data = str | Path | Iterable[Any] | Mapping[str, Any]
+"""A path, a name (`embedded:train`, or one on the hub), or data in memory, as in `rows_in_memory`."""
 
 DataKind = Literal["instructions", "text"]
-
-_FORMS = ("instruction", "messages", "conversations", "prompt")
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILE = re.compile(r"hf:/+datasets/(?P<file>[^:]+)(:(?P<split>.+))?")  # pathlib squeezes the two slashes to one
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
+_COMMA = re.compile(r",(?![^\[]*\])")  # a comma inside the brackets of a slice separates nothing
+_WEIGHT = re.compile(r"(?P<name>.+)=(?P<weight>\d+(\.\d*)?|\.\d+)")
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on all file systems that are in use."""
+_CHECKED_BYTES = 32_000_000
+"""A local set up to this size is checked as a whole before a run starts; of a larger one the first rows."""
+_CHECKED_ROWS = 5_000
+_ABOUT_DATA = (".md", ".provenance.json")
+"""How the names of files end that may be in a folder of data and hold no rows."""
+_ROWS_ARE_IN = "only JSONL, JSON, Parquet, CSV and TSV files hold rows; name the files, with commas between them"
+_HOW = (
+    "give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub; or a "
+    "folder of such files, or several of these with commas between them"
+)
 
 
-def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
-    """Yield the lines of a text file, with their ends; a UserError if it cannot be read, or is not UTF-8.
+class Part(NamedTuple):
+    """One of the sets of a reference, with its weight if the reference gives weights."""
 
-    Only newlines end a line; str.splitlines would also split at separators inside strings. `newline` is that of `open`.
+    reference: str
+    weight: float | None = None
+
+
+def parts_of(reference: str | Path) -> list[Part]:
+    """Split a reference into its sets, which have commas between them: ``a.jsonl,b.jsonl``, or with weights
+    ``a.jsonl=2,b.jsonl=1``. A path that exists is one set, whatever is in its name.
+
+    Raises:
+        UserError: a set has no name, or only some have a weight, or one has the weight 0.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline=newline) as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+    text = str(reference)
+    if os.path.exists(text):
+        return [Part(text)]
+    if not text:
+        raise UserError("the name of a data set is empty; name a file, or leave the setting out")
+    names, parts = _COMMA.split(text), list[Part]()
+    if "\n" in text or any(
+        len(piece.encode(errors="replace")) > _LONGEST_NAME for name in names for piece in name.split("/")
+    ):
+        raise UserError(
+            f"{text[:40]}...: this is a text, not the name of a data set; give a list of texts, or write it to a file"
+        )
+    for name in names:
+        weighted = None if os.path.exists(name) else _WEIGHT.fullmatch(name.strip())
+        parts.append(
+            Part(name.strip()) if weighted is None else Part(weighted["name"].strip(), float(weighted["weight"]))
+        )
+    if not all(part.reference for part in parts):
+        raise UserError(f"{text}: the name before or after a comma is missing; write it, or take the comma out")
+    weights = [part.weight for part in parts]
+    if weights != [None] * len(parts) and not all(weights):
+        raise UserError(f"{text}: give a weight over 0 to every set, as in a.jsonl=2,b.jsonl=1, or to none")
+    return parts
 
 
-def content_sha256(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+def is_weighted(reference: str | Path) -> bool:
+    return any(part.weight is not None for part in parts_of(reference))
 
 
-def unreadable(path: Path, kind: str, error: Exception) -> UserError:
-    """The error for a file that cannot be read as text or as a table; it names the first line that is not UTF-8."""
-    if not isinstance(error, UnicodeDecodeError) or not path.is_file():
-        return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
-    where = ""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                where = f":{number}"
-                break
-    return UserError(f"{path}{where}: cannot be read as {kind} ({error.reason}); save it as UTF-8")
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def data_fingerprint(reference: str) -> str:
+    """Return the `fingerprint` of a set; of several sets with their weights one of all."""
+    parts = parts_of(reference) if reference else []
+    if len(parts) < 2:
+        return fingerprint(reference)
+    return content_fingerprint([[fingerprint(part.reference), part.weight] for part in parts])
 
 
 def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[Example]:
@@ -89,20 +113,37 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
     rows = progress(open_rows(reference), f"Reading {shown(reference)}", "rows")
-    examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
+    left_out = Counter[str]()
+    examples = list(parse_rows(rows, left_out, needs_answer=needs_answer))
     if not examples:
-        raise no_example(reference)
+        raise no_example(reference, left_out)
+    say_left_out(shown(reference), examples, left_out)
     return examples
 
 
-def check_first_row(reference: str | Path) -> None:
-    """Check that a local data set exists, and the first row of a file whose rows are lines; nothing else is read."""
+def say_left_out(name: str, examples: Sequence[Example], left_out: Counter[str]) -> None:
+    if left_out:
+        say(f"{name}: {len(examples):,} examples.{describe_left_out(left_out)}", aside=True)
+
+
+def check_rows(reference: str | Path, *, thorough: bool = True) -> None:
+    """Check that a local data set exists, and its rows: all up to _CHECKED_BYTES, of a larger one the first thousands;
+    unless `thorough`, the first one.
+
+    Nothing of a set on the hub is read.
+    """
     rows = open_rows(reference, streaming=True)
-    if Path(reference).is_file() and Path(reference).suffix.lower() in (".jsonl", ".tsv"):
-        first = next(rows, None)
-        if first is None:
-            raise no_example(reference)
-        parse_row(*first)
+    files = [file for part in parts_of(reference) for file in local_files(part.reference) or ()]
+    if not files:
+        return
+    is_small = thorough and sum(file.stat().st_size for file in files) <= _CHECKED_BYTES
+    if not is_small and any(file.suffix.lower() == ".json" for file in files):
+        return  # which would be read as a whole
+    found, left_out = False, Counter[str]()
+    for _ in parse_rows(rows if is_small else islice(rows, _CHECKED_ROWS if thorough else 1), left_out):
+        found = True
+    if not found and is_small:
+        raise no_example(reference, left_out)
 
 
 def shown(reference: str | Path) -> str:
@@ -110,112 +151,135 @@ def shown(reference: str | Path) -> str:
     return re.sub("^hf:/+", "hf://", str(reference))
 
 
-def no_example(reference: str | Path) -> UserError:
-    return UserError(f"{shown(reference)}: holds no example; give at least one row of instruction, input, output")
+def no_example(reference: str | Path, left_out: Counter[str] | None = None) -> UserError:
+    said = describe_left_out(left_out or {}).rstrip(".")
+    return UserError(
+        f"{shown(reference)}: holds no example{f' to learn;{said.lower()}' if said else ''}; give at least one row of "
+        "instruction, input, output"
+    )
 
 
 def open_rows(reference: str | Path, *, streaming: bool = False) -> Rows:
-    """Read the rows of a file or of a data set on the hub, see `read_examples`, one after the other.
+    """Read the rows of a file, of the files of a folder, of a data set on the hub, or of several of these, one after
+    the other; see `read_examples`.
 
     Of a file they are never all in memory, but for a JSON array; of the hub they are not if `streaming`, which of the
     slices of the datasets library takes only those with whole numbers.
 
     Raises:
-        UserError: immediately if the data set does not exist; for a malformed row, when the reading reaches it.
+        UserError: immediately if a data set does not exist, or has a weight; for a malformed row, when the reading
+            reaches it.
     """
-    path = Path(reference)
-    if os.path.exists(path):  # Path.exists raises an error for a name that is too long
-        return READERS.get(path.suffix.lower(), _jsonl_rows)(path)
-    in_set = _HUB_FILE.fullmatch(str(reference))
+    parts = parts_of(reference)
+    if any(part.weight is not None for part in parts):
+        raise UserError(f"{reference}: weights are for data.train, and not with data.streaming; leave them out")
+    return chain.from_iterable([_open_set(part.reference, streaming) for part in parts])
+
+
+def _open_set(reference: str, streaming: bool) -> Rows:
+    files, path = local_files(reference), locate_data(reference)
+    if files is not None:
+        return chain.from_iterable(READERS.get(file.suffix.lower(), jsonl_rows)(file) for file in files)
+    if os.path.isdir(path):
+        return _numbered(reference, lambda: _saved(path), lambda error: unreadable(path, "a saved data set", error))
+    in_set = _HUB_FILE.fullmatch(reference)
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
     if in_set is not None and kind is not None:
         url = f"hf://datasets/{in_set['file']}"
         return _hub_rows(shown(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
-    name, *rest = re.split(r":(?![^\[]*\])", str(reference))
+    name, *rest = re.split(r":(?![^\[]*\])", reference)
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
-        raise UserError(
-            f"{reference}: no such file; give a JSONL, JSON, Parquet, CSV or TSV file, "
-            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
-        )
+        raise UserError(f"{reference}: no such file; {_HOW}")
     config = rest[0] if len(rest) == 2 else None
-    return _hub_rows(str(reference), name, config, rest[-1] if rest else "train", streaming)
+    return _hub_rows(reference, name, config, rest[-1] if rest else "train", streaming)
+
+
+def local_files(reference: str) -> list[Path] | None:
+    """The file of a set, or those of a folder in the order of their names; None if it is not local, or was saved by
+    `save_to_disk` of the datasets library.
+
+    Raises:
+        UserError: a folder holds no rows, or a file of something else.
+    """
+    path = locate_data(reference)
+    if not os.path.isdir(path):
+        return [path] if os.path.exists(path) else None
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(each.name for each in path.iterdir() if each.is_dir())
+        raise UserError(f"{reference}: the folder of the splits {', '.join(splits)}; give the folder of one of them")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return None
+    files = []
+    for file in visible_files(path):
+        if file.suffix.lower() in READERS and not file.name.endswith(_ABOUT_DATA):
+            files.append(file)
+        elif file.suffix and not file.name.endswith(_ABOUT_DATA):
+            text = "; a corpus is read with --data.kind text" if file.suffix.lower() == ".txt" else ""
+            raise UserError(f"{reference}: the folder holds {file.relative_to(path)}, and {_ROWS_ARE_IN}{text}")
+    if not files:
+        raise UserError(f"{reference}: the folder holds no file of rows, and {_ROWS_ARE_IN}")
+    return files
+
+
+def text_files(reference: str | Path) -> list[Path] | None:
+    """The files of a text in order, or of several with commas between them; None if the text is not local.
+
+    Raises:
+        UserError: one does not exist, or has a weight; or several are not all local.
+    """
+    parts = parts_of(reference)
+    found = [_text_files(part.reference) for part in parts]
+    if any(part.weight is not None for part in parts):
+        raise UserError(f"{reference}: weights are for data.train; leave them out")
+    if len(parts) > 1 and None in found:
+        other = parts[found.index(None)].reference
+        raise UserError(f"{other}: no such file; of several texts each is a file or a folder on this machine")
+    return None if found[0] is None else [file for files in found if files is not None for file in files]
+
+
+def _text_files(reference: str) -> list[Path] | None:
+    path = locate_data(reference)
+    if os.path.isdir(path):
+        files = list(visible_files(path))
+        if not files:
+            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
+        return files
+    if os.path.exists(path):
+        return [path]
+    if path.is_absolute() or path.suffix.lower() == ".txt":
+        raise UserError(
+            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder of them, "
+            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub; or several of these with commas between them"
+        )
+    return None
+
+
+def visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and those below it, in the order of their names, without hidden ones."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise unreadable(folder, "a folder", error) from error
+    for name in names:
+        path = folder / name
+        if name.startswith("."):
+            continue
+        if os.path.isfile(path):
+            yield path
+        elif os.path.isdir(path) and not os.path.islink(path):  # a link may lead into a circle
+            yield from visible_files(path)
 
 
 def hub_name(reference: str | Path) -> str | None:
     """Return OWNER/NAME of the data set on the hub that a reference of `read_examples` means; None for any other."""
-    if os.path.exists(reference):
+    parts = parts_of(reference)
+    if os.path.exists(reference) or len(parts) > 1:
         return None
     in_set = _HUB_FILE.fullmatch(str(reference))
     name = str(reference).partition(":")[0] if in_set is None else "/".join(in_set["file"].split("/")[:2])
     is_name = _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in READERS
     return name if is_name else None
-
-
-def _jsonl_rows(path: Path) -> Rows:
-    for number, line in enumerate(text_lines(path), start=1):
-        if not line.strip():
-            continue
-        source = f"{path}:{number}"
-        try:
-            row = parse_json(line)
-        except json.JSONDecodeError as error:
-            where = f"{error.msg} at column {error.colno}"
-            raise UserError(f"{source}: not JSON ({where}); write one object a line") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{source}: a {type(row).__name__}, not an object; write one object a line")
-        yield row, source
-
-
-def _json_rows(path: Path) -> Rows:
-    try:
-        value = parse_json("".join(text_lines(path)))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # the file is JSONL with the ending .json
-            yield from _jsonl_rows(path)
-            return
-        where = f"{path}:{error.lineno}"
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
-    items = value.get("data") if isinstance(value, dict) else value
-    if not isinstance(items, list):
-        raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
-    for number, item in enumerate(items, start=1):
-        if not isinstance(item, dict):
-            raise UserError(f"{path}: item {number}: a {type(item).__name__}, not an object; make it one")
-        yield item, f"{path}: item {number}"
-
-
-def _csv_options(path: Path) -> dict[str, Any]:
-    """Options that keep every value as text, "007", "NA" and "None" too. An empty value counts as missing."""
-    from datasets import Features, Value
-
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        header = next(csv.reader(file), [])
-    return {"features": Features({name: Value("string") for name in header}), "keep_default_na": False, "na_values": ""}
-
-
-def tsv_rows(path: Path, *, header: Sequence[str] | None = None) -> Rows:
-    """Yield the rows of a table with tabs between its cells and no quoting; each place is file:line.
-
-    The first line is the header unless one is given.
-    """
-    lines = text_lines(path, newline="\n")
-    first = 1 if header else 2
-    header = header or next(lines, "").rstrip("\r\n").split("\t")
-    for number, line in enumerate(lines, start=first):
-        if line.strip():
-            cells = line.rstrip("\r\n").split("\t")
-            yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
-
-
-def _table_rows(kind: str, path: Path) -> Rows:
-    """Read the rows of a table piece by piece, so that the datasets library makes no second copy of it in its cache."""
-
-    def open_table() -> Iterable[dict[str, Any]]:
-        files, options = glob.escape(str(path)), _csv_options(path) if kind == "CSV" else {}
-        return _load(kind.lower(), data_files=files, split="train", streaming=True, **options)
-
-    return _numbered(str(path), open_table, lambda error: unreadable(path, kind, error))
 
 
 def _hub_rows(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
@@ -259,6 +323,12 @@ def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> 
     return _numbered(place, lambda: list(_load(name, config, split=split)), not_loaded)
 
 
+def _saved(folder: Path) -> Iterable[dict[str, Any]]:
+    import datasets
+
+    return datasets.load_from_disk(str(folder))
+
+
 def _load(*source: Any, **options: Any) -> Any:
     import datasets
 
@@ -270,36 +340,32 @@ def _numbered(
 ) -> Rows:
     try:
         for number, row in enumerate(open_set(), start=1):
-            yield row, f"{reference}: row {number}"
+            yield without_nulls(row), f"{reference}: row {number}"
     except UserError:
         raise
     except Exception as error:  # the datasets library passes on the exceptions of its readers and of the network
         raise explain(error) from error
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
-    ".parquet": partial(_table_rows, "Parquet"),
-    ".csv": partial(_table_rows, "CSV"),
-    ".tsv": tsv_rows,
-}
-"""The readers by the ending of a file."""
-
-
-def kind_of(data: Data, *, field: str = "text") -> DataKind:
+def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
     """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
 
-    Raises UserError if there is no row.
+    Raises UserError if there is no row, or as in `rows_in_memory`.
     """
     if isinstance(data, str | Path):
-        return "text" if Path(data).suffix.lower() == ".txt" else "instructions"
-    first = next(iter(data), None)
+        files = [Path(part.reference) for part in parts_of(data)]
+        return "text" if all(file.suffix.lower() == ".txt" for file in files) else "instructions"
+    first = next(rows_in_memory(data, name), None)
     if first is None:
-        raise UserError("data holds no example; give at least one row of instruction, input, output")
+        raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
-    return "text" if field in first and not any(form in first for form in _FORMS) else "instructions"
+    of_text = isinstance(first, Mapping) and field in first and not any(form in first for form in _FORMS)
+    return "text" if of_text else "instructions"
+
+
+_FORMS = ("instruction", "messages", "conversations", "prompt")
+"""Keys by which a row with a text is one of instructions. Others, such as question, may be about a text."""
 
 
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:
@@ -308,17 +374,22 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
     Raises UserError if the file does not exist, there is no row, or a row is malformed.
     """
     if isinstance(data, str | Path):
-        return read_examples(locate(str(data)))
-    examples = []
-    for number, row in enumerate(data, start=1):
+        return read_examples(data)
+    left_out = Counter[str]()
+    examples = list(parse_rows(_placed(data, name), left_out))
+    if not examples:
+        raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
+    say_left_out(name, examples, left_out)
+    return examples
+
+
+def _placed(data: object, name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    for number, row in enumerate(rows_in_memory(data, name), start=1):
         where = f"{name}: row {number}"
         if not isinstance(row, Mapping):
             raise UserError(f"{where}: a {type(row).__name__}, not a dict; give rows with instruction and output")
         _check_text(row, where)
-        examples.append(parse_row(row, where))
-    if not examples:
-        raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
-    return examples
+        yield row, where
 
 
 def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
@@ -326,15 +397,16 @@ def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
         raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; fix the text")
 
 
-def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
+def write_rows(data: Data, folder: Path, *, field: str = "text", name: str = "data") -> Path:
     """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`.
 
     Raises UserError if a row is no text, or if the file is there and its content is no longer that of its name.
     """
     rows: list[dict[str, Any]] = []
-    row: Any
-    for number, row in enumerate(data, start=1):
-        _check_text(row, f"data: row {number}")
+    for number, row in enumerate(rows_in_memory(data, name), start=1):
+        if not isinstance(row, str | Mapping):
+            raise UserError(f"{name}: row {number}: a {type(row).__name__}; give rows as dicts, or texts")
+        _check_text(row, f"{name}: row {number}")
         rows.append({field: row} if isinstance(row, str) else dict(row))
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     path = folder / f"data-{digest(text)[:16]}.jsonl"

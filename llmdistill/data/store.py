@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +39,8 @@ _META = "meta.json"
 
 AT_ONCE = 1000
 """Number of examples that are tokenized and then written together."""
+_MOST_CHARACTERS = 4_000_000
+"""Of these examples; the tokenizer takes some 200 bytes for each."""
 
 TOKEN_IDS = "token ids"
 """The type of a column of token ids, which are kept in the smallest numbers that hold the vocabulary."""
@@ -169,6 +171,36 @@ def _numbers(value: Any) -> Any:
     return value.as_py()
 
 
+class Joined(Sequence[Item]):
+    """The examples of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[MappedItems[Item]]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]  # raises IndexError beyond the end
+        if isinstance(places, range):
+            return [self[each] for each in places]
+        part, place = self._place(places)
+        return part[place]
+
+    def length(self, index: int) -> int:
+        """The number of tokens of an example, which are not read for it."""
+        part, place = self._place(index)
+        return part.length(place)
+
+    def distinct(self, name: str) -> list[Any]:
+        return list(dict.fromkeys(value for part in self.parts for value in part.distinct(name)))
+
+    def _place(self, index: int) -> tuple[MappedItems[Item], int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
+
+
 class Grouped(Sequence[list[Item]]):
     """So many neighboring examples at a time, such as the three of a triple."""
 
@@ -245,10 +277,24 @@ class StoredSplits:
         return self._folder / f"{self._splits.index(split)}.{ending}"
 
 
-def in_pieces(elements: Iterable[Element]) -> Iterator[list[Element]]:
-    """Cut elements into lists of as many as are tokenized together; the last may be shorter."""
-    remaining = iter(elements)
+def in_pieces(
+    elements: Iterable[Element], *, size: Callable[[Element], int] = lambda element: 0
+) -> Iterator[list[Element]]:
+    """Cut elements into `pieces` that are tokenized together; `size` is the number of characters of an element."""
     with Activity("Tokenizing", unit="examples") as activity:
-        while piece := list(islice(remaining, AT_ONCE)):
+        for piece in pieces(elements, AT_ONCE, size):
             yield piece
             activity.advance(len(piece))
+
+
+def pieces(elements: Iterable[Element], count: int, size: Callable[[Element], int]) -> Iterator[list[Element]]:
+    """Cut elements into lists of a number of them; a list also ends where its sizes reach _MOST_CHARACTERS."""
+    piece, characters = list[Element](), 0
+    for element in elements:
+        piece.append(element)
+        characters += size(element)
+        if len(piece) == count or characters >= _MOST_CHARACTERS:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece

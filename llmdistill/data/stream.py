@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
+from llmdistill.data.examples import Example, all_empty, describe_left_out, no_answer, parse_rows
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
@@ -48,11 +49,12 @@ def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iter
 
 
 def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
-    """Read and tokenize the first row of a set; a UserError if it is missing or empty, or as in `encode`."""
-    first = next(open_rows(reference, streaming=True), None)
+    """Read and tokenize the first example of a set; a UserError if it is missing or empty, or as in `encode`."""
+    left_out = Counter[str]()
+    first = next(parse_rows(open_rows(reference, streaming=True), left_out), None)
     if first is None:
-        raise no_example(reference)
-    encode([parse_row(*first)], tokenizer, limits, may_be_empty=True)
+        raise no_example(reference, left_out)
+    encode([first], tokenizer, limits, may_be_empty=True)
 
 
 class _Part(NamedTuple):
@@ -125,7 +127,7 @@ class StreamLoader(StepLoader[Encoded]):
         return (
             f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {counts.dropped} "
             f"dropped for a long prompt, {counts.truncated_prompts} prompts and {counts.truncated_responses} responses "
-            "truncated."
+            f"truncated.{describe_left_out(self.left_out)}"
         )
 
     def _restart(self) -> None:
@@ -135,7 +137,7 @@ class StreamLoader(StepLoader[Encoded]):
         """The epoch of the last example, and how many of this epoch were read and kept so far."""
         self._unanswered: int | None = 0
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
-        self.counts = EncodedCounts()
+        self.counts, self.left_out = EncodedCounts(), Counter[str]()
 
     def _read_window(self, number: int) -> list[Encoded]:
         """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""
@@ -161,13 +163,13 @@ class StreamLoader(StepLoader[Encoded]):
         for epoch in count():
             found = False
             rng = np.random.default_rng((self.share.seed, epoch))
-            examples = (parse_row(row, source) for row, source in open_rows(self.reference, streaming=True))
+            examples = parse_rows(open_rows(self.reference, streaming=True), self.left_out)
             # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
             for example in shuffled(examples, self.shuffle_buffer, rng):
                 found = True
                 yield epoch, example
             if not found:
-                raise no_example(self.reference)
+                raise no_example(self.reference, self.left_out)
 
     def _block(self, size: int) -> list[Encoded]:
         """Return the next examples of the stream, as many as are left of this number."""

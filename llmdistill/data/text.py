@@ -15,6 +15,7 @@ from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import Masking, special_mask
+from llmdistill.data.sampler import shared_out
 from llmdistill.errors import UserError
 
 _STRIDE = 5  # separates these random numbers from those of epochs, sequences, windows, documents and answers
@@ -107,12 +108,17 @@ class MixedSequences:
     also the first epoch sees all regions of a large text.
     """
 
-    def __init__(self, parts: Mapping[str, TextSequences], exponent: float) -> None:
-        """Choose the number of sequences of each part in an epoch; the parts have the same settings and tokenizer."""
+    def __init__(
+        self, parts: Mapping[str, TextSequences], exponent: float, weights: Sequence[float] | None = None
+    ) -> None:
+        """Choose the number of sequences of each part in an epoch; the parts have the same settings and tokenizer.
+
+        With `weights` their shares are given, and the exponent has no effect.
+        """
         self.names = list(parts)
         self.parts = list(parts.values())
         sizes = [len(part) for part in self.parts]
-        self.counts = mixture_counts(sizes, exponent)
+        self.counts = mixture_counts(sizes, exponent) if weights is None else shared_out(sum(sizes), weights)
         self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
@@ -141,20 +147,8 @@ class MixedSequences:
 
 
 def mixture_counts(sizes: Sequence[int], exponent: float) -> list[int]:
-    """Return how many sequences of an epoch each text gives; they add up to the sum of the sizes.
-
-    The largest remainders are rounded up, and each text gives at least one.
-    """
-    total = sum(sizes)
-    weights = [size**exponent for size in sizes]
-    wanted = [total * weight / sum(weights) for weight in weights]
-    counts = [max(1, math.floor(each)) for each in wanted]
-    order = sorted(range(len(sizes)), key=lambda number: counts[number] - wanted[number])
-    for number in order[: max(0, total - sum(counts))]:
-        counts[number] += 1
-    while sum(counts) > total:  # where tiny texts were given their one sequence
-        counts[counts.index(max(counts))] -= 1
-    return counts
+    """Return how many sequences of an epoch each text gives: `shared_out` by its size to the power of the exponent."""
+    return shared_out(sum(sizes), [size**exponent for size in sizes])
 
 
 def _spread(offset: int, size: int, key: tuple[int, int, int]) -> int:

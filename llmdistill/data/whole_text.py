@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmdistill.data.sources import READERS, Data, open_rows, text_lines
+from llmdistill.data.memory import rows_in_memory
+from llmdistill.data.readers import READERS, text_lines
+from llmdistill.data.sources import Data, open_rows, text_files
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"
@@ -28,30 +30,30 @@ class TextSet(NamedTuple):
         Raises:
             UserError: the text does not exist, is empty, or is not UTF-8, or a row has no text.
         """
-        path = Path(self.data) if isinstance(self.data, str | Path) else None
-        if path is not None and path.is_file() and path.suffix.lower() not in READERS:
-            text = "".join(text_lines(path))
+        files = text_files(self.data) if isinstance(self.data, str | Path) else None
+        plain = files is not None and all(file.suffix.lower() not in READERS for file in files)
+        if files is not None and plain:
+            text = PARAGRAPH.join("".join(text_lines(file)) for file in files)
             if self.lines:
                 text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
         else:
             text = PARAGRAPH.join(_rows(self.data))
         if not text.strip():
-            raise UserError(f"{path or 'data'}: holds no text; give at least one line of it")
+            name = self.data if isinstance(self.data, str | Path) else "data"
+            raise UserError(f"{name}: holds no text; give at least one line of it")
         return text
 
 
 def _rows(data: Data) -> list[str]:
     if isinstance(data, str | Path):
-        if Path(data).suffix.lower() == ".txt":
-            raise UserError(f"{data}: no such file; give a plain text, or NAME of a data set on the hub")
-        rows: Iterable[tuple[str | Mapping[str, Any], str]] = open_rows(data, streaming=True)
+        rows: Iterable[tuple[Any, str]] = open_rows(data, streaming=True)
     else:
-        given: Iterable[Any] = data
-        rows = ((row, f"row {number}") for number, row in enumerate(given, start=1))
+        rows = ((row, f"row {number}") for number, row in enumerate(rows_in_memory(data), start=1))
     texts = []
     for row, source in rows:
-        text = row if isinstance(row, str) else row.get("text")
+        text = row.get("text") if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            raise UserError(f'{source}: the key "text" is missing or no string (there are {sorted(row)})')
+            there = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+            raise UserError(f'{source}: the key "text" is missing or no string (there are {there})')
         texts.append(text)
     return texts

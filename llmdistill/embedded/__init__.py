@@ -19,21 +19,28 @@ LOCATIONS = {
 
 
 def locate(reference: str) -> Path:
+    """The path of a model: as `locate_data`; and for a GGUF file, or a folder with one and no config.json, the folder
+    of its dequantized model, which the first call makes.
+
+    Raises:
+        UserError: as in `locate_data` and `models.gguf.dequantized`.
+    """
+    path = locate_data(reference)
+    file = None if reference.startswith("embedded:") else gguf_file(str(path))
+    return path if file is None else dequantized(file)
+
+
+def locate_data(reference: str) -> Path:
     """The path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed Python
     package for `package:NAME/PATH`, else the reference itself.
 
-    For a GGUF file, or a folder with one and no config.json, the folder of its dequantized model, which the first call
-    makes.
-
     Raises:
-        UserError: the package contains no `embedded:NAME`, or the Python package is not installed; or as in
-            `models.gguf.dequantized`.
+        UserError: the package contains no `embedded:NAME`, or the Python package is not installed.
     """
     if reference.startswith("package:"):
-        reference = str(_in_package(reference))
+        return _in_package(reference)
     if not reference.startswith("embedded:"):
-        file = gguf_file(reference)
-        return Path(reference) if file is None else dequantized(file)
+        return Path(reference)
     if reference not in LOCATIONS:
         raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
-from llmdistill.data.sources import text_lines
+from llmdistill.data.readers import text_lines
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.factorize.counting import count_parameters

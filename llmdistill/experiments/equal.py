@@ -14,7 +14,7 @@ import numpy as np
 from llmdistill.config import RunConfig, StudentConfig
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import global_batch_indices
-from llmdistill.data.sources import read_examples
+from llmdistill.data.sources import is_weighted, read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.sizes import summarize
@@ -81,9 +81,10 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
     """Return the number of steps after which a run on `other` has seen as many tokens as the run on its own data.
 
     The loader is a pure function of seed and step, so the token counts of both runs are known before the training.
-    They are unknown for a streamed set and if `other` does not exist; then the number of steps is unchanged.
+    They are unknown for a set that is streamed or weighted, and if `other` does not exist; then the number of steps is
+    unchanged.
     """
-    if config.data.streaming or not other.is_file():
+    if config.data.streaming or is_weighted(config.data.train) or not other.is_file():
         return config.train.steps
     budget = sum(islice(_step_tokens(config, config.data.train, seed), config.train.steps))
     seen = 0
@@ -108,5 +109,5 @@ def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
 @cache
 def _lengths(tokenizer: Path, reference: str, limits: Limits) -> np.ndarray:
     """Return the number of tokens of each example of a training set, (examples,)."""
-    data = encode(read_examples(locate(reference)), load_tokenizer(tokenizer), limits)
+    data = encode(read_examples(reference), load_tokenizer(tokenizer), limits)
     return np.array([len(item) for item in data.items])

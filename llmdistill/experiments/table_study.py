@@ -20,7 +20,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import GridConfig, TasksConfig
-from llmdistill.data.corpus import text_files
+from llmdistill.data.sources import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments import chunks
@@ -101,7 +101,7 @@ class TableStudy:
         folder, setting = self.tasks.data_dir, "tasks.data_dir"
         checks: list[Callable[[], object]] = [
             *(partial(load_config, locate(model)) for model in self.models.values()),
-            *(partial(text_files, locate(self.configs[key].data.train)) for key in self.recipes()),
+            *(partial(text_files, self.configs[key].data.train) for key in self.recipes()),
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
             *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),

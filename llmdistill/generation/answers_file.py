@@ -15,7 +15,7 @@ from typing import Any
 
 from llmdistill.artifacts import compare_records, read_record
 from llmdistill.data.examples import Example
-from llmdistill.embedded import locate
+from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
@@ -28,7 +28,10 @@ Rows = dict[int, list[int]]
 def prompt_row(example: Example) -> dict[str, Any]:
     """Return an example without its answers, in the form in which it was read."""
     if example.messages:
-        return {"messages": [turn.as_message() for turn in example.messages]}
+        unlearned = [{} if turn.is_learned else {"weight": 0} for turn in example.messages]
+        turns = [{**turn.as_message(), **more} for turn, more in zip(example.messages, unlearned, strict=True)]
+        options = {"tools": list(example.tools), "chat_template_kwargs": dict(example.template_options)}
+        return {"messages": turns, **{key: value for key, value in options.items() if value}}
     if example.raw_prompt is not None:
         return {"prompt": example.raw_prompt}
     return {"instruction": example.instruction, "input": example.input}
@@ -38,7 +41,7 @@ def answered_row(example: Example, answer: str) -> dict[str, Any]:
     """Return an example with this answer, in the form in which the example was read."""
     row = prompt_row(example)
     if example.messages:
-        return {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+        return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
     return {**row, "completion" if "prompt" in row else "output": answer}
 
 
@@ -57,7 +60,7 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
 
     Raises UserError if the teacher is not a model folder, or the record beside the data cannot be read.
     """
-    path = locate(str(data))
+    path = locate_data(str(data))
     record = read_provenance(path)
     if record is None:
         return (

@@ -116,7 +116,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     if not is_causal(config):
         raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
     decode.check_context(config, settings.max_length)
-    examples = read_examples(locate(data), needs_answer=False)[: settings.limit]
+    examples = read_examples(data, needs_answer=False)[: settings.limit]
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")

@@ -14,6 +14,7 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
 from llmdistill.config.teacher import OneTeacher
+from llmdistill.data.sources import data_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint
@@ -44,6 +45,7 @@ _IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Parameters of the optimizer that choose its implementation, not what it computes."""
 _INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
 """Settings that name the inputs of a run; the content of these inputs is compared as well as the names."""
+_DATA = ("data.train", "data.valid", "student.factorize.calibration.data")
 _STEPS = "earlier_steps"
 """Key in the record of a run: for each time that its steps were increased the setting, its old value, and the step."""
 _RATES = "earlier_learning_rates"
@@ -80,7 +82,7 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
         references["data.valid"] = values["data"]["valid"]
     references |= task_reference(values["data"])
     return of_cache | {
-        key: fingerprint(reference)
+        key: data_fingerprint(reference) if key in _DATA else fingerprint(reference)
         for key, reference in references.items()
         if reference is not None and not (below is not None and Path(reference).resolve().is_relative_to(below))
     }

@@ -22,6 +22,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
 from llmdistill.config.student import FactorizeMethod
+from llmdistill.data.memory import has_columns
 from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
@@ -259,7 +260,7 @@ def nearest_isometry(product: Tensor) -> Tensor:
 
 def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
     """Return the calibration data, and the other settings of the calibration by dotted key."""
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or has_columns(given) or type(given).__module__.startswith("datasets"):
         return given, {}
     others = {key: str(value) if isinstance(value, Path) else value for key, value in given.items() if key != "data"}
     return given.get("data"), {f"calibration.{key}": value for key, value in others.items()}

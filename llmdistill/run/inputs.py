@@ -156,9 +156,9 @@ def data_file(data: Data, inputs: Path, *, name: str, field: str = "text", kind:
     """Return the reference of data; rows in memory are checked and written to a file. `kind` is that of the run."""
     if isinstance(data, str | Path):
         return str(data)
-    if kind_of(data, field=field) == "instructions" and kind != "sentences":
+    if kind_of(data, field=field, name=name) == "instructions" and kind != "sentences":
         examples_of(data, name=name)
-    return str(write_rows(data, inputs, field=field))
+    return str(write_rows(data, inputs, field=field, name=name))
 
 
 def device_for(model: Model, device: torch.device | str | None) -> torch.device | None:

@@ -171,7 +171,7 @@ def evaluate_model(
         UserError: a file is missing or malformed; this is raised before the model is loaded.
     """
     world = world or World.alone()
-    sets = {name: read_examples(locate(each)) for name, each in data.items() if isinstance(each, str)}
+    sets = {name: read_examples(each) for name, each in data.items() if isinstance(each, str)}
     texts = {name: each for name, each in data.items() if isinstance(each, TextSet)}
     folder = locate(model_path)
     tokenizer = load_tokenizer(folder)

@@ -252,11 +252,12 @@ class Task(TaskData):
         """Set the meaning of a model's outputs in its configuration."""
         return
 
-    def check_files(self) -> None:
-        """Check what is checked in no time of the files that the data will be read from.
+    def check_files(self, *, thorough: bool = True) -> None:
+        """Check the files that the data will be read from: that they are there, and their rows, unless `thorough` the
+        first one, as far as that takes a second or two.
 
         Raises:
-            UserError: a file does not exist, or begins with a malformed row.
+            UserError: a file does not exist, or a row is malformed.
         """
         return
 

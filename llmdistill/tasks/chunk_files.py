@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmdistill.data.sources import text_lines
+from llmdistill.data.readers import text_lines
 from llmdistill.errors import UserError
 
 OUTSIDE = "O"

@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 import yaml
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
+from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,12 +16,12 @@ from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
-from llmdistill.data.examples import Example
+from llmdistill.data.examples import Example, describe_left_out
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import Limits, StoredExamples, encode, open_examples, parts_before, store_examples
-from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
-from llmdistill.data.sources import check_first_row, read_examples
-from llmdistill.data.store import MappedItems
+from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
+from llmdistill.data.sources import check_rows, is_weighted, parts_of, read_examples
+from llmdistill.data.store import Joined, MappedItems
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -55,8 +56,10 @@ class Instructions(Task):
     """The test sets that are texts."""
     written_by: Path | None
     """The teacher, if it must have written the training set."""
-    train: MappedItems[Encoded] | None = None
+    train: MappedItems[Encoded] | Joined[Encoded] | None = None
     """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
+    mixture: Mixture | None = None
+    """How its files are drawn, if they have weights."""
     valid: Sequence[Example] = ()
     """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
     valid_items: Sequence[Encoded] = ()
@@ -82,13 +85,18 @@ class Instructions(Task):
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         return TOKENS
 
-    def check_files(self) -> None:
+    def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
         texts = text_tests(data.tests)
         asked = (reference for name, reference in data.tests.items() if name not in texts)
-        for reference in (data.train if self.trains else None, data.valid, *asked):
+        train = [part.reference for part in parts_of(data.train)] if self.trains else []
+        if data.streaming and is_weighted(data.train):
+            raise UserError(
+                f"data.train {data.train} has weights, and data.streaming reads file after file: leave one of them out"
+            )
+        for reference in (*train, data.valid, *asked):
             if reference is not None:
-                check_first_row(locate(reference))
+                check_rows(reference, thorough=thorough)
         check_texts(texts)
 
     def read(self, models: Models) -> Instructions:
@@ -113,16 +121,16 @@ class Instructions(Task):
         settings, teacher = self.config.data, self.config.teacher
         valid, tests, warning = on_main(self._read, world)
         valid_items = self._stored(settings.valid, world).items if settings.valid is not None else ()
-        train, report = None, "not read, as nothing is trained"
+        train, mixture, report = None, None, "not read, as nothing is trained"
         if settings.streaming:
             report = "streamed while training"
         elif self.trains:
-            stored = self._stored(settings.train, world)
-            train, report = stored.items, stored.counts.report()
+            train, mixture, report = self._training_set(world)
             if teacher.average == "rows" and not self.teacher_writes:  # the answers of SeqKD name no teacher
                 _check_asked(train.distinct("teacher"), teacher.others, settings.train)
         return self.having(
             train=train,
+            mixture=mixture,
             valid=valid,
             valid_items=valid_items,
             tests=tests,
@@ -130,26 +138,42 @@ class Instructions(Task):
             data_warnings=[] if warning is None else [warning],
         )
 
+    def _training_set(self, world: World) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
+        """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
+        parts = parts_of(self.config.data.train)
+        stored = [self._stored(part.reference, world) for part in parts]
+        counts, left_out = stored[0].counts, Counter(stored[0].left_out)
+        for each in stored[1:]:
+            counts, left_out = counts.plus(each.counts), left_out + Counter(each.left_out)
+        report = counts.report() + describe_left_out(left_out)
+        items = [each.items for each in stored]
+        train = items[0] if len(items) == 1 else Joined(items)
+        weights = [part.weight for part in parts if part.weight is not None]
+        if not weights:
+            return train, None, report
+        mixture = Mixture.of([len(each) for each in items], weights)
+        drawn = zip(mixture.counts, mixture.sizes, parts, strict=True)
+        shares = ", ".join(f"{count:,} examples from the {size:,} of {part.reference}" for count, size, part in drawn)
+        return train, mixture, f"{report} Each epoch has {shares}."
+
     def _read(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
         data = self.config.data
-        valid = [] if data.valid is None else read_examples(locate(data.valid))
+        valid = [] if data.valid is None else read_examples(data.valid)
         asked = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
-        tests = {name: read_examples(locate(path)) for name, path in asked.items()}
+        tests = {name: read_examples(path) for name, path in asked.items()}
         scored = {**({VALID: valid} if valid else {}), **tests}
         shared = self.tokenizer is self.teachers_tokenizer
         for each in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
             encode_sets(scored, each, self.config.scoring, self.limits)
         self.texts.check(self.tokenizer, self.teachers_tokenizer)
         if data.streaming:
-            check_stream(locate(data.train), self.tokenizer, self.limits)
+            check_stream(data.train, self.tokenizer, self.limits)
         warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
         return valid, tests, warning
 
     def _stored(self, reference: str, world: World) -> StoredExamples:
-        make = partial(
-            store_examples, locate(reference), self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir
-        )
+        make = partial(store_examples, reference, self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir)
         folder = made_once(make, world)
         return on_every(lambda: open_examples(folder), world)
 
@@ -179,7 +203,8 @@ class Instructions(Task):
 
     def teacher_prompts(self) -> dict[int, list[int]]:
         """See Task. Each model is asked by its own chat template, if the prompt is that of a chat."""
-        examples, found = read_examples(locate(self.config.data.train)), dict[int, list[int]]()
+        sets = [read_examples(part.reference) for part in parts_of(self.config.data.train)]
+        examples, found = [example for examples in sets for example in examples], dict[int, list[int]]()
         ours = encode(examples, self.tokenizer, replace(self.limits, max_length=_NO_LIMIT))
         limits = replace(self.limits, max_prompt_length=_NO_LIMIT - 1, max_length=_NO_LIMIT)
         theirs = encode([examples[index] for index in ours.kept], self.teachers_tokenizer, limits)
@@ -196,9 +221,9 @@ class Instructions(Task):
         arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"
-            return TrainLoader(self.train, share, self._collate, **arrange)
+            return TrainLoader(self.train, share, self._collate, mixture=self.mixture, **arrange)
         return StreamLoader(
-            locate(data.train),
+            data.train,
             self.tokenizer,
             self.limits,
             share,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.data.pairs import PairExample, encode_pairs
-from llmdistill.data.sources import first_line
+from llmdistill.data.readers import first_line
 from llmdistill.errors import UserError
 from llmdistill.models.sentences import SentenceSettings
 from llmdistill.runtime.distributed import World

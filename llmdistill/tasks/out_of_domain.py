@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import Rows, open_rows, tsv_rows
+from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.sources import open_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import plain_name
 from llmdistill.tasks.glue_files import GLUE_TASKS, TABLES, GlueTask, PairSet

@@ -5,6 +5,7 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,9 +25,9 @@ from llmdistill.config import RunConfig
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
-from llmdistill.data.sources import open_rows
+from llmdistill.data.sources import open_rows, parts_of
 from llmdistill.data.store import Grouped, SplitWriter, in_pieces
-from llmdistill.embedded import locate
+from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
@@ -101,8 +102,9 @@ class Sentences(StoredTask):
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
-        paths = [locate(reference) for reference in self._references().values()]
-        return paths if all(path.is_file() for path in paths) else None
+        parts = [part.reference for reference in self._references().values() for part in parts_of(reference)]
+        paths = [locate_data(part) for part in parts]
+        return paths if all(map(os.path.isfile, paths)) else None
 
     def _references(self) -> dict[str, str]:
         """Return the data sets: train if the run trains, the validation set, and the test sets."""
@@ -110,16 +112,17 @@ class Sentences(StoredTask):
         given = {"train": data.train if self.trains else None, VALID: data.valid}
         return {**{name: each for name, each in given.items() if each is not None}, **data.tests}
 
-    def check_files(self) -> None:
+    def check_files(self, *, thorough: bool = True) -> None:
         """See Task: the small files that score are read whole."""
         for name, reference in self._references().items():
-            if name != "train" and locate(reference).is_file():
-                read_pairs(locate(reference))
-            elif not locate(reference).is_file():
-                open_rows(locate(reference), streaming=True)
+            is_file = os.path.isfile(locate_data(reference))
+            if name != "train" and is_file:
+                read_pairs(locate_data(reference))
+            elif not is_file:
+                open_rows(reference, streaming=True)
 
     def read_files(self) -> TaskFiles[str, list[SentencePair]]:
-        references = {name: locate(reference) for name, reference in self._references().items()}
+        references = self._references()
         read = read_triples if self.config.data.sentences.triples else read_sentences
         train = read(references.pop("train")) if self.trains else []
         return TaskFiles(train, {name: read_pairs(reference) for name, reference in references.items()})

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config.data import TaskConfig
-from llmdistill.data.sources import READERS, Rows, benchmark_rows
+from llmdistill.data.readers import READERS, Rows
+from llmdistill.data.sources import benchmark_rows
 from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder

@@ -15,11 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
-from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files
+from llmdistill.data.corpus import Corpus, open_corpus, store_corpus
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.sources import Data, open_rows, write_rows
+from llmdistill.data.sources import Data, open_rows, parts_of, text_files, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
-from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
 from llmdistill.models.tokenizer import load_tokenizer
@@ -81,11 +80,11 @@ class Text(Task):
             raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
-    def check_files(self) -> None:
+    def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
         for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
-            if reference is not None and text_files(locate(reference)) is None:
-                open_rows(locate(reference), streaming=True)  # which asks the hub for nothing yet
+            if reference is not None and text_files(reference) is None:
+                open_rows(reference, streaming=True)  # which asks the hub for nothing yet
         check_texts(text_tests(data.tests))
 
     def read(self, models: Models) -> Text:
@@ -152,7 +151,7 @@ class Text(Task):
         def tokenized(reference: str, fraction: float) -> Corpus:
             make = partial(
                 store_corpus,
-                locate(reference),
+                reference,
                 self.tokenizer,
                 field=settings.text.field,
                 cache_dir=settings.cache_dir,
@@ -196,11 +195,12 @@ class Text(Task):
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenized yet"
-        exponent = self.config.data.text.sampling_exponent
+        exponent, weights = self.config.data.text.sampling_exponent, _weights(self.config.data)
         try:
-            if exponent is None:
+            if exponent is None and weights is None:
                 return self._sequences(self.train[""])
-            return MixedSequences({name: self._part(name, text) for name, text in self.train.items()}, exponent)
+            parts = {name: self._part(name, text) for name, text in self.train.items()}
+            return MixedSequences(parts, exponent or 0.0, weights)
         except UserError as error:
             fraction = self.config.data.text.fraction
             if fraction == 1:
@@ -268,12 +268,14 @@ class Text(Task):
 
 
 def _parts(settings: DataConfig) -> dict[str, str]:
-    """Return the parts of the training text by name, as `sampling_exponent` asks for; else the text, named "".
+    """Return the parts of the training text by name, which weights or `sampling_exponent` sample; else one, named "".
 
     Raises:
         UserError: the training text is no folder, or has no part.
     """
     exponent = settings.text.sampling_exponent
+    if exponent is None and _weights(settings) is not None:
+        return {part.reference: part.reference for part in parts_of(settings.train)}
     if exponent is None:
         return {"": settings.train}
     folder = Path(settings.train)
@@ -289,6 +291,12 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     return parts
 
 
+def _weights(settings: DataConfig) -> list[float] | None:
+    """Return the weights of the parts of data.train, None if it has none."""
+    weights = [part.weight for part in parts_of(settings.train) if part.weight is not None]
+    return weights or None
+
+
 def score_masked(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
 ) -> dict[str, float]:
@@ -301,7 +309,7 @@ def score_masked(
     """
     total, count = 0.0, 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
-        reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
+        reference = data if isinstance(data, str | Path) else write_rows(data, Path(folder))
         corpus = open_corpus(store_corpus(reference, tokenizer, cache_dir=folder))
         sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):

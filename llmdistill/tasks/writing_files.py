@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from llmdistill.config.data import TaskConfig
-from llmdistill.data.sources import READERS, open_rows
+from llmdistill.data.readers import READERS
+from llmdistill.data.sources import open_rows
 from llmdistill.data.targets import TargetExample
 from llmdistill.data.windows import QuestionExample
 from llmdistill.errors import UserError

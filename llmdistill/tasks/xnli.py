@@ -9,7 +9,8 @@ from typing import Any
 
 from llmdistill.config.data import TaskConfig
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
+from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.glue import Glue

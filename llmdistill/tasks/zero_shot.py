@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config.strict import did_you_mean
-from llmdistill.data.sources import first_line
+from llmdistill.data.readers import first_line
 from llmdistill.errors import UserError
 
 _MAIN_METRICS = ("acc_norm", "acc", "exact_match")

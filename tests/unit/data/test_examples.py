@@ -1,7 +1,12 @@
+import json
+from collections import Counter
+from typing import Any
+
 import pytest
 from hostile import refuses
 
-from llmdistill.data.examples import Example, Turn, parse_row
+from llmdistill.data.examples import Example, LeftOut, Turn, describe_left_out, parse_row, parse_rows
+from llmdistill.generation.answers_file import answered_row
 
 TEXTS = ("Be short.", "Hi.", "Hello.")
 SYSTEM, USER, ANSWER = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), TEXTS, strict=True))
@@ -52,9 +57,231 @@ def test_forms(row, example):
         ({"messages": [USER]}, '"messages" has no assistant turn, so there is no answer; add one'),
         ({"messages": [ANSWER]}, '"messages" starts with its only answer; put a user turn in front'),
         ({"messages": [USER, "Hello."]}, 'message 2 of "messages" is "Hello."; give an object'),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, 'message 2 of "messages" has the role "tool"; the'),
+        (
+            {"messages": [USER, {"role": "critic", "content": "x"}]},
+            'message 2 of "messages" has the role "critic"; the',
+        ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2 of "messages" has the content null'),
     ],
 )
 def test_what_is_wrong_is_named(row, what):
     refuses(f"data.jsonl:7: {what}", parse_row, row, "data.jsonl:7")
+
+
+FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+PAIR = {"instruction": "Hi.", "output": "Hello."}
+CALLED = (Turn("user", "Hi."), Turn("assistant", "", {"tool_calls": [CALL]}), Turn("tool", "Sunny."))
+
+
+def learned(row: dict[str, Any]) -> Example:
+    return parse_row(row, "x:1")
+
+
+class TestKeysThatChangeARow:
+    """What each format means by its keys, written out by hand from the documentation of the formats."""
+
+    @pytest.mark.parametrize("system", ["system", "system_prompt", "system_message"])
+    @pytest.mark.parametrize(
+        "row",
+        [
+            PAIR,
+            {"query": "Hi.", "response": "Hello."},
+            {"question": "Hi.", "answer": "Hello."},
+            {"problem": "Hi.", "solution": "Hello."},
+            {"conversations": SHARED[1:]},
+            {"messages": [USER, ANSWER]},
+            {"messages": [SYSTEM, USER, ANSWER]},
+            {"messages": [{**SYSTEM, "role": "developer"}, USER, ANSWER]},
+            {"prompt": [USER], "completion": [ANSWER]},
+        ],
+    )
+    def test_system_is_the_first_turn(self, row, system):
+        found = learned({**row, system: "Be short."})
+        assert (found.messages, found.outputs) == (CHAT.messages, CHAT.outputs)
+        assert learned({**row, system: ""}).messages == learned(row).messages
+
+    def test_history_is_the_turns_before_an_instruction(self):
+        found = learned(
+            {"instruction": "Sum.", "input": "1 2", "output": "3", "history": [["Hi.", "Hello."]], "system": "s"}
+        )
+        turns = ("system", "s"), ("user", "Hi."), ("assistant", "Hello."), ("user", "Sum.\n\n1 2")
+        assert [(turn.role, turn.content) for turn in found.messages] == list(turns)
+        assert found.chat_key == "system"
+        assert learned({**PAIR, "history": []}) == Example("Hi.", "", ("Hello.",))
+
+    @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [FUNCTION], json.dumps([FUNCTION])])
+    @pytest.mark.parametrize("key", ["tools", "functions"])
+    def test_tools_are_a_list_or_a_text_of_json(self, tools, key):
+        assert learned({"messages": [USER, ANSWER], key: tools}).tools == (TOOL,)
+        assert learned({**PAIR, key: tools}).tools == (TOOL,)
+
+    def test_tools_that_the_system_turn_describes_are_not_described_twice(self):
+        left_out = Counter[str]()
+        system = {"from": "system", "value": f"You may call <tools>{json.dumps(TOOL)}</tools>."}
+        row = {"conversations": [system, *SHARED[1:]], "tools": json.dumps([TOOL])}
+        assert parse_row(row, "x:1", left_out=left_out).tools == ()
+        assert left_out == {"tools of {} rows (the system turn describes them)": 1}
+
+    @pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'])
+    @pytest.mark.parametrize("role", ["function_call", "tool_call", "tool_calls", "former"])
+    @pytest.mark.parametrize("observed", ["observation", "tool", "function", "tool_response"])
+    def test_calls_of_tools_and_what_they_observe(self, arguments, role, observed):
+        call = {"name": "weather", "arguments": arguments}
+        turn: dict[str, Any] = {
+            "tool_calls": {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": call}],
+            },
+            "former": {"role": "assistant", "content": "", "function_call": call},
+        }.get(role, {"from": role, "value": json.dumps(call)})
+        found = learned({"messages": [USER, turn, {"role": observed, "content": "Sunny."}, ANSWER]})
+        assert found.messages == CALLED
+        assert learned({"messages": [USER, turn]}) == Example(
+            "", "", ("",), messages=CALLED[:1], answer_fields={"tool_calls": [CALL]}
+        )
+
+    def test_calls_one_after_the_other_are_one_turn(self):
+        calls = [{"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}})} for name in ("a", "b")]
+        (_, called), (_, both) = (
+            learned({"messages": [USER, *turns, ANSWER]}).messages
+            for turns in (calls, [{**calls[0], "content": json.dumps([json.loads(each["content"]) for each in calls])}])
+        )
+        assert called == both
+        assert [each["function"]["name"] for each in called.fields["tool_calls"]] == ["a", "b"]
+
+    @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+    def test_reasoning_stays_beside_the_answer(self, key):
+        assert learned({"messages": [USER, {**ANSWER, key: "Hm."}]}).answer_fields == {key: "Hm."}
+        assert learned({**PAIR, key: "Hm."}).answer_fields == {key: "Hm."}
+        assert learned({"messages": [USER, {**ANSWER, key: "Hm."}, USER, ANSWER]}).messages[1].fields == {key: "Hm."}
+
+    @pytest.mark.parametrize("options", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+    def test_switches_of_the_template(self, options):
+        for row in (PAIR, {"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}):
+            assert learned({**row, "chat_template_kwargs": options}).template_options == {"enable_thinking": False}
+
+    @pytest.mark.parametrize("no", [0, 0.0, False])
+    @pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+    def test_turns_that_are_not_learned(self, key, no):
+        bad = {"role": "assistant", "content": "bad", key: no}
+        found = learned({"messages": [USER, {**ANSWER, key: 1}, USER, bad]})
+        assert (found.messages, found.outputs) == ((Turn("user", "Hi."),), ("Hello.",))
+        found = learned({"messages": [USER, bad, USER, {**ANSWER, key: True}]})
+        assert found.messages[1] == Turn("assistant", "bad", is_learned=False)
+        with pytest.raises(LeftOut, match="x:1: the row is not learned, because none of its turns is learned"):
+            learned({"messages": [USER, bad]})
+
+    def test_assistant_turns_of_a_prompt_are_given(self):
+        found = learned({"prompt": [USER, AGAIN, USER], "completion": [ANSWER]})
+        assert [turn.is_learned for turn in found.messages] == [True, False, True]
+
+    @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"messages": [USER, ANSWER]}, PAIR])
+    @pytest.mark.parametrize("key", ["label", "kto_tag"])
+    def test_answers_that_are_labeled_bad(self, row, key):
+        assert learned({**row, key: True}) == learned(row)
+        for bad in (False, "False", "false"):
+            with pytest.raises(LeftOut, match=f"{key} is false"):
+                learned({**row, key: bad})
+        assert parse_row({**row, key: False}, "x:1", needs_answer=False) == learned(row), "a prompt has no bad answer"
+        assert learned({**row, key: "sports"}) == learned(row), "a label of another kind"
+
+    @pytest.mark.parametrize(
+        ("row", "example"),
+        [
+            ({"prompt": "Hi.", "chosen": "Hello.", "rejected": "No."}, RAW),
+            (
+                {"prompt": [USER], "chosen": [ANSWER], "rejected": [AGAIN]},
+                Example("", "", ("Hello.",), messages=TURNS[:1]),
+            ),
+            ({"chosen": [USER, ANSWER], "rejected": [USER, AGAIN]}, Example("", "", ("Hello.",), messages=TURNS[:1])),
+            (
+                {"prompt": "Hi.", "chosen": [USER, ANSWER], "rejected": [USER, AGAIN]},
+                Example("", "", ("Hello.",), messages=TURNS[:1]),
+            ),
+            ({"conversations": SHARED[:2], "chosen": SHARED[2], "rejected": SHARED[2]}, CHAT),
+            ({"instruction": "Hi.", "chosen": "Hello.", "rejected": "No."}, Example("Hi.", "", ("Hello.",))),
+        ],
+    )
+    def test_of_a_preference_the_chosen_answer_is_learned(self, row, example):
+        left_out = Counter[str]()
+        assert parse_row(row, "x:1", left_out=left_out) == example
+        assert describe_left_out(left_out) == " Left out: rejected of 1 rows (only the chosen answer is learned)."
+
+    def test_parts_of_a_content_are_their_texts(self):
+        parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
+        assert learned({"messages": [USER, {**ANSWER, "content": parts}]}).outputs == ("Hello.",)
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            *[
+                ({**row, key: ["a.jpg"]}, f'x:1: "{key}" (["a.jpg"]) is no text')
+                for key in ("images", "videos", "audios", "image")
+                for row in (PAIR, {"messages": [USER, ANSWER]}, {"prompt": "a", "completion": "b"})
+            ],
+            ({"messages": [USER, {**ANSWER, "images": ["a"]}]}, 'message 2 of "messages": "images" (["a"]) is no text'),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, ANSWER]},
+                'message 1 of "messages" has the part {"type": "image_url"',
+            ),
+            ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, '"weight" is 0.5; give 1 to learn it, 0 not to'),
+            ({"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0}]}]}, "parts of a message learned"),
+            ({"messages": [{**USER, "train": True}, ANSWER]}, "is a user turn that is to be learned, and only answers"),
+            ({"messages": [USER, {**ANSWER, "refusal": "No."}]}, '"refusal" ("No.") stands beside the content'),
+            ({"messages": [SYSTEM, USER, ANSWER], "system": "Else."}, "begins with another system turn than the row's"),
+            ({**PAIR, "system": "a", "system_prompt": "b"}, "two system prompts"),
+            ({**PAIR, "system": 3}, '"system" is 3, not a string'),
+            ({**PAIR, "history": ["Hi."]}, '"history" has "Hi."; give pairs'),
+            ({**PAIR, "input": "a", "context": "b"}, 'both "input" and "context" have a text'),
+            ({**PAIR, "label": 0}, '"label" is 0; say by true or false'),
+            ({**PAIR, "weight": 0.5}, '"weight" is 0.5; give 1 to learn it, 0 not to'),
+            ({"question": "a", "answer": "B", "choices": ["x", "y"]}, '"choices" (["x", "y"]) is not read'),
+            ({"prompt": "a", "completion": "b", "system": "c"}, '"system" ("c") has no place in a prompt without'),
+            ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "has no place in a prompt without a template"),
+            ({"messages": [USER, ANSWER], "tools": "no"}, '"tools" is "no", not JSON'),
+            ({"messages": [USER, ANSWER], "tools": [3]}, '"tools" has 3; give objects'),
+            ({"messages": [USER, ANSWER], "history": [["a", "b"]]}, "belongs to an instruction"),
+            (
+                {"messages": [USER, ANSWER], "chat_template_kwargs": [1]},
+                '"chat_template_kwargs" is [1]; give an object',
+            ),
+            ({"messages": [USER, {"from": "function_call", "value": "weather"}]}, '"content" is "weather", not JSON'),
+            ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, '"tool_calls" has {}; give calls'),
+            ({"text": "A corpus."}, "a corpus of texts is read with --data.kind text"),
+            ({"input": "a", "output": "b"}, "or give another form: query and response, question and answer, problem"),
+        ],
+    )
+    def test_what_is_not_read_is_refused(self, row, said):
+        refuses(said, learned, row)
+
+    def test_rows_that_are_left_out_are_counted(self):
+        rows = [
+            PAIR,
+            {**PAIR, "label": False},
+            {**PAIR, "rejected": "x", "parallel_tool_calls": False},
+            {**PAIR, "weight": 0},
+        ]
+        left_out = Counter[str]()
+        assert len(list(parse_rows(((row, "x:1") for row in rows), left_out))) == 2
+        assert describe_left_out(left_out) == (
+            " Left out: 1 rows (label is false); rejected of 1 rows (only the chosen answer is learned); "
+            "parallel_tool_calls of 1 rows (no chat template reads it); 1 rows (its weight is 0)."
+        )
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {**PAIR, "system": "Be short.", "history": [["Hi.", "Hello."]]},
+            {"prompt": [USER, AGAIN, USER], "completion": [ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+            {
+                "messages": [USER, {**AGAIN, "weight": 0}, USER, {**AGAIN, "thinking": "Hm."}, USER, ANSWER],
+                "tools": [TOOL],
+            },
+        ],
+    )
+    def test_rows_with_new_answers_keep_their_keys(self, row):
+        example, again = learned(row), learned(answered_row(learned(row), "Hello."))
+        assert again == Example(**{**vars(example), "chat_key": "", "answer_fields": {}})

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.sampler import Share, _permutation, global_batch_indices
+from llmdistill.data.sampler import Mixture, Share, _permutation, global_batch_indices
 
 from support import check_steps, train_loader
 
@@ -27,6 +27,38 @@ def test_seed_and_step_alone_decide():
     check_steps(made)
     assert indices(0, seed=0) != indices(0, seed=1), "0 is a seed like any other"
     assert indices(0, seed=0, size=1000, batch=1000) != list(range(1000)), "0 does not mean unshuffled"
+
+
+class TestMixture:
+    MIXTURE = Mixture.of([10, 3, 7], [1, 2, 1])
+
+    def epoch(self, number: int, seed: int = 3) -> list[int]:
+        batches = (
+            global_batch_indices(seed=seed, step=step, dataset_size=20, global_batch_size=4, mixture=self.MIXTURE)
+            for step in range(5 * number, 5 * number + 5)
+        )
+        return [index for batch in batches for index in batch]
+
+    def test_an_epoch_has_the_share_of_each_weight(self):
+        for number in range(6):
+            parts = Counter("aaaaaaaaaabbbccccccc"[index] for index in self.epoch(number))
+            assert parts == {"a": 5, "b": 10, "c": 5}
+
+    def test_no_example_comes_again_before_all_of_its_file_came(self):
+        walked = [index for number in range(6) for index in sorted(self.epoch(number))]
+        for first, size in ((0, 10), (10, 3), (13, 7)):
+            seen = Counter(index for index in walked if first <= index < first + size)
+            assert len(seen) == size
+            assert max(seen.values()) - min(seen.values()) <= 1
+
+    def test_seed_and_step_alone_decide(self):
+        def made(step: int) -> list[int]:
+            _permutation.cache_clear()
+            return global_batch_indices(seed=3, step=step, dataset_size=20, global_batch_size=6, mixture=self.MIXTURE)
+
+        check_steps(made)
+        assert self.epoch(0) != self.epoch(0, seed=4)
+        assert self.epoch(0) != self.epoch(1)
 
 
 ITEMS = [Encoded([n] * (1 + 7 * n % 11), [n, 99]) for n in range(40)]

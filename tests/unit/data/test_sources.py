@@ -7,14 +7,27 @@ import datasets
 import pytest
 from hostile import refuses
 
+from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example, Turn
-from llmdistill.data.sources import open_rows, read_examples
+from llmdistill.data.instruct import Limits, store_examples
+from llmdistill.data.sources import (
+    Part,
+    check_rows,
+    data_fingerprint,
+    kind_of,
+    open_rows,
+    parts_of,
+    read_examples,
+    text_files,
+)
+from llmdistill.data.whole_text import TextSet
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
 ROWS = [ROW, {"instruction": "Greet.", "input": "", "output": "Hi."}]
 
 
 def write(path: Path, *lines: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
     return path
 
@@ -64,7 +77,7 @@ class TestTables:
 
     def test_what_is_wrong_is_named(self, tmp_path):
         path = write(tmp_path / "a.csv", "instruction,output", "a,b", "c,")
-        refuses('a.csv: row 2: the key "output" is missing', read_examples, path)
+        refuses('a.csv:3: the key "output" is missing', read_examples, path)
         assert [example.outputs for example in read_examples(path, needs_answer=False)] == [("b",), ()]
         (tmp_path / "b.parquet").write_text("")
         refuses("b.parquet: cannot be read as Parquet", read_examples, tmp_path / "b.parquet")
@@ -137,3 +150,122 @@ class TestHub:
     def test_what_is_no_name_is_a_missing_file(self, calls, reference):
         refuses("no such file; give a JSONL, JSON, Parquet, CSV or TSV file, or OWNER/NAME", open_rows, reference)
         assert calls == []
+
+
+def names(reference: object) -> list[str]:
+    return [example.instruction for example in read_examples(str(reference))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of rows 1 to 4 in three files, and of what is there beside rows."""
+    rows = [{"instruction": str(number), "output": "x"} for number in range(1, 5)]
+    write(tmp_path / "set" / "a.jsonl", *rows[:1])
+    write(tmp_path / "set" / "b" / "a.json", json.dumps(rows[1:3]))
+    (tmp_path / "set" / "c.csv").write_text("instruction,output\n4,x\n")
+    for other in ("README.md", "LICENSE", ".hidden", "a.jsonl.provenance.json"):
+        (tmp_path / "set" / other).write_text("no rows")
+    return tmp_path / "set"
+
+
+class TestSeveralFiles:
+    def test_a_folder_is_its_files_in_the_order_of_their_names(self, folder):
+        assert names(folder) == ["1", "2", "3", "4"]
+        refuses("c.csv:2: ", read_examples, write(folder / "c.csv", "instruction,output", "4,x,y").parent)
+
+    def test_commas_between_sets(self, folder, tmp_path):
+        assert names(f"{folder}/c.csv,{folder}/b, {folder}/a.jsonl") == ["4", "2", "3", "1"]
+        assert names(f"embedded:valid,{folder}/c.csv")[-2:] == [names("embedded:valid")[-1], "4"]
+        refuses(f"{tmp_path}/none.jsonl: no such file", open_rows, f"{folder}/c.csv,{tmp_path}/none.jsonl")
+        refuses("the name before or after a comma is missing", open_rows, f"{folder}/c.csv,")
+        odd = write(tmp_path / "a,b=2.jsonl", ROW)
+        assert parts_of(odd) == [Part(str(odd))], "a path that exists is one set"
+
+    def test_weights(self, folder):
+        assert parts_of("a.jsonl=2, o/n:train[1:3]=0.5") == [Part("a.jsonl", 2.0), Part("o/n:train[1:3]", 0.5)]
+        for wrong in ("a.jsonl=2,b.jsonl", "a.jsonl=0,b.jsonl=1"):
+            refuses("give a weight over 0 to every set, as in a.jsonl=2,b.jsonl=1, or to none", parts_of, wrong)
+        refuses("weights are for data.train", read_examples, f"{folder}/a.jsonl=1,{folder}/c.csv=2")
+        refuses("weights are for data.train", text_files, f"{folder}/a.jsonl=1,{folder}/c.csv=2")
+
+    def test_tokens_and_fingerprints_are_those_of_the_content(self, folder, tmp_path, word_tokenizer):
+        both, other = f"{folder}/a.jsonl,{folder}/c.csv", f"{folder}/c.csv,{folder}/a.jsonl"
+        kept = {name: store_examples(name, word_tokenizer(), Limits(), cache_dir=tmp_path) for name in (both, other)}
+        before = {name: data_fingerprint(name) for name in (both, other, str(folder), both.replace(",", "=1,") + "=2")}
+        assert len({*kept.values()}) == 2
+        assert len({*before.values()}) == 4
+        assert store_examples(both, word_tokenizer(), Limits(), cache_dir=tmp_path) == kept[both]
+        (folder / "c.csv").write_text("instruction,output\n5,x\n")
+        assert store_examples(both, word_tokenizer(), Limits(), cache_dir=tmp_path) != kept[both]
+        assert all(data_fingerprint(name) != before[name] for name in (both, other, str(folder)))
+
+    def test_texts(self, tmp_path, word_tokenizer):
+        for name in ("a", "b"):
+            (tmp_path / f"{name}.txt").write_text(f"{name} {name}\n")
+        both = f"{tmp_path}/b.txt,{tmp_path}/a.txt"
+        assert kind_of(both) == "text"
+        assert text_files(both) == [tmp_path / "b.txt", tmp_path / "a.txt"]
+        assert TextSet(both).read() == "b b\n\n\na a\n"
+        meta = json.loads((store_corpus(both, word_tokenizer(), cache_dir=tmp_path) / "meta.json").read_text())
+        assert (meta["documents"], meta["segments"]) == (2, 2)
+        refuses("of several texts each is a file or a folder", text_files, f"{both},o/n")
+
+
+class TestWhatIsNoSetOfRows:
+    def test_a_folder_of_something_else(self, tmp_path, folder):
+        refuses(
+            "the folder holds no file of rows, and only JSONL",
+            read_examples,
+            (tmp_path / "empty").mkdir() or tmp_path / "empty",
+        )
+        for name, said in (("model.gguf", "holds model.gguf"), ("b.txt", "is read with --data.kind text")):
+            (folder / name).write_text("x")
+            refuses(said, read_examples, folder)
+            (folder / name).unlink()
+
+    def test_what_datasets_saves(self, tmp_path):
+        TABLE.save_to_disk(tmp_path / "one")
+        assert names(tmp_path / "one") == [f"Add {n}." for n in range(10)]
+        datasets.DatasetDict(train=TABLE, test=TABLE).save_to_disk(tmp_path / "both")
+        refuses("the folder of the splits test, train; give the folder of one", read_examples, tmp_path / "both")
+
+    def test_a_plain_text(self, tmp_path):
+        (tmp_path / "a.txt").write_text("Once upon a time.\n")
+        refuses("a.txt:1: not JSON", read_examples, tmp_path / "a.txt")
+        refuses("a plain text is read with --data.kind text", read_examples, tmp_path / "a.txt")
+
+    @pytest.mark.parametrize("text", ["One line.\nAnother, longer line.", "word " * 100, "a/" * 2000 + "word " * 100])
+    @pytest.mark.parametrize("read", [read_examples, text_files, lambda text: TextSet(text).read(), check_rows])
+    def test_a_text_in_place_of_its_name(self, read, text):
+        refuses("...: this is a text, not the name of a data set; give a list of texts", read, text)
+
+    @pytest.mark.parametrize("read", [read_examples, text_files, check_rows])
+    def test_an_empty_name(self, read):
+        refuses("the name of a data set is empty; name a file, or leave the setting out", read, "")
+
+
+def test_all_rows_of_a_small_set_are_checked_before_a_run(tmp_path, monkeypatch):
+    bad = {"instruction": "a"}
+    for ending, lines in (("jsonl", [ROW] * 3 + [bad]), ("json", [json.dumps([ROW] * 3 + [bad])])):
+        refuses('the key "output" is missing', check_rows, write(tmp_path / f"a.{ending}", *lines))
+    path = write(tmp_path / "a.jsonl", *[ROW] * 3, bad)
+    monkeypatch.setattr("llmdistill.data.sources._CHECKED_BYTES", 10)
+    monkeypatch.setattr("llmdistill.data.sources._CHECKED_ROWS", 3)
+    check_rows(path)
+    monkeypatch.setattr("llmdistill.data.sources._CHECKED_ROWS", 4)
+    refuses("a.jsonl:4: ", check_rows, path)
+
+
+def test_rows_that_are_left_out_are_told(tmp_path, word_tokenizer, caplog, monkeypatch):
+    """KTO: the rows that are labeled bad are not learned, and counted."""
+    monkeypatch.setattr("llmdistill.messages.logger.propagate", True)
+    rows = [{"instruction": str(number), "output": "x", "label": number % 2 == 0} for number in range(10)]
+    path = write(tmp_path / "kto.jsonl", *rows)
+    assert names(path) == ["0", "2", "4", "6", "8"]
+    assert "kto.jsonl: 5 examples. Left out: 5 rows (label is false)." in caplog.text
+    stored = store_examples(path, word_tokenizer(), Limits(), cache_dir=tmp_path)
+    meta = json.loads((stored / "meta.json").read_text())
+    assert (meta["counts"][0], meta["left_out"]) == (5, {"{} rows (label is false)": 5})
+    write(path, *[{**row, "label": False} for row in rows])
+    for read in (read_examples, check_rows):
+        refuses("holds no example to learn; left out: 10 rows (label is false)", read, path)

@@ -1,0 +1,95 @@
+"""Data in memory: rows, texts and chats in lists, and the tables of pandas and other libraries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from llmdistill.data.examples import FORMS
+from llmdistill.data.readers import without_nulls
+from llmdistill.errors import UserError
+
+
+def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
+    """Yield the rows of data in memory: dicts, or texts.
+
+    Data are a list or another sequence of rows, texts or chats (lists of messages), a datasets.Dataset or
+    IterableDataset, a dict of columns, a table of pandas, polars or pyarrow, or an object that can be iterated more
+    than once. `name` is that of the data in messages.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    library, kind = type(data).__module__.partition(".")[0], type(data).__name__
+    if isinstance(data, Mapping) and library == "datasets":
+        raise UserError(f"{name} is a {kind} of the splits {', '.join(map(str, data))}; give one of them")
+    if isinstance(data, Mapping):
+        rows = _of_columns(data, name)
+    elif library == "pandas" and hasattr(data, "itertuples"):
+        if not data.columns.is_unique:  # type: ignore[attr-defined]
+            raise UserError(f"{name} is a DataFrame with two columns of one name; give each its own")
+        rows = _of_columns({str(column): data[column].tolist() for column in data.columns}, name)  # type: ignore[index, attr-defined]
+    elif library == "polars" and hasattr(data, "iter_rows"):
+        rows = map(without_nulls, data.iter_rows(named=True))
+    elif library == "pyarrow" and hasattr(data, "to_batches"):
+        rows = (without_nulls(row) for batch in data.to_batches(1000) for row in batch.to_pylist())
+    elif library == "pyarrow" and hasattr(data, "to_pylist"):
+        rows = (without_nulls(row) if isinstance(row, dict) else row for row in data.to_pylist())
+    elif library in ("pandas", "polars") and hasattr(data, "to_list"):
+        rows = iter(data.to_list())
+    elif library == "datasets" and hasattr(data, "__iter__"):
+        rows = map(without_nulls, data)
+    elif isinstance(data, Iterator):
+        raise UserError(f"{name} is a {kind}, which can be read only once; give list({name})")
+    elif isinstance(data, str | bytes | Set) or not hasattr(data, "__iter__"):
+        raise UserError(
+            f"{name} is a {kind}; give a list of rows, texts or chats, a datasets.Dataset, a pandas.DataFrame, or "
+            "a dict of columns"
+        )
+    else:
+        rows = iter(data)
+    return map(_as_row, rows)
+
+
+def has_columns(data: object) -> bool:
+    """Whether a dict has the columns of one set, and is no dict of several sets or of settings: it has the key of a
+    form.
+    """
+    return isinstance(data, Mapping) and any(form in data for form in FORMS)
+
+
+def _of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    lists = {key: column.tolist() if hasattr(column, "tolist") else column for key, column in columns.items()}
+    if not lists:
+        raise UserError(f"{name} is a table without columns; give at least one row of instruction, input, output")
+    for key, column in lists.items():
+        if not isinstance(column, list | tuple):
+            raise UserError(
+                f'{name} is a dict whose "{key}" is a {type(column).__name__}, not a column; give a list of rows, or '
+                "a list for each key"
+            )
+    lengths = {key: len(column) for key, column in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"{name} is a dict of columns of different lengths ({lengths}); give each as many values")
+    return (
+        {key: _plain(value) for key, value in zip(lists, row, strict=True)} for row in zip(*lists.values(), strict=True)
+    )
+
+
+def _as_row(row: Any) -> Any:
+    """Return a chat, given as a list of its messages, as a row; anything else as it is."""
+    is_chat = isinstance(row, list | tuple) and bool(row) and all(isinstance(turn, Mapping) for turn in row)
+    return {"messages": list(row)} if is_chat else row
+
+
+def _plain(value: Any) -> Any:
+    """Return the cell of a table as Python's own value: lists for arrays, and None for what is missing."""
+    if hasattr(value, "tolist"):  # an array, or a number of numpy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    is_missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
+    return None if is_missing else value

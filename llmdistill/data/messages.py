@@ -1,0 +1,228 @@
+"""Parses the messages of a chat: OpenAI's role and content, ShareGPT's from and value, and what stands beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
+
+from llmdistill.errors import UserError
+from llmdistill.files import parse_json
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a chat."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys of the message that a chat template may read, such as reasoning_content, thinking, tool_calls,
+    tool_call_id and name."""
+    is_learned: bool = True
+    """Whether an assistant turn may be learned: false for OpenAI's ``weight: 0`` and a turn's ``train: false``."""
+
+    def as_message(self) -> dict[str, Any]:
+        """The message as `apply_chat_template` takes it."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+
+Messages = tuple[Turn, ...]
+
+_CALL = "call"
+"""A message that is nothing but calls of tools, as JSON in its content: a turn of the assistant."""
+_ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"),
+    "tool": ("tool", "observation", "function", "tool_response", "function_response", "ipython"),
+    _CALL: ("function_call", "tool_call"),
+}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+
+LEARNED = ("weight", "train", "training", "trainable", "loss")
+"""Keys that say whether a message, or a whole row, is learned: OpenAI, axolotl, xtuner, ms-swift."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "objects")
+"""Keys of what a text model cannot read."""
+_IN_WORDS = {"true": 1, "false": 0, "1": 1, "0": 0}
+_PARTLY = ("train_detail", "training_detail")
+_REFUSED = {
+    **{key: "is no text, and only texts are read" for key in MEDIA},
+    **{key: "has parts of a message learned, and a message is learned as a whole or not" for key in _PARTLY},
+    "refusal": "stands beside the content; write what the assistant said as its content",
+}
+
+
+def parse_messages(value: object, key: str, source: str) -> Messages:
+    """Parse a list of messages; several calls of tools that follow one another are one turn.
+
+    Raises:
+        UserError: it is no such list, or a message has an unknown role, no text, or what is not read.
+    """
+    if not is_list(value) or not len(value):
+        raise UserError(f'{source}: "{key}" is {shown(value)}; give a list of messages with role and content')
+    turns: list[Turn] = []
+    last = ""
+    for place, message in enumerate(value, start=1):
+        name, turn = _parse_message(message, f'{source}: message {place} of "{key}"')
+        if name == last == _CALL:
+            before = turns.pop()
+            calls = [*before.fields["tool_calls"], *turn.fields["tool_calls"]]
+            turn = replace(turn, fields={"tool_calls": calls}, is_learned=turn.is_learned and before.is_learned)
+        turns.append(turn)
+        last = name
+    return tuple(turns)
+
+
+def _parse_message(message: object, where: str) -> tuple[str, Turn]:
+    """Return the kind of a message, and its turn."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"{where} is {shown(message)}; give an object with role and content")
+    given = {key: value for key, value in message.items() if value is not None}
+    role, content = (given.pop(key, given.pop(other, None)) for key, other in (("role", "from"), ("content", "value")))
+    if not isinstance(role, str) or role not in _ROLE_OF:
+        raise UserError(
+            f"{where} has the role {shown(role)}; the roles are system, user (human), assistant (gpt), tool "
+            "(observation) and function_call"
+        )
+    check_refused(given, _REFUSED, where)
+    kind = _ROLE_OF[role]
+    said = [_is_true(given.pop(key), key, where) for key in LEARNED if key in given]
+    if any(said) and kind not in ("assistant", _CALL):
+        raise UserError(f"{where} is a {kind} turn that is to be learned, and only answers are; take its weight out")
+    calls = _tool_calls(given, where)
+    if kind == _CALL:
+        calls = _calls_of(content, where)
+        content = ""
+    elif content is None and calls:
+        content = ""
+    text = _text(content, where)
+    fields = {key: value for key, value in given.items() if _is_plain(value)}
+    if calls:
+        fields["tool_calls"] = calls
+    return kind, Turn("assistant" if kind == _CALL else kind, text, fields, is_learned=all(said))
+
+
+def is_learned(row: Mapping[str, Any], source: str) -> bool:
+    """Whether the keys `weight` and `train` of a row, if it has them, say that it is learned."""
+    return all([_is_true(row[key], key, source) for key in ("weight", "train") if key in row])
+
+
+def _is_true(value: object, key: str, where: str) -> bool:
+    # True and False, and 0.0 and 1.0, are equal to these numbers; the cells of CSV are texts.
+    number = _IN_WORDS.get(value.lower()) if isinstance(value, str) else value
+    if number not in (0, 1):
+        raise UserError(f'{where}: "{key}" is {shown(value)}; give 1 to learn it, 0 not to')
+    return bool(number)
+
+
+def check_refused(given: Mapping[str, Any], refused: Mapping[str, str], where: str) -> None:
+    """Raise a UserError for the first of the refused keys that has a value; an empty one says nothing."""
+    for key, why in refused.items():
+        value = given.get(key)
+        if value is not None and value is not False and not (hasattr(value, "__len__") and len(value) == 0):
+            raise UserError(f'{where}: "{key}" ({shown(value)}) {why}; take it out, or the whole row')
+
+
+def _text(content: object, where: str) -> str:
+    """Return the content of a message: a text, or the texts of its parts one after the other."""
+    if isinstance(content, str):
+        return content
+    if not is_list(content) or not len(content):
+        raise UserError(f"{where} has the content {shown(content)}, not a string; quote it or leave the row out")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+            raise UserError(f"{where} has the part {shown(part)}, and only texts are read; leave the row out")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(given: dict[str, Any], where: str) -> list[Any]:
+    """Take the calls of tools out of a message: a list of them, or the one call of OpenAI's former format."""
+    calls = given.pop("tool_calls", None)
+    former = given.pop("function_call", None)
+    if calls is None and former is not None:
+        calls = [former]
+    if isinstance(calls, str):
+        calls = from_json(calls, "tool_calls", where)
+    return [] if calls is None else [_call(each, "tool_calls", where) for each in as_list(calls, "tool_calls", where)]
+
+
+def _calls_of(content: object, where: str) -> list[Any]:
+    value = from_json(content, "content", where) if isinstance(content, str) else content
+    return [_call(each, "content", where) for each in (value if is_list(value) else [value])]
+
+
+def _call(call: object, key: str, where: str) -> dict[str, Any]:
+    """Return a call as chat templates take it: its function with a name, and the arguments as an object.
+
+    OpenAI's format has the arguments as a text of JSON, from which templates would make JSON once more.
+    """
+    given = {name: value for name, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    function = given.get("function", given)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f'{where}: "{key}" has {shown(call)}; give calls of a function with name and arguments')
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            read = parse_json(arguments)
+        except json.JSONDecodeError:
+            read = None
+        # What a model wrote may be no JSON; the template gets it as it is.
+        arguments = read if isinstance(read, dict) else arguments
+    function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    others = {name: value for name, value in given.items() if name == "id" and "function" in given}
+    return {"type": "function", **others, "function": function}
+
+
+def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools of a row, given as a list or as a text of JSON, as chat templates take them.
+
+    A function without the object around it that says so, as in LLaMA-Factory's sets and OpenAI's former format, gets
+    it.
+    """
+    tools = from_json(value, key, source) if isinstance(value, str) else value
+    found = []
+    for tool in as_list(tools, key, source):
+        if not isinstance(tool, Mapping):
+            raise UserError(f'{source}: "{key}" has {shown(tool)}; give objects that describe functions')
+        is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
+        bare = {name: each for name, each in tool.items() if name != "type"}
+        found.append({"type": "function", "function": bare} if is_bare else dict(tool))
+    return tuple(found)
+
+
+def from_json(text: object, key: str, where: str) -> Any:
+    try:
+        return parse_json(str(text))
+    except json.JSONDecodeError as error:
+        raise UserError(f'{where}: "{key}" is {shown(text)}, not JSON ({error.msg}); give a list of objects') from error
+
+
+def as_list(value: object, key: str, where: str) -> Sequence[Any]:
+    if not is_list(value):
+        raise UserError(f'{where}: "{key}" is {shown(value)}; give a list of objects')
+    return value
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is one of JSON, as all that a template may read; a date of a table, for example, is none."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return all(map(_is_plain, value)) if is_list(value) else isinstance(value, str | bool | int | float | None)
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON, its beginning if it is long."""
+    text = value[:50] if isinstance(value, str) else value
+    said = json.dumps(text, default=str)
+    return said if len(said) <= 40 else said[:37] + "..."

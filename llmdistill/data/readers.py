@@ -1,0 +1,334 @@
+"""Reads the rows of one file: JSONL, JSON, Parquet, CSV and TSV, piece by piece and each with its place.
+
+A row, a line or a cell of more than MOST_BYTES is refused before more of it is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from llmdistill.errors import UserError
+from llmdistill.files import byte_size, parse_json
+from llmdistill.fingerprints import file_sha256
+
+Rows = Iterator[tuple[dict[str, Any], str]]
+"""Each row with its place: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
+
+MOST_BYTES = 10_000_000
+"""Of a row, a line or a cell: more than a book has. To tokenize so much takes some 2 GB of memory."""
+_MOST_BYTES_OF_JSON = 2_000_000_000
+"""Of a JSON file, which is read as a whole."""
+_PIECE_BYTES = 32_000_000
+"""Bytes of the rows of Parquet that are unpacked together."""
+_PIECE_ROWS = 1000
+_PACKED_WELL = 200
+"""How many times smaller than its rows a group of rows of Parquet may be: texts are packed to a third or a tenth."""
+_MOST_BYTES_OF_PAGES = 256_000_000
+"""A group of rows up to this size may be packed better."""
+_A_LINE = "write one object a line"
+
+
+def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text file, with their ends.
+
+    Only newlines end a line; str.splitlines would also split at separators inside strings. `newline` is that of `open`.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8, or has a line of more than MOST_BYTES.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as lines:
+            for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 2), ""), start=1):
+                if len(line) * 4 > MOST_BYTES and len(line.encode()) > MOST_BYTES + 1:  # the line break is not counted
+                    raise too_large(f"{path}:{number}", "a line")
+                yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def too_large(place: str, what: str) -> UserError:
+    return UserError(
+        f"{place}: {what} of more than {byte_size(MOST_BYTES)}, which no model learns as one; cut it into several rows"
+    )
+
+
+def content_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def unreadable(path: Path, kind: str, error: Exception) -> UserError:
+    """The error for a file that cannot be read as text or as a table; it names the first line that is not UTF-8."""
+    if not isinstance(error, UnicodeDecodeError) or not path.is_file():
+        return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
+    where = ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                where = f":{number}"
+                break
+    return UserError(f"{path}{where}: cannot be read as {kind} ({error.reason}); save it as UTF-8")
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def jsonl_rows(path: Path) -> Rows:
+    for number, line in enumerate(text_lines(path), start=1):
+        if not line.strip():
+            continue
+        source = f"{path}:{number}"
+        try:
+            row = parse_json(line)
+        except json.JSONDecodeError as error:
+            where = f"{error.msg} at column {error.colno}"
+            remedy = _A_LINE if path.suffix.lower() != ".txt" else "a plain text is read with --data.kind text"
+            raise UserError(f"{source}: not JSON ({where}); {remedy}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{source}: a {type(row).__name__}, not an object; {_A_LINE}")
+        yield row, source
+
+
+def _json_rows(path: Path) -> Rows:
+    """Read an array of rows, an object with one under "data", or JSONL with the ending .json."""
+    size = path.stat().st_size
+    if size > _MOST_BYTES_OF_JSON:
+        raise UserError(f"{path}: {byte_size(size)} of JSON, which is read as a whole; write it as JSONL, row by row")
+    try:
+        value = parse_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # the file is JSONL with the ending .json
+            yield from jsonl_rows(path)
+            return
+        where = f"{path}:{error.lineno}"
+        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
+    items = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(items, list):
+        raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            raise UserError(f"{path}: item {number}: a {type(item).__name__}, not an object; make it one")
+        if size > MOST_BYTES and len(json.dumps(item, ensure_ascii=False).encode()) > MOST_BYTES:
+            raise too_large(f"{path}: item {number}", "a row")
+        yield item, f"{path}: item {number}"
+
+
+def _csv_rows(path: Path) -> Rows:
+    """Read CSV as Python's csv module does, every value as text, "007", "NA" and "None" too; an empty one is missing.
+
+    Cells may be quoted, and have line breaks in them. The place is that of the row's first line.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
+    reader = csv.reader(text_lines(path, newline=""), strict=True)
+
+    def records() -> Iterator[tuple[list[str], int]]:
+        while True:
+            first = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "field larger" in str(error):
+                    raise too_large(f"{path}:{first}", "a cell") from error
+                raise UserError(
+                    f"{path}:{first}: not CSV ({error}); quote a cell as a whole, and double the quotes in it"
+                ) from error
+            if any(cell.strip() for cell in cells):
+                yield cells, first
+
+    return _table_rows(path, records())
+
+
+def _tsv_rows(path: Path) -> Rows:
+    """Read cells between tabs, which are not quoted; but a row that says that it is quoted is read as pandas does.
+
+    pandas quotes a cell only where it holds a tab, a line break, or a quote, which is then doubled.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
+    lines = enumerate(text_lines(path, newline="\n"), start=1)
+    ahead: list[tuple[int, str]] = []
+    """Numbered lines that were read too early, to see whether a quoted cell goes on in them."""
+
+    def records() -> Iterator[tuple[list[str], int]]:
+        width = 0
+        while True:
+            number, line = ahead.pop(0) if ahead else next(lines, (0, ""))
+            if not line:
+                return
+            if not line.strip():
+                continue
+            cells = line.rstrip("\r\n").split("\t")
+            width = width or len(cells)
+            is_open = cells[-1].startswith('"') and cells[-1].count('"') % 2 == 1
+            if is_open and len(cells) == width:
+                if not ahead:
+                    ahead.extend(islice(lines, 1))
+                is_open = bool(ahead) and ahead[0][1].count("\t") != width - 1  # else the next line is a row
+            has_doubled = '""' in line and any(cell.startswith('"') and '""' in cell[1:-1] for cell in cells)
+            if '"' in line and (len(cells) != width or is_open or has_doubled):
+                cells = quoted(line, cells, width)
+            yield cells, number
+
+    def quoted(line: str, cells: list[str], width: int) -> list[str]:
+        """Return the cells of a row that begins with a line, and may go on; `cells` if this is no quoted row."""
+        read: list[tuple[int, str]] = []
+
+        def following() -> Iterator[str]:
+            while following_line := (ahead.pop(0) if ahead else next(lines, None)):
+                read.append(following_line)
+                yield following_line[1]
+
+        try:
+            found = next(csv.reader(chain([line], following()), delimiter="\t", strict=True), [])
+        except csv.Error:
+            found = []
+        if len(found) == width:
+            return found
+        ahead[:0] = read
+        return cells
+
+    return _table_rows(path, records())
+
+
+def _table_rows(path: Path, records: Iterator[tuple[list[str], int]]) -> Rows:
+    """Name the cells of each record by the first one. A first name that is empty is the index of pandas, and left out.
+
+    Raises:
+        UserError: two columns have one name or a further one has none, or a row has more or fewer cells.
+    """
+    header, line = next(records, ([], 1))
+    names = dict.fromkeys(header)
+    if len(names) < len(header) or "" in header[1:]:
+        twice = next(name for name in header if not name or header.count(name) > 1)
+        raise UserError(
+            f"{path}:{line}: {f'two columns are called {twice!r}' if twice else 'a column has no name'}; give each its "
+            "own"
+        )
+    start = 1 if header[:1] == [""] else 0
+    for cells, line in records:
+        if len(cells) != len(header):
+            raise UserError(
+                f"{path}:{line}: {len(cells)} cells, but the header has {len(header)}; quote a cell that has a "
+                "separator or a line break in it"
+            )
+        pairs = zip(header[start:], cells[start:], strict=True)
+        yield {name: cell or None for name, cell in pairs}, f"{path}:{line}"
+
+
+def tsv_rows(path: Path, *, header: Sequence[str] | None = None) -> Rows:
+    """Yield the rows of a benchmark's table with tabs between its cells and no quoting; each place is file:line.
+
+    The first line is the header unless one is given. A row may lack its last cells.
+    """
+    lines = text_lines(path, newline="\n")
+    first = 1 if header else 2
+    header = header or next(lines, "").rstrip("\r\n").split("\t")
+    for number, line in enumerate(lines, start=first):
+        if line.strip():
+            cells = line.rstrip("\r\n").split("\t")
+            yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
+
+
+def _parquet_rows(path: Path) -> Rows:
+    """Read Parquet in pieces that are small when they are unpacked: a few MB may hold many GB.
+
+    The sizes of the row groups say how large a row is in the mean; columns of texts stay dictionaries, whose values are
+    unpacked row by row.
+    """
+    try:
+        yield from _parquet_pieces(path)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow passes on exceptions of many kinds
+        raise unreadable(path, "Parquet", error) from error
+
+
+def _parquet_pieces(path: Path) -> Rows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        texts = [each.name for each in file.schema_arrow if pa.types.is_string(each.type)]
+    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False, buffer_size=1 << 20) as file:
+        number = 0
+        for group in range(file.num_row_groups):
+            known = file.metadata.row_group(group)
+            mean = known.total_byte_size / max(1, known.num_rows)
+            if mean > MOST_BYTES:
+                raise too_large(f"{path}: rows {number + 1} to {number + known.num_rows}", "a row in the mean")
+            packed = sum(known.column(place).total_compressed_size for place in range(known.num_columns))
+            # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
+            if known.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
+                raise UserError(
+                    f"{path}: rows {number + 1} to {number + known.num_rows} unpack from {byte_size(packed)} to "
+                    f"{byte_size(known.total_byte_size)}, as no text does; write the rows without what is repeated"
+                )
+            size = max(1, min(_PIECE_ROWS, int(_PIECE_BYTES / max(1, mean))))
+            for batch in file.iter_batches(batch_size=size, row_groups=[group]):
+                # Of a dictionary a row may repeat a large value, so pieces are cut once more by what they unpack to.
+                unpacked = _unpacked(batch)
+                step = max(1, min(len(batch), int(len(batch) * _PIECE_BYTES / max(1, unpacked))))
+                for start in range(0, len(batch), step):
+                    for row in batch.slice(start, step).to_pylist():
+                        number += 1
+                        source = f"{path}: row {number}"
+                        if unpacked > MOST_BYTES and _row_bytes(row) > MOST_BYTES:
+                            raise too_large(source, "a row")
+                        yield without_nulls(row), source
+
+
+def _unpacked(batch: Any) -> int:
+    """Return about how many bytes a batch has when each row has its own copy of its values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total = batch.nbytes
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            lengths = pc.binary_length(column.dictionary)
+            total += pc.sum(pc.take(lengths, column.indices)).as_py() or 0
+    return int(total)
+
+
+def _row_bytes(row: Mapping[str, Any]) -> int:
+    texts = (value if isinstance(value, str) else json.dumps(value, default=str) for value in row.values())
+    return sum(map(len, texts))
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the nulls inside of its values.
+
+    A table gives all objects of a column the same keys, and null to those that a row lacks, so that the parameters of
+    one tool have the names of all tools.
+    """
+    return {key: _bare(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _bare(each) for key, each in value.items() if each is not None}
+    return [_bare(each) for each in value] if isinstance(value, list) else value
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+    ".tsv": _tsv_rows,
+}
+"""The readers by the ending of a file."""
