@@ -84,6 +84,15 @@ def test_loss_and_gradient_are_finite_at_probability_0_and_1(settings: KdConfig,
         assert loss >= -1e-5
 
 
+def test_soft_cross_entropy_is_the_divergence_and_the_teachers_entropy() -> None:
+    log_p, log_q = make(0).log_softmax(-1), make(1).log_softmax(-1).requires_grad_()
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    found, divergence = (each.value(log_p, log_q) for each in (module.SOFT_CROSS_ENTROPY, module.FORWARD_KL))
+    torch.testing.assert_close(found, divergence + entropy, rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(found.sum(), log_q)
+    torch.testing.assert_close(module.SOFT_CROSS_ENTROPY.derivative(log_p, log_q), gradient)
+
+
 def test_without_any_label_the_loss_is_zero_and_has_a_gradient() -> None:
     student, labels = make(0).requires_grad_(), torch.full((2, 5), -100)
     labels[:, 0] = 3  # a label on the first token is predicted by none
