@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
@@ -31,9 +32,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Without a padding token, as in GPT-2's, the end token becomes the padding token, because padding is marked by masks
     and not by token ids. A folder with only tokenizer.json names no end token either. Then the end token is that of
     config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it. For a peft adapter without a
-    tokenizer, the tokenizer of its base is loaded. Raises UserError if the folder or name does not exist or has no
-    tokenizer, if the tokenizer has no end token or is not the model's (`fit_tokenizer`), or if transformers would read
-    a sentencepiece model wrongly.
+    tokenizer, the tokenizer of its base is loaded. An `add_bos_token` in tokenizer_config.json is obeyed. Raises
+    UserError if the folder or name does not exist or has no tokenizer, if the tokenizer has no end token or is not the
+    model's (`fit_tokenizer`), or if transformers would read a sentencepiece model wrongly.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None and not has_tokenizer(adapter):
@@ -43,8 +44,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     sentencepiece = None if folder is None else _sentencepiece_file(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        # transformers does not read it beside a tokenizer.json, whose post-processor may be of before it was set.
+        adds_begin = get_tokenizer_config(path).get("add_bos_token") is True and tokenizer.bos_token is not None
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise not_loaded(path, "tokenizer", error) from error
+    if adds_begin and tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]:
+        tokenizer.add_bos_token = True  # type: ignore[misc]
     if sentencepiece is not None:
         _check_sentencepiece(tokenizer, sentencepiece)
     if adapter is None and (folder is None or (folder / "config.json").is_file()):

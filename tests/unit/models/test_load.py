@@ -3,9 +3,11 @@ import sys
 
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny import tiny_config, tiny_model
+from tokenizers import processors
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel, LlamaTokenizer
 from word_models import save_tokenizer
@@ -170,6 +172,19 @@ def test_padded_vocabularies_share_what_both_have(tmp_path):
     assert compare_vocabularies(large, vocabulary(4))[0] == 4
     with pytest.raises(UserError, match=r"token 'b' has the id 3, and the model has 3 embeddings: take"):
         compare_vocabularies(large, vocabulary(3))
+
+
+@pytest.mark.parametrize("adds", [True, False, None])
+def test_a_begin_token_that_the_settings_ask_for_is_added(tmp_path, adds):
+    tokenizer = byte_level(300, start="<begin>")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **({} if adds is None else {"add_bos_token": adds})}))
+    loaded, plain = load_tokenizer(tmp_path / "tokenizer"), tokenizer("The cat")["input_ids"]
+    assert loaded("The cat")["input_ids"] == [loaded.bos_token_id] * (adds is True) + plain
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again")("The cat") == loaded("The cat"), "a student begins as its teacher"
 
 
 # Tokenizers that are a sentencepiece model and nothing else, against sentencepiece itself.
