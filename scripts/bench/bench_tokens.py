@@ -85,7 +85,7 @@ class Bench:
         prompt = resolve_prompt(None, [self.tokenizer])
         limits = Limits(max_prompt_length=256, max_length=512, long_prompts="drop", prompt=prompt)
         encoded = encode(read_examples(str(locate(path))), self.tokenizer, limits).items
-        return [torch.tensor([[*row.prompt_ids, *row.response_ids]]) for row in encoded]
+        return [torch.tensor([row.ids]) for row in encoded]
 
     def steps(self, arm: Arm) -> Iterator[list[Tensor]]:
         """The rows of each step; all are drawn before one is drawn again."""
