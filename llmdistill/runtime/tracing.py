@@ -40,10 +40,25 @@ class Work:
         )
 
 
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    return 2.0 * query.shape[:3].numel() * key.shape[2] * (query.shape[3] + value.shape[3])
+
+
+def _attention_backward_flops(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> float:
+    # The scores again, and the gradients of weights, values, keys and queries.
+    return 2.0 * query.shape[:3].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
+
+
+_ATEN = torch.ops.aten
 _PRODUCTS = {
     **flop_registry,
-    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
-    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm],
+    # Before 2.12 torch's own formulas refuse keys and values of fewer heads than the queries.
+    _ATEN._scaled_dot_product_flash_attention: _attention_flops,
+    _ATEN._scaled_dot_product_efficient_attention: _attention_flops,
+    _ATEN._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    _ATEN._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
 }
 """Matrix product -> a function that counts its FLOP; torch leaves out those that add to a matrix in place."""
 

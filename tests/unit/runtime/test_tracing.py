@@ -82,6 +82,22 @@ def test_work_of_products_and_of_a_sum():
     assert adding.work.flops == 4 * 2 * 8 * 4 * 2
 
 
+# transformers repeats grouped keys itself where there is a mask.
+@pytest.mark.parametrize(("groups", "masked"), [(1, False), (2, False), (6, False), (6, True)])
+def test_work_of_attention_on_grouped_keys_is_that_of_its_products(groups, masked):
+    batch, heads, queries, keys, width = 2, 6, 5, 5, 8
+    q, k, v = (
+        torch.empty(batch, count, 5, width, device="meta", requires_grad=True) for count in (heads, groups, groups)
+    )
+    mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool, device="meta") if masked else None
+    with on_gpu(), Tracer() as tracer:
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups < heads)
+        forward = tracer.work.flops
+        attended.backward(torch.empty_like(attended))
+    product = 2 * batch * heads * queries * keys * width  # of matrices of queries x keys with one side of a width
+    assert (forward, tracer.work.flops) == (2 * product, (2 + 5) * product)
+
+
 def test_peak_by_part_starts_again_when_it_is_taken():
     tracer = Tracer()
     with tracer:
