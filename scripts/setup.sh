@@ -60,8 +60,7 @@ install() {
 install
 # The deepspeed launcher looks for ninja and python on the path.
 export PATH="$VENV/bin:$PATH"
-# DeepSpeed's extensions are compiled for this environment alone: one environment would overwrite those of another, and the
-# lock of a compilation that was killed elsewhere would stop every rank.
+# DeepSpeed's extensions are compiled for this environment alone: one environment would overwrite those of another.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$VENV/torch_extensions}"
 # Threads that spin for long while they wait make everything several times slower where other programs use the cores too;
 # threads that sleep at once make the small operations of a loss twice as slow where none does.

@@ -6,11 +6,9 @@ import ctypes
 import gc
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -45,22 +43,6 @@ def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) 
 def has_compiler(*more: str) -> bool:
     """Return whether there is a C++ compiler: $CXX, c++, g++ or another one that the caller accepts."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
-
-
-def stale_locks() -> list[Path]:
-    """Return locks of torch's C++ extensions that are older than 15 minutes, more than any compilation takes.
-
-    A process that is killed while it compiles leaves its lock, and every later one waits for it for ever.
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    old = []
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        with suppress(FileNotFoundError):  # a compilation that ended just now
-            if time.time() - lock.stat().st_mtime > 900:
-                old.append(lock)
-    return old
 
 
 def free_memory(device: torch.device) -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
-from llmdistill.messages import logger
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler, stale_locks
+from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler
+from llmdistill.runtime.extensions import watch_locks
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
     check_port,
@@ -90,14 +90,11 @@ def init_distributed(command: str = "") -> World:
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"
         )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for lock in stale_locks():
-            text = f"{lock} was left by a killed compilation: if the run stays here, stop it and remove the file"
-            logger.warning("%s", text)
     choose_accelerator()
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 
+    watch_locks()
     if launched_ranks() == 1 and "WORLD_SIZE" not in os.environ:
         # A single process can use any free port, so that several runs can share a machine.
         os.environ["MASTER_PORT"] = str(free_port())

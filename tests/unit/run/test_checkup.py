@@ -34,7 +34,9 @@ def test_an_embedded_run_is_sound_and_what_one_process_cannot_do_is_left_out():
 
 def test_a_student_of_few_bits_is_measured_as_it_rounds():
     same = ("--method", "kd", "--student.model", "embedded:teacher", "--student.factorize.rank", "null")
-    assert findings(*same)["term forward_kl"][1].startswith("0, ")
+    loss, _, share = findings(*same)["term forward_kl"][1].partition(", ")
+    assert float(loss) == pytest.approx(0.0, abs=1e-7)  # of fp32's rounding, whatever the processor's order of sums
+    assert share.startswith("0.0% ")
     few_bits = findings(*same, "--student.quantize.weights", "int4")["term forward_kl"]
     assert few_bits[0] == "ok"
     assert float(few_bits[1].split(", ")[0]) > 1e-5

@@ -1,6 +1,5 @@
 """The checks of a machine: what is missing is a failure with a remedy."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -45,13 +44,3 @@ def test_disk_without_room(tmp_path):
     assert "train.keep_checkpoints" in str(full.remedy)
     found = environment.disk(Path("/proc/x"), None)  # root may write there, and no folder can be made
     assert (found.state, "no folder can be made in /proc" in found.said) == ("failure", True)
-
-
-def test_only_a_lock_that_no_compilation_can_still_hold_is_stale(tmp_path, monkeypatch):
-    for name in ("shm", "py311_cpu/adam", "now"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "lock").touch()
-    for name in ("shm", "py311_cpu/adam"):
-        os.utime(tmp_path / name / "lock", (0, 0))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert devices.stale_locks() == [tmp_path / "shm/lock", tmp_path / "py311_cpu/adam/lock"]
