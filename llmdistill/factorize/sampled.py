@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
 from llmdistill.factorize.counting import count_parameters, layer_linears
-from llmdistill.models.families import layers_of
+from llmdistill.models.families import has_family, layers_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.passes import HookSums, OddReadError, in_parts, run_passes
 from llmdistill.models.taps import Recorder
@@ -245,8 +245,9 @@ def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
     that gather the parameters are on the modules.
     """
     training = model.training
-    # Without a head a model is judged by its hidden states.
-    hidden = frozenset({len(layers_of(model)) - 1} if model.base_model is model else ())
+    # Without a head a model is judged by its hidden states; only a family says that a layer returns those of tokens.
+    is_tapped = model.base_model is model and has_family(model.config)
+    hidden = frozenset({len(layers_of(model)) - 1} if is_tapped else ())
     tapped = TappedModel(model.eval(), Recorder(model, {"hidden": hidden}, recomputes=True))
     try:
         yield tapped
@@ -262,13 +263,19 @@ def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bo
     else by the logits of sequences, or by its hidden states, in fp32. Of a sequence with several distributions, such as
     those of start and end, each is a row; they are side by side.
     """
-    outputs = tapped.teach(batch, lm_head=("tokens",))
+    model, returned = tapped.model, list[Tensor]()
+    has_head = model.base_model is not model
+    handle = model.register_forward_hook(lambda *call: None if has_head else returned.append(call[-1][0]))
+    try:
+        outputs = tapped.teach(batch, lm_head=("tokens",))
+    finally:
+        handle.remove()
     if outputs.lm_head:
         return cast(HeadInputs, outputs.lm_head["tokens"]), True, True
     if outputs.sequence_logits is not None:
         rows_NK = outputs.sequence_logits.float().flatten(0, -2)
         return HeadInputs(rows_NK, None, None), outputs.sequence_logits.shape[-1] > 1, False
-    (hidden_BTW,) = outputs.taps.hidden.values()
+    (hidden_BTW,) = outputs.taps.hidden.values() or returned
     return HeadInputs(hidden_BTW[batch.attention_mask != 0].float(), None, None), False, True
 
 

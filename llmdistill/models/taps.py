@@ -293,9 +293,7 @@ class Recorder:
             return
         assert self._taps is not None
         aspect, index, tensor, scaling = one
-        # A model may run a layer several times (ALBERT): what it returns last stays.
-        is_again = (aspect, index) in self._came
-        assert not is_again or (aspect == "hidden" and self._offer is None), f"{aspect} of layer {index} came twice"
+        assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
         self._came.add((aspect, index))
         if scaling is not None:
             self._taps.scaling[index] = scaling

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
@@ -53,10 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny(name: str) -> Any:
+def tiny(name: str, *, head: bool = True) -> Any:
     config = AutoConfig.for_model(name, **MODELS[name], max_position_embeddings=40)
     torch.manual_seed(0)
-    model = (AutoModelForCausalLM if is_causal(config) else AutoModelForMaskedLM).from_config(config).eval()
+    with_head = AutoModelForCausalLM if is_causal(config) else AutoModelForMaskedLM
+    model = (with_head if head else AutoModel).from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -88,12 +89,16 @@ def calls_of(model: Any, batch: Batch, seed: int = 0) -> list[dict[str, list[tup
             handles.append(linear.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),)))
             handles.append(linear.register_forward_hook(lambda _, i, o, name=name: note(name, i, o)))
         ids = batch.input_ids[row : row + 1, :length]
-        log_NV = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].log_softmax(-1)
-        chances_N = sampled._uniform(batch, 1, seed)[row, :length, 0].double()
-        drawn_N = (
-            (log_NV.detach().double().exp().cumsum(-1) < chances_N[:, None]).sum(-1).clamp(max=log_NV.shape[1] - 1)
-        )
-        (-log_NV.gather(1, drawn_N[:, None]).sum()).backward()
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        if "logits" in output:
+            log_NV = output.logits[0].log_softmax(-1)
+            chances_N = sampled._uniform(batch, 1, seed)[row, :length, 0].double()
+            drawn_N = (log_NV.detach().double().exp().cumsum(-1) < chances_N[:, None]).sum(-1)
+            (-log_NV.gather(1, drawn_N.clamp(max=log_NV.shape[1] - 1)[:, None]).sum()).backward()
+        else:
+            hidden_NW = output.last_hidden_state[0]
+            signs_NW = sampled._uniform(batch, hidden_NW.shape[1], seed)[row, :length].lt(0.5).float() * -2 + 1
+            (hidden_NW * signs_NW).sum().backward()
         for handle in handles:
             handle.remove()
         model.zero_grad()
@@ -151,6 +156,12 @@ def naive_costs(factors: WeightedSVD, rows: list[list[tuple[Any, Any]]]) -> Any:
 def test_what_is_measured_is_that_of_a_loop_over_rows(name, kept, monkeypatch):
     monkeypatch.setattr(sampled, "graph_tokens", lambda _: kept)
     check(tiny(name))
+
+
+@pytest.mark.parametrize("name", ["albert", "longformer", "mamba"])
+def test_models_without_a_head_are_judged_by_their_last_hidden_states(name):
+    """Which are not what a layer returns: it may run several times, or on more tokens, or be followed by a norm."""
+    check(tiny(name, head=False))
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 4), (4, 6, 6), (3, 1), (5, 5)])
