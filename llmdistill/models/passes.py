@@ -22,24 +22,32 @@ class OddReadError(Exception):
     """A module reads something of which one pass cannot say whether it is the tokens of the batch."""
 
 
-def graded(output: Tensor, take: Callable[[Tensor], object] | None) -> Tensor:
+def graded(output: Tensor, take: Callable[[Tensor], None] | None) -> Tensor:
     """Return the output of a module for a forward hook to hand on; `take` gets its gradient in the backward pass.
 
     The gradient is that of what the module returned, also if the model changes the tensor in place afterwards. No
     weight needs to require a gradient: the graph begins here at the latest.
     """
-    return cast(Tensor, _Graded.apply(output, torch.empty(0, requires_grad=True), take))
+    if output.requires_grad and (take is None or not output._is_view()):
+        if take is not None:
+            output.register_hook(take)
+        return output
+    return cast(Tensor, _Graded.apply(output, _BEGIN, take))
+
+
+_BEGIN = torch.empty(0, requires_grad=True)
+"""Requires a gradient, and never gets one."""
 
 
 class _Graded(torch.autograd.Function):
-    """The same values in the same memory.
+    """The same values in the same memory, where a hook on the tensor is not enough.
 
-    A hook on the tensor itself is not enough: torch forgets it when a view, such as what a linear returns for three
-    axes, is changed in place, and a tensor at which the graph begins cannot be changed at all.
+    torch forgets the hook of a view (what a linear with a bias returns) that is changed in place, and does not let a
+    tensor be changed at which the graph begins.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, _begin: Tensor, take: Callable[[Tensor], object] | None) -> Tensor:
+    def forward(ctx: Any, output: Tensor, _begin: Tensor, take: Callable[[Tensor], None] | None) -> Tensor:
         ctx.take = take
         return output.detach()
 
