@@ -110,7 +110,8 @@ def factorize(
     install(model, named)
     for name, each in of_linears.items():
         base.get_submodule(name).load_state_dict(each, strict=False)  # without the bias
-    model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
+    if of_embedding:
+        model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
     of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
     model.config.quantization_config = FactorizedConfig(named.method, **of_config)
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.experts import stacks_of
-from llmdistill.factorize.install import LINEAR_TYPES, features
+from llmdistill.factorize.install import features
 from llmdistill.factorize.kronecker import kronecker_flops, kronecker_params
 from llmdistill.factorize.modules import KroneckerLinear
-from llmdistill.models.general import in_lists
+from llmdistill.models.general import in_lists, is_linear
 from llmdistill.models.load import Head, build_meta, install_saved
 
 Shape = tuple[int, int]
@@ -53,13 +53,17 @@ def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:
 
     Every architecture keeps its layers in a list. The modules that must not be factorized with them (embeddings,
     pooler, lm_head, classifier) are outside of this list or outside of the base model, so no table of architectures is
-    needed. Raises UserError if there is no such linear.
+    needed. What layers share with each other is left out. Raises UserError if there is no such linear.
     """
-    found = {name: features(module) for name, module in in_lists(model) if type(module) in LINEAR_TYPES}
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied = {*ties.keys(), *ties.values()}  # between layers in Zamba's attention
+    found = {
+        name: features(module) for name, module in in_lists(model) if is_linear(module) and f"{name}.weight" not in tied
+    }
     if not found:
         raise UserError(
             f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to "
-            "factorize; give a transformer"
+            "factorize: a smaller model of its kind as student.model learns from it by kd, sft and seqkd"
         )
     return found
 

@@ -21,6 +21,7 @@ from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
+from llmdistill.models.families import max_positions
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import bits_of, check_torchao, dequantize, quantize
 
@@ -143,7 +144,7 @@ def _product(module: FactorizedLinear | FactorizedEmbedding | LowRankStack) -> T
 @torch.no_grad()
 def _outputs(model: PreTrainedModel) -> Tensor:
     """The first output of a model (logits, or last hidden state of a base model) for two random sequences."""
-    length = min(16, getattr(model.config, "max_position_embeddings", 16) // 2)
+    length = max_positions(model.config, 32) // 2
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)
     outputs: Any = model.eval()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))

@@ -15,10 +15,7 @@ from llmdistill.factorize.experts import LowRankStack, install_stack, stacks_of
 from llmdistill.factorize.kinds import KINDS, Factorization, FactorizationKind, Size
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.families import base_name
-
-LINEAR_TYPES = (nn.Linear, Conv1D)
-"""The types of linears that can be factorized. The type must match exactly: a subclass (quantized, or used by a
-fused kernel of its library) is left unchanged."""
+from llmdistill.models.general import is_linear
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -77,7 +74,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
             with torch.device(stack.device):
                 install_stack(owner, leaf, kind.stack(experts, n, m, size).to(stack.dtype))
             continue
-        if type(dense) not in LINEAR_TYPES:
+        if not is_linear(dense):
             raise UserError(
                 f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
             )
@@ -92,6 +89,10 @@ def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
     with torch.device(weight.device):
         factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
+    for (
+        each
+    ) in factorized.modules():  # an architecture initializes linears by their names, which our factors only share
+        each._is_hf_initialized = True  # type: ignore[assignment]
     if bias is not None:
         owner = factorized.B if factorized.bias_name == "B.bias" else factorized
         owner.bias = bias

@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,11 @@ class LowRankLinear(FactorizedLinear):
         super().__init__(in_features, out_features)
         self.A = nn.Linear(in_features, rank, bias=False)
         self.B = nn.Linear(rank, out_features, bias=bias)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, for code that needs it beside the weight (Mamba adds it after its scan)."""
+        return cast("nn.Parameter | None", self.B.bias)
 
     def dense(self) -> Tensor:
         return self.B.weight @ self.A.weight

@@ -21,6 +21,7 @@ from llmdistill.config import LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
+from llmdistill.models.general import is_linear
 from llmdistill.models.quantized import fake_quantize
 
 CONFIG_FILE = "adapter_config.json"
@@ -300,7 +301,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     _refuse_kronecker(layers, targets)
-    names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    names = [f"{prefix}.{name}" for name, module in layers.named_modules() if is_linear(module)]
     if targets is None:
         return names
     for target in targets:

@@ -338,7 +338,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
 def max_positions(config: PreTrainedConfig, limit: int) -> int:
     """The maximum number of tokens in a sequence of a model, at most `limit`."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
-    if positions is None:
+    if positions is None or positions < 1:  # XLNet's are relative and without a limit, which it calls -1
         return limit
     return min(positions - first_position(config), limit)
 

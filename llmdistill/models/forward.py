@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ class TappedModel:
             inputs["sequences"] = _sequences(batch, config)
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
-        with masked, pooling:
+        with masked, pooling, nullcontext() if has_family(config) else _own_words(config):
             return self._forward(**{name: value for name, value in inputs.items() if value is not None})
 
     def _rows(
@@ -236,6 +237,29 @@ class TappedModel:
         logits = result.get("logits")
         is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)
         return (logits, None) if is_of_tokens else (None, logits)
+
+
+@contextmanager
+def _own_words(config: PreTrainedConfig) -> Iterator[None]:
+    """Raise a UserError for what the code of an architecture refuses: Reformer learns from one length of rows alone."""
+    try:
+        yield
+    except (AssertionError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, UserError) or _is_ours(error):
+            raise
+        reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+        raise UserError(
+            f"{config.model_type} cannot read these rows, says its own code ({reason}): change the data's limits "
+            "or the model's config, or take another architecture"
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an exception was raised in this package, such as in a hook, and not in the model's code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("llmdistill.")
 
 
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmdistill.errors import UserError
 
@@ -38,15 +39,16 @@ def causal_by_classes(config: PreTrainedConfig) -> bool:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The name within the base model of its longest list of equal blocks, lists within such a list left out.
+    """The name within the base model of its longest list of blocks, lists within another list left out.
 
-    Raises UserError if there is no such list.
+    The blocks may be of several kinds (Jamba's have attention or a state space). Raises UserError if there is no list.
     """
     from torch import nn
 
     found: dict[str, int] = {}
     for name, module in model.base_model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        # Funnel's layers are in a list of lists.
+        is_list = isinstance(module, nn.ModuleList) and any(not isinstance(each, nn.ModuleList) for each in module)
         if is_list and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = len(module)
     if not found:
@@ -54,6 +56,34 @@ def find_layers(model: PreTrainedModel) -> str:
             f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
         )
     return max(found, key=lambda name: found[name])
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear that can be factorized: nn.Linear, Conv1D, or a subclass that computes the same.
+
+    A subclass with a forward method of its own (Falcon's is plain, a router's returns more, a quantized one rounds) is
+    tried on a small matrix.
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is Conv1D or type(module).forward is nn.Linear.forward:
+        return isinstance(module, Conv1D) or list(dict(module.named_parameters())) in (["weight"], ["weight", "bias"])
+    if not isinstance(module, nn.Linear):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(size, generator=generator, device="cpu") for size in ((2, 3), (5, 3), (5,)))
+    trial = copy.copy(module)
+    vars(trial).update(_parameters={"weight": weight, "bias": None if module.bias is None else bias})
+    trial.in_features, trial.out_features = 3, 5
+    try:
+        with torch.no_grad():
+            y: Any = trial.forward(x)
+        return torch.allclose(y, functional.linear(x, weight, trial.bias))
+    except Exception:  # what it does to its own matrix does not fit another one
+        return False
 
 
 def in_lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -35,7 +35,7 @@ from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
 from llmdistill.messages import say
 from llmdistill.methods import Method
-from llmdistill.models.families import is_causal, shape_of
+from llmdistill.models.families import is_causal, max_positions, shape_of
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.shapes import teacher_layers
 from llmdistill.progress import progress
@@ -141,7 +141,11 @@ def measure_weights_on(
         words = fingerprint(folder)
         model.config.save_pretrained(folder)  # says which tokens have an embedding
         file = data_file(data, Path(folder), name="calibration")
-        kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
+        positions = max_positions(model.config, DataConfig().max_length)
+        usual = {"max_length": positions, "max_prompt_length": min(DataConfig().max_prompt_length, positions - 1)}
+        of_data = {"train": file, "kind": kind_of(data), "tests": {}}
+        kept = changed(DataConfig(), {**usual, **of_data, **limits}, key="")
+        make_task(RunConfig(ds_config="", data=kept)).check_positions("model", type(model).__name__, model.config)
         if kept.kind == "instructions":
             kept = replace(kept, prompt=resolve_prompt(kept.prompt, [tokenizer]))
         config = RunConfig(ds_config="", student=StudentConfig(method=method, factorize=settings), data=kept)

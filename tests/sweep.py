@@ -1,0 +1,285 @@
+"""Runs every decoder and encoder of transformers through the whole job: `python tests/sweep.py` says what became of it.
+
+    python tests/sweep.py --results results.jsonl            # all types that have no line in the file yet
+    python tests/sweep.py --results results.jsonl mamba2 t5  # these alone, again
+
+Each type runs in a process of its own and takes some seconds. A step is right, or refused by a UserError, or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from shrunk import VOCABULARY, model_types, of_text_alone, shrunk_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+import llmdistill
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, layer_stacks
+from llmdistill.factorize.install import is_factorized
+from llmdistill.models.families import is_causal
+from llmdistill.models.load import load_model
+
+STEPS = ("svd", "full rank", "gradients", "loss", "kd", "makd", "export")
+_SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
+_WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
+_TIMEOUT = 240
+_MEMORY = 5 << 30
+_IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+_MASK = torch.ones_like(_IDS)
+_MASK[1, 9:] = 0
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of whole words, one a row of the embeddings."""
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*_SPECIAL, *_WORDS])}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad", "bos", "eos", "unk", "mask"), _SPECIAL, strict=True))
+    tokens = {f"{name}_token": token for name, token in names.items()} | {"cls_token": "<s>", "sep_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+
+
+def rows(causal: bool) -> list[Any]:
+    """Training data: instructions for a decoder, texts for an encoder."""
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> str:
+        return " ".join(_WORDS[n] for n in torch.randint(len(_WORDS), (length,), generator=generator).tolist())
+
+    if causal:
+        return [{"instruction": text(3 + n % 4), "output": text(4 + n % 5)} for n in range(8)]
+    return [text(14 + n % 5) for n in range(16)]
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    """The logits of a padded batch where it is not padding."""
+    logits = model.eval()(input_ids=_IDS, attention_mask=_MASK).logits.float()
+    return logits[:, : _IDS.shape[1]][_MASK.bool()]
+
+
+def check_equal(logits: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+    """Raise an AssertionError if logits differ by more than a share of the largest."""
+    difference = (logits - expected).abs().max().item()
+    assert difference <= tolerance * max(1.0, expected.abs().max().item()), f"{what}: logits differ by {difference:.2g}"
+
+
+class Job:
+    """The whole job of one type; each step leaves its folder for the next."""
+
+    def __init__(self, name: str, base: Path) -> None:
+        self.name, self.base = name, base
+        self.auto = model_types()[name]
+        self.teacher = base / "teacher"
+        self.student = base / "svd"
+        self.model: Any = None
+
+    def stock(self) -> str | None:
+        """Save the teacher; returns what is wrong with it in transformers alone."""
+        try:
+            model = shrunk_model(self.name)
+            model.save_pretrained(self.teacher)
+            expected = logits_of(model)
+            check_equal(logits_of(self.auto.from_pretrained(self.teacher)), expected, "saved and loaded")
+            self.model = model
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        finally:
+            save_tokenizer(self.teacher)
+        return None
+
+    @property
+    def causal(self) -> bool:
+        return is_causal(AutoConfig.from_pretrained(self.teacher))
+
+    def target(self) -> int:
+        reference = build_reference(AutoConfig.from_pretrained(self.teacher))
+        stacks = layer_stacks(reference).values()
+        matrices = sum(m * n for m, n in layer_linears(reference).values())
+        matrices += sum(count * m * n for count, (m, n) in stacks)
+        return count_parameters(reference) - matrices // 3
+
+    def svd(self) -> None:
+        student = llmdistill.compress(self.teacher, target_params=self.target(), output=self.student)
+        assert is_factorized(student)
+        check_equal(logits_of(self.auto.from_pretrained(self.student)), logits_of(student), "student loaded")
+
+    def full_rank(self) -> None:
+        reference = build_reference(AutoConfig.from_pretrained(self.teacher))
+        shapes = layer_linears(reference) | {name: shape for name, (_, shape) in layer_stacks(reference).items()}
+        student = llmdistill.compress(self.teacher, ranks={name: min(shape) for name, shape in shapes.items()})
+        check_equal(logits_of(student), logits_of(self.model), "full rank", 1e-3)
+
+    def gradients(self) -> None:
+        reference = build_reference(AutoConfig.from_pretrained(self.teacher))
+        allocation = "uniform" if layer_stacks(reference) else "loss"
+        student = llmdistill.compress(
+            self.teacher,
+            target_params=self.target(),
+            weighting="gradients",
+            allocation=allocation,
+            calibration={"data": rows(self.causal), "examples": 8, "held_out": 2},
+            output=self.base / "weighted",
+        )
+        check_equal(logits_of(self.auto.from_pretrained(self.base / "weighted")), logits_of(student), "student loaded")
+
+    def kd(self) -> None:
+        self.learn("kd")
+
+    def makd(self) -> None:
+        self.learn("makd")
+
+    def loss(self) -> None:
+        """The divergence is the one of the stock models' logits."""
+        teacher, student = (load_model(path, dtype=torch.float32) for path in (self.teacher, self.student))
+        labels = _IDS.masked_fill((_MASK == 0) | (torch.arange(12) < 3), -100)
+        shifted = functional.pad(labels[:, 1:], (0, 1), value=-100) if self.causal else labels
+        both = []
+        for folder in (self.teacher, self.student):
+            with torch.no_grad():
+                logits = self.auto.from_pretrained(folder).eval()(input_ids=_IDS, attention_mask=_MASK).logits
+            logits = logits[:, : _IDS.shape[1]]  # Perceiver's are of all positions
+            both.append(logits[shifted != -100].log_softmax(-1))
+        expected = functional.kl_div(both[1], both[0], log_target=True, reduction="batchmean").item()
+        loss = llmdistill.DistillationLoss(teacher, student, method="kd", ratio=1.0)
+        result = loss({"input_ids": _IDS, "attention_mask": _MASK, "labels": labels})
+        got = result.terms["forward_kl"].item()
+        assert abs(got - expected) <= 1e-3 * max(1.0, expected), (
+            f"the divergence is {got:.4g} instead of {expected:.4g}"
+        )
+        result.backward()
+        loss.remove()
+        unread = self.unread()
+        names = [name for name, each in student.named_parameters() if each.grad is None and name.endswith(".A.weight")]
+        names = [name for name in names if name.replace(".A.weight", ".weight") not in unread]
+        assert not names, f"no gradient for {names[:2]}"
+
+    def unread(self) -> set[str]:
+        """The parameters of the teacher that its own logits do not depend on."""
+        model = self.auto.from_pretrained(self.teacher)
+        model.config.use_cache = False  # xLSTM keeps its states in place
+        model(input_ids=_IDS, attention_mask=_MASK).logits.square().sum().backward()
+        return {name for name, each in model.named_parameters() if each.grad is None or not each.grad.any()}
+
+    def learn(self, method: str) -> None:
+        result = llmdistill.distill(
+            self.teacher,
+            self.student,
+            rows(self.causal),
+            method,
+            output_dir=self.base / method,
+            steps=2,
+            learning_rate=1e-3,
+            global_batch_size=4,
+            settings={
+                "train.micro_batch_size": 2,
+                "train.dtype": "fp32",
+                "train.log_every": 1,
+                "data.max_length": 64,
+                "data.max_prompt_length": 40,
+            },
+        )
+        assert all(torch.isfinite(torch.tensor(line["loss"])) for line in result.history)
+        assert is_factorized(result.student)
+        loaded = self.auto.from_pretrained(result.folder / "student")
+        check_equal(logits_of(loaded), logits_of(result.student), "trained student loaded")
+        before = dict(self.auto.from_pretrained(self.student).named_parameters())
+        factors = [name for name in before if name.endswith((".A.weight", "_factors"))]
+        unread = self.unread()
+        factors = [name for name in factors if name.replace(".A.weight", ".weight") not in unread]
+        still = [name for name in factors if torch.equal(before[name], loaded.get_parameter(name))]
+        assert not still, f"{len(still)} of {len(factors)} factors did not learn, such as {still[0]}"
+
+    def export(self) -> None:
+        source = next((path for path in (self.base / "makd/student", self.base / "kd/student") if path.is_dir()), None)
+        source = self.student if source is None else source
+        llmdistill.export(source, self.base / "dense")
+        dense = self.auto.from_pretrained(self.base / "dense")
+        assert not is_factorized(dense)
+        check_equal(logits_of(dense), logits_of(self.auto.from_pretrained(source)), "exported")
+
+
+def outcome(step: Callable[[], Any]) -> str:
+    """`right`, `refused: ...` or `wrong: ...`."""
+    try:
+        step()
+    except UserError as error:
+        return f"refused: {error}" if "\n" not in str(error) else f"wrong: several lines: {error}"
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)
+        ours = [each for each in frame if "/llmdistill/" in each.filename]
+        place = f"{Path(frame[-1].filename).name}:{frame[-1].lineno}"
+        place += f" from {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+        return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:400]} ({place})"
+    return "right"
+
+
+def run_type(name: str, steps: Sequence[str]) -> dict[str, Any]:
+    """What became of each step of a type."""
+    result: dict[str, Any] = {"type": name}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(name, Path(folder))
+        if of_text_alone(name):
+            broken = job.stock()
+            if broken is not None:
+                return result | {"stock": broken}
+        else:
+            AutoConfig.for_model(name).save_pretrained(job.teacher)
+            save_tokenizer(job.teacher)
+        for step in steps:
+            result[step] = outcome(getattr(job, step.replace(" ", "_")))
+            if step == "svd" and result[step] != "right":
+                break
+    return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _child(name: str, file: str, steps: Sequence[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    line = run_type(name, steps)
+    with open(file, "a", encoding="utf-8") as results:
+        results.write(json.dumps(line) + "\n")
+
+
+def read_results(file: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each type."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return {line["type"]: line for line in map(json.loads, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--steps", nargs="*", default=STEPS)
+    parser.add_argument("--results", type=Path, required=True)
+    arguments = parser.parse_args()
+    done = read_results(arguments.results)
+    for name in arguments.types or [name for name in model_types() if name not in done]:
+        process = multiprocessing.get_context("fork").Process(
+            target=_child, args=(name, str(arguments.results), arguments.steps)
+        )
+        process.start()
+        process.join(_TIMEOUT)
+        if process.exitcode != 0:
+            process.kill()
+            process.join()
+            with arguments.results.open("a", encoding="utf-8") as results:
+                results.write(json.dumps({"type": name, "svd": f"wrong: ended with {process.exitcode}"}) + "\n")
+        print(name, read_results(arguments.results)[name], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Models of types without an entry in FAMILIES, each peculiar in a way of its own; `tests/sweep.py` runs all types."""
+
+import os
+
+import pytest
+import torch
+from shrunk import model_types, shrunk_model
+from sweep import STEPS, run_type
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.factorize.counting import layer_linears
+from llmdistill.models.families import layers_name
+from llmdistill.models.general import is_linear
+
+QUICK = {
+    "falcon": "its linears are a subclass of nn.Linear",
+    "jamba": "its layers are of two kinds, and its code reads the weight and the bias of a linear",
+    "mamba2": "its fused kernel reads the weight and the bias of a linear",
+    "recurrent_gemma": "its code initializes the bias of a linear",
+    "xlstm": "its code initializes linears by their names",
+    "zamba2": "its layers share matrices",
+}
+PECULIAR = {
+    **QUICK,
+    "bloom": "fused queries, keys and values, and ALiBi",
+    "ctrl": "no attention interface",
+    "deepseek_v3": "latent attention and experts",
+    "fnet": "no attention",
+    "funnel": "lists of lists of layers",
+    "longformer": "linears that no short text reaches",
+    "perceiver": "logits of more positions than there are tokens",
+    "xlnet": "no limit of positions",
+}
+"""Type -> what is peculiar."""
+RIGHT_OR_REFUSED = ("right", "refused: ")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_student_is_loaded_taught_and_exported(name: str) -> None:
+    steps = ("svd", "loss", "export")
+    assert run_type(name, steps) | {"seconds": None} == {"type": name, **dict.fromkeys(steps, "right"), "seconds": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", model_types() if os.environ.get("LLMDISTILL_SWEEP") == "all" else PECULIAR)
+def test_each_type_is_right_or_refused_in_one_sentence(name: str) -> None:
+    """LLMDISTILL_SWEEP=all runs every type of transformers, in most of an hour."""
+    found = run_type(name, STEPS)
+    if "stock" not in found:  # transformers itself does not run the small model
+        assert all(found[step].startswith(RIGHT_OR_REFUSED) for step in STEPS if step in found), found
+        assert found["svd"] == "right" or name not in PECULIAR
+
+
+def test_linears_are_found_by_what_they_compute() -> None:
+    class Plain(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 0.5
+
+    class Router(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), None
+
+    class Gated(nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.gate = nn.Parameter(torch.ones(1))
+
+    class Named(nn.Linear):
+        """Differs in its name alone."""
+
+    assert all(
+        is_linear(each) for each in (nn.Linear(4, 6), Conv1D(6, 4), Plain(4, 6), Plain(4, 6, False), Named(4, 6))
+    )
+    assert not any(is_linear(each) for each in (Scaled(4, 6), Router(4, 6), Gated(4, 6), nn.Bilinear(4, 4, 6)))
+    with torch.device("meta"):
+        assert is_linear(Plain(4, 6))
+        assert not is_linear(Scaled(4, 6))
+
+
+def test_layers_of_several_kinds_are_one_list() -> None:
+    assert layers_name(shrunk_model("jamba")) == "layers"
+    assert layers_name(shrunk_model("funnel")) == "encoder.blocks.0"
+
+
+def test_what_layers_share_stays_dense() -> None:
+    linears = layer_linears(shrunk_model("zamba2"))
+    assert not any("shared_transformer" in name for name in linears)
+    assert any("mamba" in name for name in linears)
