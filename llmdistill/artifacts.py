@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, write_json
+from llmdistill.files import leads_out, new_folder, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 
 RESULT_FILE = "result.json"
@@ -139,6 +139,8 @@ def entries_damage(folder: Path, entries: Mapping[str, Any], part: slice = slice
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items()):
             return f"{folder / name}: nothing tells its size and sha256"
+        if leads_out(folder, name):
+            return f"{folder}: its record names {name!r}, which lies outside of the folder"
     files = [(folder / name, entries[name]) for name in sorted(entries)[part]]
     cut = next((path for path, entry in files if os.path.isfile(path) and path.stat().st_size != entry["bytes"]), None)
     ordered = sorted(files, key=lambda each: each[0] != cut)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from llmdistill.errors import UserError
@@ -33,6 +33,19 @@ def file_name(text: str) -> str:
 def nearest(folder: Path) -> Path:
     """Return the folder itself, or the nearest folder above it that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+
+
+def leads_out(folder: Path, name: str) -> bool:
+    """Whether the name of a file, which a folder of somebody else's gives, leads out of it, by its words or by a link.
+
+    The words are read as Windows reads them too. Links into the blobs of the hub's cache, of which its folders of
+    models are made, do not count.
+    """
+    if not name.isprintable() or "\\" in name or PureWindowsPath(name).anchor or ".." in name.split("/"):
+        return True
+    target = Path(os.path.realpath(folder / name))
+    of_hub = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    return not of_hub and not target.is_relative_to(os.path.realpath(folder))
 
 
 def check_writable(path: Path, key: str) -> None:

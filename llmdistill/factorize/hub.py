@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from llmdistill.errors import UserError
+from llmdistill.models.weight_files import REFUSAL, is_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
-REFUSAL = (
-    "this is a factorized student of llmdistill, which nothing else loads: pip install llmdistill, and write "
-    "`import llmdistill` before the model is loaded"
-)
-"""`transformers_weights` in a student's config.json, where transformers reads the name of the file of weights."""
 
 
 @register_quantization_config(NAME)
@@ -87,7 +83,7 @@ class FactorizedConfig(QuantizationConfigMixin):
 
 
 def _without_refusal(config: PreTrainedConfig) -> PreTrainedConfig:
-    if getattr(config, "transformers_weights", None) == REFUSAL:
+    if is_refusal(getattr(config, "transformers_weights", None)):
         del config.transformers_weights
     return config
 

@@ -23,6 +23,7 @@ from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
 from llmdistill.models.general import is_linear
 from llmdistill.models.quantized import fake_quantize
+from llmdistill.models.weight_files import check_weight_files
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -63,6 +64,7 @@ def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
     Raises UserError, which names the adapter's config file, if it is damaged, if it names no base or an adapter as
     base, or if `load` raises UserError.
     """
+    check_weight_files(adapter)
     file = adapter / CONFIG_FILE
     content = read_json(file)
     name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
@@ -84,7 +86,8 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     the token embedding or the LM head alone unties them, and embeddings of more or fewer rows are taken from it. Raises
     UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, PromptLearningConfig, get_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     if not (folder / WEIGHTS_FILE).is_file():
@@ -96,8 +99,17 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
             "write the merged model first (llmdistill.models.load.merge_adapter) and load that"
         )
-    content = read_json(folder / CONFIG_FILE)
-    if isinstance(content, dict) and content.get("layer_replication"):
+    settings = read_json(folder / CONFIG_FILE)
+    kinds: dict[str, type[PeftConfig]] = {name.value: kind for name, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = kinds.get(str(settings.get("peft_type")), PeftConfig)
+    if issubclass(kind, PromptLearningConfig) or kind.__name__ == "XLoraConfig":  # they may name files of their own
+        raise UserError(
+            f"{folder / CONFIG_FILE}: adapters of type {settings['peft_type']} cannot be merged into their base; give "
+            "the base alone, or an adapter that changes weights, such as LoRA"
+        )
+    if settings.get("megatron_config"):  # peft imports the module that megatron_core names
+        raise UserError(f"{folder / CONFIG_FILE}: megatron_config is set: adapters of Megatron are not read")
+    if settings.get("layer_replication"):
         raise UserError(
             f"{folder / CONFIG_FILE}: layer_replication gives copies of a layer different adapters, which cannot be "
             "merged into one layer: train an adapter without it, or give the base alone"
@@ -121,11 +133,6 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if missing or unknown:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
         raise _does_not_fit(folder, base, what)
-    if model.peft_config["default"].is_prompt_learning:
-        raise UserError(
-            f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base; give the "
-            "base alone, or an adapter that changes weights, such as LoRA"
-        )
     expected_outputs = _outputs(model.eval())
     try:
         _untie(model.get_base_model())

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from llmdistill.files import read_json, write_json
+from llmdistill.errors import UserError
+from llmdistill.files import leads_out, read_json, write_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
@@ -29,6 +30,20 @@ _POOLING = ("sentence_*_config.json", "config_sentence_transformers.json", MODUL
 _MODULE_FILES = ("*.json", "*.safetensors", "*.txt")
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
 """Keys under which versions of sentence-transformers keep the width of the model in the config of a module."""
+
+
+def read_modules(folder: Path) -> list[dict[str, Any]]:
+    """Return what modules.json lists; nothing without the file.
+
+    Raises:
+        UserError: it is malformed.
+    """
+    file = folder / MODULES_FILE
+    modules = read_json(file) if file.is_file() else []
+    is_list = isinstance(modules, list) and all(isinstance(each, dict) for each in modules)
+    if not is_list or not all(isinstance(each.get("path"), str | None) for each in modules):
+        raise UserError(f"{file}: not a list of modules; copy the file from the model anew")
+    return modules
 
 
 def downloaded(path: Path | str, *, weights: bool = True) -> Path:
@@ -84,8 +99,9 @@ def _copy_modules(source: Path, target: Path) -> None:
     The modules learn the width of a model that has another one. Of such a model none is copied if some have weights,
     because these are matrices of the old width.
     """
-    names = [str(module.get("path") or "") for module in read_json(source / MODULES_FILE)]
-    folders = [source / name for name in names if name and Path(name).name == name and (source / name).is_dir()]
+    names = [module.get("path") or "" for module in read_modules(source)]
+    own = [name for name in names if name and Path(name).name == name and not leads_out(source, name)]
+    folders = [source / name for name in own if (source / name).is_dir()]
     width, new_width = (_width(folder) for folder in (source, target))
     if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):
         return

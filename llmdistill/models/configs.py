@@ -15,6 +15,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base
 from llmdistill.models.families import FAMILIES, is_causal
+from llmdistill.models.weight_files import check_weight_files
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -32,6 +33,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         return config
     if folder is not None:
         _check_config_file(folder / "config.json")
+        check_weight_files(folder)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a config's own checks raise many types of error

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
-from llmdistill.artifacts import new_proven_folder
+from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.errors import UserError
 from llmdistill.files import cache_folder, check_writable, read_json, write_json
 from llmdistill.fingerprints import file_sha256
@@ -86,9 +86,10 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
 def origin(folder: Path | str) -> str | None:
     """Return that the weights of a folder are dequantized, with their types; None for any other model."""
     file = Path(folder) / RECORD
-    if not os.path.isfile(file):
+    record = read_record(file, remedy="remove the file", keys={"bits": int, "type": str, "layers_bits": int, "layers_type": str})
+    if record is None:
         return None
-    return f"dequantized from {_types(read_json(file))}"
+    return f"dequantized from {_types(record)}"
 
 
 def _types(record: Mapping[str, Any]) -> str:

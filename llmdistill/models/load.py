@@ -31,6 +31,7 @@ from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.quantized import bits_of, check_torchao, settle_loaded
 from llmdistill.models.sentences import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.models.weight_files import check_hub_index, check_weight_files
 from llmdistill.progress import Activity
 
 Head = Literal["lm_head", "pretraining", "sequence", "span", "embedding", "none", "saved"]
@@ -140,7 +141,14 @@ def _folder_damage(folder: Path, part: tuple[int, int, int], files: tuple[Any, .
 
 
 def check_files(path: str | Path, part: slice = slice(None)) -> None:
-    """Raise a UserError if the folder of a model has a manifest, and a file is not as it was written."""
+    """Raise a UserError if a model's folder or hub name names other weights than safetensors of its own.
+
+    Or if the folder has a manifest, and a file is not as it was written.
+    """
+    if Path(path).is_dir():
+        check_weight_files(Path(path))
+    else:
+        check_hub_index(str(path))
     damage = folder_damage(Path(path), part) if Path(path).is_dir() else None
     if damage is not None:
         raise UserError(

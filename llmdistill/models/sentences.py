@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.files import read_json, write_json
-from llmdistill.models.companions import MODULES_FILE, downloaded
+from llmdistill.files import leads_out, read_json, write_json
+from llmdistill.models.companions import MODULES_FILE, downloaded, read_modules
 from llmdistill.objective import Pooling, PoolingMode
 
 _LEGACY: dict[str, PoolingMode] = {
@@ -92,19 +93,23 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
 
 def _modules(folder: Path) -> dict[str, Path]:
     """Return the folder of each module of a model, by its kind; none without modules.json."""
-    file = folder / MODULES_FILE
+    file, modules = folder / MODULES_FILE, read_modules(folder)
     if not file.is_file():
         return {}
-    modules = read_json(file)
-    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
-        raise UserError(f"{file}: not a list of modules; copy the file from the model anew")
     kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds != [kind for kind in _KINDS if kind in kinds]:
         raise UserError(
             f"{file}: the modules are {', '.join(kinds) or 'none'}, but embeddings are made here by Transformer, "
             "Pooling and perhaps one Dense and Normalize; take a model without other modules"
         )
-    return {kind: folder / str(each.get("path") or "") for kind, each in zip(kinds, modules, strict=True)}
+    paths = [each.get("path") or "" for each in modules]
+    outside = [path for path in paths if any(leads_out(folder, os.path.join(path, name)) for name in ("", *_OF_DENSE))]
+    if outside:
+        raise UserError(
+            f"{file}: it names the module {outside[0]!r}, whose files are not in the model's folder; copy the "
+            "model anew"
+        )
+    return {kind: folder / path for kind, path in zip(kinds, paths, strict=True)}
 
 
 def has_dense(source: Path | str) -> bool:

@@ -1,0 +1,73 @@
+"""Which files of weights the folder of a model names, looked at before transformers opens one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmdistill.errors import UserError
+from llmdistill.files import leads_out, read_json
+
+INDEX = "model.safetensors.index.json"
+"""File that names the shard of each weight."""
+SUFFIX = ".safetensors"
+_STUDENT, _LOADED = "this is a factorized student of llmdistill", "before the model is loaded"
+REFUSAL = f"{_STUDENT}, which nothing else loads: install llmdistill, and write `import llmdistill` {_LOADED}"
+"""`transformers_weights` in the config.json of a student, where transformers reads the name of the file of weights."""
+
+
+def is_refusal(value: object) -> bool:
+    """Whether `transformers_weights` of a config is REFUSAL, of this or an earlier version."""
+    return isinstance(value, str) and value.startswith(_STUDENT) and value.endswith(_LOADED)
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise a UserError unless the weights of a model, or of an adapter, are safetensors that lie in its folder.
+
+    transformers unpickles what an index names by another ending, and opens what lies elsewhere.
+    """
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        if leads_out(folder, file.name):
+            raise UserError(f"{file}: it is a link that leads out of the model's folder: put the file itself there")
+    config = folder / "config.json"
+    content = read_json(config) if config.is_file() else None
+    explicit = content.get("transformers_weights") if isinstance(content, dict) else None
+    indices = [INDEX]
+    if explicit is not None and not is_refusal(explicit):
+        _check(folder, explicit, f"{config}: transformers_weights", (SUFFIX, f"{SUFFIX}.index.json"))
+        indices.append(explicit)
+    for name in indices:
+        if name.endswith(".json") and (folder / name).is_file():
+            for shard in _shards(folder / name):
+                _check(folder, shard, f"{folder / name}: its weight_map", (SUFFIX,))
+
+
+def check_hub_index(name: str) -> None:
+    """Raise a UserError unless the index of a model on the hub, if it has one, names safetensors alone."""
+    from transformers.utils import cached_file
+
+    for each in (INDEX, "config.json"):
+        try:
+            file = cached_file(name, each, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # transformers says what it cannot get
+            return
+        if file is not None:
+            check_weight_files(Path(file).parent)
+
+
+def _shards(index: Path) -> Iterator[object]:
+    content = read_json(index)
+    keys = ("metadata", "weight_map")
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in keys):
+        raise UserError(f"{index}: it has no objects metadata and weight_map: copy the file from the model anew")
+    yield from {str(shard): shard for shard in content["weight_map"].values()}.values()
+
+
+def _check(folder: Path, name: object, where: str, endings: tuple[str, ...]) -> None:
+    if not isinstance(name, str) or not name.endswith(endings):
+        raise UserError(
+            f"{where} names {name!r}, which is no safetensors file (a pickled .bin is never read): save the model as "
+            "safetensors"
+        )
+    if leads_out(folder, name):
+        raise UserError(f"{where} names {name!r}, which lies outside of the folder: copy the model's own files anew")
