@@ -54,9 +54,9 @@ class FactorizedConfig(QuantizationConfigMixin):
         The size of the token embedding has the key of its method, embedding_rank or embedding_columns. Raises UserError
         for keys and values that this version does not know.
         """
-        from llmdistill.factorize.kinds import KINDS
+        from llmdistill.factorize.kinds import KINDS, is_size
 
-        if method not in KINDS:
+        if not isinstance(method, str) or method not in KINDS:
             raise _unknown(f"method {method!r}")
         kind = KINDS[method]
         unknown = embedding.keys() - {kind.embedding_key}
@@ -64,12 +64,25 @@ class FactorizedConfig(QuantizationConfigMixin):
             raise _unknown(f"keys {sorted(unknown)}")
         self.quant_method = quant_method
         self.method = method
+        if not isinstance(modules, dict | None):
+            raise _unknown(f"modules {modules!r}")
         try:
             self.modules = {name: kind.read_size(size) for name, size in (modules or {}).items()}
         except (TypeError, ValueError) as error:
             raise _unknown(f"a size that the method {method} does not have ({error})") from error
-        setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
+        size = embedding.get(kind.embedding_key)
+        if size is not None and not is_size(size):
+            raise _unknown(f"{kind.embedding_key} {size!r}")
+        setattr(self, kind.embedding_key, size)
         if quantize is not None:
+            known = isinstance(quantize, dict) and quantize.keys() <= {"weights", "group_size"}
+            group_size = quantize.get("group_size") if known else None
+            if (
+                not known
+                or quantize.get("weights") not in ("int8", "int4")
+                or not (group_size is None or is_size(group_size))
+            ):
+                raise _unknown(f"quantize {quantize!r}")
             self.quantize = quantize
 
     def install(self, model: PreTrainedModel) -> None:

@@ -70,8 +70,13 @@ class FactorizationKind:
     """(experts, inputs, outputs, size) -> factors of a stack with random weights; None leaves stacks dense."""
 
 
+def is_size(value: object) -> bool:
+    """Whether a value of a config.json can be the size of a matrix or of its factor."""
+    return type(value) is int and 1 <= value < 2**31
+
+
 def _rank(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_size(value):
         raise ValueError(f"{value!r} is no rank")
     return value
 
@@ -84,7 +89,7 @@ def low_rank_values(u: Tensor, s: Tensor, vh: Tensor, sigma: Sigma) -> dict[str,
 
 def _shape(value: Any) -> KroneckerShape:
     shape = KroneckerShape(*value)
-    if not all(isinstance(number, int) and number >= 1 for number in shape):
+    if not all(is_size(number) for number in shape):
         raise ValueError(f"{value!r} is no shape")
     return shape
 

@@ -6,6 +6,7 @@ with m = m1 m2 and n = n1 n2; `sums` is the number of products that are added.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -121,4 +122,5 @@ def kronecker_params(m: int, n: int, shape: KroneckerShape) -> int:
 
 def divisors(number: int) -> list[int]:
     """The divisors of a number, in ascending order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -117,6 +117,8 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     _resize(base, folder)
     state = base.state_dict().keys()
     try:
+        if settings.get("peft_type") == "LORA":
+            _check_ranks(settings, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # missing and unknown weights are checked below
             model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
@@ -126,7 +128,9 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         possible = own | {f"base_model.model.{name}" for name in state}
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
             saved = set(file.keys())
-    except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # peft raises many types for values that it does not expect
         raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
     missing = sorted(expected - saved)
     unknown = sorted(saved - expected - possible)
@@ -219,6 +223,19 @@ def _tie_again(model: PreTrainedModel) -> None:
     else:
         model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _check_ranks(settings: dict[str, Any], folder: Path) -> None:
+    """Raise a UserError for a rank of LoRA larger than every side of the saved matrices, before peft makes its own."""
+    with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
+        most = max((max(file.get_slice(name).get_shape(), default=0) for name in file.keys()), default=0)  # noqa: SIM118
+    pattern = settings.get("rank_pattern")
+    for key, rank in {"r": settings.get("r"), **(pattern if isinstance(pattern, dict) else {})}.items():
+        if type(rank) is not int or not 1 <= rank <= most:
+            raise UserError(
+                f"{folder / CONFIG_FILE}: {key} is {repr(rank)[:60]}, but the adapter's weights have ranks from 1 to "
+                f"{most}: take the file that belongs to the weights"
+            )
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -119,11 +120,32 @@ def _width(folder: Path) -> Any:
     return next((config[key] for key in ("hidden_size", "dim", "n_embd", "d_model") if key in config), None)
 
 
+def read_generation_settings(folder: Path) -> GenerationConfig | None:
+    """Read the generation settings in a folder, None if it has none; raises UserError if they are malformed."""
+    if not (folder / GENERATION_FILE).is_file():
+        return None
+    read_json(folder / GENERATION_FILE)
+    try:
+        settings = GenerationConfig.from_pretrained(folder)
+        settings.validate()
+    except Exception as error:  # of values that it does not expect, it raises many types
+        reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        raise UserError(
+            f"{folder / GENERATION_FILE}: no generation settings ({reason}): correct it, or copy it from the model anew"
+        ) from error
+    ends = settings.eos_token_id
+    for each in ends if isinstance(ends, list) else [ends]:
+        if each is not None and (type(each) is not int or each < 0):
+            raise UserError(f"{folder / GENERATION_FILE}: eos_token_id is {ends!r}: give the id of a token, or a list")
+    return settings
+
+
 def _end_with_the_tokenizer(folder: Path) -> None:
     """Let generation end with the end token of the tokenizer, with which the answers of the training data end."""
-    if not all((folder / name).is_file() for name in (GENERATION_FILE, "tokenizer_config.json")):
+    settings = read_generation_settings(folder)
+    if settings is None or not (folder / "tokenizer_config.json").is_file():
         return
-    settings, end = GenerationConfig.from_pretrained(folder), load_tokenizer(folder).eos_token_id
+    end = load_tokenizer(folder).eos_token_id
     named = settings.eos_token_id
     ends = [] if named is None else named if isinstance(named, list) else [named]
     if end is not None and end not in ends:
@@ -137,7 +159,7 @@ def generation_settings(source: Path | str) -> GenerationConfig | None:
     adapter = adapter_folder(folder)
     if adapter is not None and not (folder / GENERATION_FILE).is_file():
         folder = of_base(adapter, partial(downloaded, weights=False))
-    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION_FILE).is_file() else None
+    return read_generation_settings(folder)
 
 
 def take_generation_settings(model: PreTrainedModel, source: Path | str) -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base
+from llmdistill.models.config_check import check_builds, check_values
 from llmdistill.models.families import FAMILIES, is_causal
 from llmdistill.models.weight_files import check_weight_files
 
@@ -37,8 +38,11 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a config's own checks raise many types of error
-        raise not_loaded(path, "config", error) from error
+        found = "" if folder is None else _at_fault(folder / "config.json")
+        raise not_loaded(path, "config", error, found) from error
     is_causal(config)
+    check_values(config)
+    check_builds(config)
     return cast(PreTrainedConfig, config)
 
 
@@ -68,8 +72,36 @@ def _check_config_file(file: Path) -> None:
         )
 
 
-def not_loaded(path: str | Path, what: str, error: Exception) -> UserError:
-    """The error for a part of a model (config, tokenizer, weights) that transformers could not load."""
+def _at_fault(file: Path) -> str:
+    """The key, with its value, without which a config can be read; empty if there is no single one."""
+    content = read_json(file)
+    kind = AutoConfig.for_model(content["model_type"]).__class__
+    for key in content:
+        try:
+            kind.from_dict({other: value for other, value in content.items() if other != key})
+        except Exception:  # not this one alone
+            continue
+        return f"{key} is {shorten(repr(content[key]), 60, placeholder=' ...')}: "
+    return ""
+
+
+def not_loaded(path: str | Path, what: str, error: Exception, found: str = "") -> UserError:
+    """The error for a part of a model (config, tokenizer, weights) that transformers could not load.
+
+    `found` is what is known of its reason.
+    """
     reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
-    where = "" if os.path.isdir(path) else " is no folder here, and the hub did not give it"
-    return UserError(f"{path}{where}: its {what} cannot be loaded ({reason}): check the name, the files, the network")
+    if os.path.isdir(path):
+        file = _FILES.get(what)
+        where = path if file is None else os.path.join(path, file)
+        return UserError(
+            f"{where}: its {what} cannot be loaded ({found}{reason}): correct it, or copy the model's files anew"
+        )
+    return UserError(
+        f"{path} is no folder here, and the hub did not give it: its {what} cannot be loaded ({reason}): check the "
+        "name, the files, the network"
+    )
+
+
+_FILES = {"config": "config.json", "tokenizer": "tokenizer_config.json"}
+"""The file of a part of a model that is the likely reason why transformers could not load it."""

@@ -25,7 +25,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQ
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
-from llmdistill.models.companions import save_model
+from llmdistill.models.companions import read_generation_settings, save_model
+from llmdistill.models.config_check import built_from, cannot_build, check_sizes
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.quantized import bits_of, check_torchao, settle_loaded
@@ -163,6 +164,9 @@ def _load_weights(
     config = config_with_head(path, head, num_classes)
     if bits_of(config) is not None:
         check_torchao(f"{path}: this model of {bits_of(config)} weights")
+    if Path(path).is_dir():
+        check_sizes(config, Path(path))
+        read_generation_settings(Path(path))  # transformers reads them beside the weights
     try:
         loaded: Any = auto_class(config, head).from_pretrained(
             path,
@@ -173,10 +177,12 @@ def _load_weights(
             output_loading_info=True,
             **attention_of(config),
         )
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, UserError | torch.OutOfMemoryError):
-            raise
         raise not_loaded(path, "weights (safetensors)", error) from error
+    except Exception as error:  # of a config, whose classes raise many types
+        raise cannot_build(config, error) from error
     model, info = loaded
     missing = set(info["missing_keys"])
     if new_head or (head != "saved" and model.base_model is model):  # without a head, the pooler may be new
@@ -215,7 +221,7 @@ _WITH_HEAD: dict[Head, str] = {
 def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
     """A model on the meta device, without weights; by default the one whose parameters papers count."""
     auto = auto_class(config, head)
-    with torch.device("meta"):
+    with built_from(config), torch.device("meta"):
         return fuse_gelu(auto.from_config(config, trust_remote_code=False, **attention_of(config)))
 
 
@@ -234,7 +240,7 @@ def install_saved(model: PreTrainedModel) -> None:
 def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrainedModel:
     """A model in fp32 with random weights, which follow the seed; torch's own generator is not changed."""
     auto = auto_class(config, head)
-    with torch.random.fork_rng(devices=[]):
+    with built_from(config), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **attention_of(config))
     return fuse_gelu(model)

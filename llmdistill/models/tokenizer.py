@@ -48,6 +48,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         adds_begin = get_tokenizer_config(path).get("add_bos_token") is True and tokenizer.bos_token is not None
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise not_loaded(path, "tokenizer", error) from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float) or longest != longest or longest < 1:
+        raise UserError(
+            f"{path}/tokenizer_config.json: model_max_length is {str(longest)[:60]!r}: give a number of tokens from 1, "
+            "or remove the key"
+        )
     if adds_begin and tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]:
         tokenizer.add_bos_token = True  # type: ignore[misc]
     if sentencepiece is not None:
@@ -85,8 +91,8 @@ def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, 
     if wrong:
         token, index = max(wrong, key=lambda item: item[1])
         raise UserError(
-            f"{path}: the tokenizer's token {token!r} has the id {index}, and the model has {rows} embeddings: "
-            "take the model's own tokenizer, or resize the embeddings"
+            f"{path}: the tokenizer's token {repr(token)[:60]} has the id {index}, and the model has {rows} "
+            "embeddings: take the model's own tokenizer, or resize the embeddings"
         )
 
 

@@ -1,0 +1,125 @@
+"""A config that nobody meant ends in one sentence with the file, the key and the value, before memory is taken."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from pages import ROOT
+
+from llmdistill.errors import UserError
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
+
+sys.path.insert(0, str(ROOT / "scripts" / "torture"))
+import configs
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return configs.models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def changed(made, tmp_path):
+    """Copies a model with one value of a JSON file changed, given by its dotted key."""
+
+    def change(name, key, value, file="config.json"):
+        folder = made[name].with_name(tmp_path.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made[name], folder)
+        content = json.loads((folder / file).read_text())
+        path = tuple(key.split("."))
+        if path[0] == "quantization_config" and path[1:2] == ("modules",) and len(path) > 2:
+            path = (*path[:2], ".".join(path[2:]))
+        (folder / file).write_text(json.dumps(configs.replaced(content, path, value)))
+        return folder
+
+    return change
+
+
+RANK = "quantization_config.modules.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("svd", RANK, 10**30, f"a size that the method svd does not have ({10**30} is no rank)"),
+        ("svd", RANK, 10**9, f"{RANK} is 1000000000, but its weights"),
+        ("svd", "quantization_config.embedding_rank", "x", "embedding_rank 'x'"),
+        (
+            "svd",
+            "quantization_config.embedding_rank",
+            10**9,
+            "quantization_config.embedding_rank is 1000000000, but its",
+        ),
+        ("svd", "quantization_config.modules", [1], "modules [1]"),
+        ("svd", "quantization_config.method", [], "method []"),
+        ("svd", "quantization_config", "x", "quantization_config"),
+        ("int8", "quantization_config.quantize", 5, "quantize 5"),
+        ("int8", "quantization_config.quantize", {"weights": "int5"}, "quantize {'weights': 'int5'}"),
+        ("kronecker", "quantization_config.embedding_columns", 3, "3 columns do not divide the width 16"),
+        ("llama", "hidden_act", "x", "hidden_act is 'x': no llama model can be built"),
+        ("llama", "rope_parameters.rope_type", "x", "rope_parameters.rope_type is 'x'"),
+        ("llama", "rope_parameters.rope_theta", "x", "rope_parameters.rope_theta is 'x'"),
+        ("llama", "num_key_value_heads", 0, "num_key_value_heads is 0"),
+        ("llama", "head_dim", 0, "head_dim is 0"),
+        ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than 10,000"),
+        ("llama", "vocab_size", 10**9, "vocab_size is 1000000000, but its weights"),
+        ("llama", "vocab_size", 10**30, f"vocab_size is {10**30}"),
+        ("llama", "attention_dropout", -1, "attention_dropout is -1, which is no number from 0 to 1"),
+        ("llama", "dtype", 3, "dtype is 3, which is no dtype of torch"),
+        ("gpt2", "activation_function", "x", "activation_function is 'x'"),
+        ("gpt2", "n_layer", 10**9, "n_layer is 1000000000"),
+        ("gpt2", "n_inner", -1, "n_inner is -1"),
+        ("bert", "max_position_embeddings", 10**9, "max_position_embeddings is 1000000000, but its weights"),
+    ],
+)
+def test_values_of_a_config(changed, name, key, value, said):
+    folder = changed(name, key, value)
+    with pytest.raises(UserError) as caught:
+        load_model(folder, dtype=torch.float32)
+    assert said in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "network" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "said"),
+    [
+        ("adapter_config.json", "r", 10**9, "r is 1000000000, but the adapter's weights have ranks from 1 to"),
+        ("adapter_config.json", "megatron_config", {"a": 1}, "adapters of Megatron are not read"),
+        ("adapter_config.json", "peft_type", "XLORA", "adapters of type XLORA cannot be merged"),
+        ("adapter_config.json", "peft_type", 5, "does not fit its base"),
+    ],
+)
+def test_values_of_an_adapter(changed, file, key, value, said):
+    with pytest.raises(UserError, match="adapter_config") as caught:
+        load_model(changed("adapter", key, value, file), dtype=torch.float32)
+    assert said in str(caught.value)
+
+
+def test_sizes_without_weights_are_seen_too(changed):
+    folder = changed("llama", "num_key_value_heads", 0)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"config\.json: num_key_value_heads is 0"):
+        load_config(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "svd", "kronecker", "adapter"])
+def test_every_key_with_some_values(made, name):
+    """The whole of it, each key with each value, is scripts/torture/configs.py."""
+    found, work = [], made[name].with_name("work")
+    for number, (file, path, value, content) in enumerate(configs.cases(made[name])):
+        if number % len(configs.VALUES) != sum(map(len, map(str, path))) % len(configs.VALUES):
+            continue
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(made[name], work)
+        (work / file.name).write_text(json.dumps(content))
+        wrong = configs.outcome(configs.read, work)[1]
+        if wrong is not None:
+            found.append(f"{file.name} {path} = {value!r:.50}: {wrong}")
+    assert not found
