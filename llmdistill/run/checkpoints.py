@@ -86,12 +86,21 @@ def _open(step: int, path: Path) -> Checkpoint:
 
 
 def save_checkpoint(
-    engine: Any, folder: Path, step: int, keep: int, world: World, *, loss_modes: Mapping[str, Any] | None = None
+    engine: Any,
+    folder: Path,
+    step: int,
+    keep: int,
+    world: World,
+    *,
+    loss_modes: Mapping[str, Any] | None = None,
+    figures: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
-    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`run.loss_check`).
+    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`run.loss_check`),
+    and `figures` are what the callbacks have added up for the next row of the log.
+
     Raises UserError on every rank if a rank cannot write.
     """
     target = folder / "checkpoints" / f"step-{step}"
@@ -110,7 +119,8 @@ def save_checkpoint(
         about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
-        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "loss_modes": loss_modes})
+        of_training = {"log": log, "loss_modes": loss_modes, "figures": figures or {}}
+        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, **of_training})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
         kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]

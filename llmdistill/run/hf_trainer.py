@@ -64,7 +64,7 @@ class DistillationTrainer(Trainer):
         # Releases of transformers without loss_is_scaled_for_ga read this attribute instead.
         self.model_accepts_loss_kwargs = True
         self._term_sums: dict[str, Tensor] = {}
-        self._logged_step = 0
+        self._term_steps = 0
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -73,6 +73,7 @@ class DistillationTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
+        self._term_steps += 1
         counts = self.distillation.counts(batches)
         stacked = torch.stack([counts[name] for name in POSITIONS]).to(device)
         return batches, self.accelerator.reduce(stacked, "sum")
@@ -102,9 +103,9 @@ class DistillationTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the mean of each term over the steps since the last log entry to the entry with the loss."""
-        steps = self.state.global_step - self._logged_step
+        steps = self._term_steps  # not from the Trainer's count, which goes on from a checkpoint
         if "loss" in logs and self._term_sums and steps > 0:
             sums = self.accelerator.reduce(torch.stack(list(self._term_sums.values())), "sum")
             logs = {**logs, **dict(zip(self._term_sums, (sums / steps).tolist(), strict=True))}
-            self._term_sums, self._logged_step = {}, self.state.global_step
+            self._term_sums, self._term_steps = {}, 0
         super().log(logs, *args, **kwargs)

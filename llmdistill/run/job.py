@@ -191,18 +191,23 @@ def _training(
             on_main(lambda: best.begin(start), world)
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.validated(0, {"valid_loss": validation.loss()})
+        finite, watch = FiniteSteps(trainer, plan.folder), LossWatch(plan.method.weights, world, log.rows)
+        rows = LogRows(log, trainer)
+        saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, "loss": watch, "finite": finite})
+        if checkpoint is not None:
+            saving.restore(checkpoint.manifest.get("figures", {}))
         # Each callback reads what those before it found; see `TrainState`.
         callbacks: list[Callback] = [
             Stopping(world),
             *([Answers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
-            FiniteSteps(trainer, plan.folder),
-            LossWatch(plan.method.weights, world, log.rows),
+            finite,
+            watch,
             UnevenTerms(trainer),
             *([OwnAnswers(trainer, plan.models.vocabulary)] if plan.config.data.on_policy > 0 else []),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
-            LogRows(log, trainer),
-            Checkpoints(trainer, plan.folder, loss_modes),
+            rows,
+            saving,
         ]
         with signals.waiting():
             yield trainer, start, callbacks

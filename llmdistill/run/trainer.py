@@ -166,6 +166,10 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - start
 
+    def add(self, seconds: float) -> None:
+        """Add time that was measured elsewhere."""
+        self._seconds += seconds
+
     def take(self) -> float:
         """Return the seconds measured since the last call."""
         for begin, end in self._events:

@@ -22,7 +22,7 @@ class Answers:
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: find whether a server is lost, or refuses an example. Every rank must call it."""
-        if state.is_last or state.signal:
+        if state.is_last or (state.signal and not state.is_due(state.settings.log_every)):  # a row is told of them
             return
         trainer, teacher = self.trainer, self.trainer.teacher
         try:

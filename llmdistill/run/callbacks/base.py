@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -78,4 +78,16 @@ class Callback(Protocol):
 
     def after_step(self, state: TrainState) -> None:
         """Look at a step that is done, and hand on to the callbacks behind this one what was found."""
+        ...
+
+
+class Accumulator(Callback, Protocol):
+    """A callback whose figures run over several steps. A checkpoint keeps them, so that a kill changes no row."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return them as plain JSON values, the same on every rank; every rank must call it."""
+        ...
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """Go on from the figures of a checkpoint."""
         ...

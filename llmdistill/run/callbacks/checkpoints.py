@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmdistill.errors import Stopped
-from llmdistill.run.callbacks.base import TrainState
+from llmdistill.run.callbacks.base import Accumulator, TrainState
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.loss_check import LossModes
 from llmdistill.run.trainer import Trainer
@@ -21,12 +23,21 @@ class Checkpoints:
     """The run's folder."""
     loss_modes: LossModes
     """How the token losses of the models are computed, which a checkpoint keeps."""
+    accumulators: Mapping[str, Accumulator] = field(default_factory=dict)
+    """The callbacks whose figures a checkpoint keeps, by the names that they have there."""
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """Let the accumulators go on from the figures of a checkpoint; one of an earlier version has none."""
+        for name in self.accumulators.keys() & figures.keys():
+            self.accumulators[name].restore(figures[name])
 
     def after_step(self, state: TrainState) -> None:
         """See Callback; once the step is saved, raise Stopped after a signal, or the failure."""
         if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
             keep, trainer = state.settings.keep_checkpoints, self.trainer
-            save_checkpoint(trainer.engine, self.folder, state.step, keep, trainer.world, loss_modes=self.loss_modes)
+            figures = {name: each.figures() for name, each in self.accumulators.items()}
+            kept = {"loss_modes": self.loss_modes, "figures": figures}
+            save_checkpoint(trainer.engine, self.folder, state.step, keep, trainer.world, **kept)
         if state.signal:
             raise Stopped(state.signal, f"after step {state.step}")
         if state.failure is not None:

@@ -84,6 +84,14 @@ class FiniteSteps:
         if state.is_saved:
             self.check_student(state.step)
 
+    def figures(self) -> dict[str, Any]:
+        """See Accumulator; the figures of the last step have been read when a checkpoint is saved."""
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """See Accumulator."""
+        self.in_a_row = figures["in_a_row"]
+
     def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -30,6 +32,28 @@ class LogRows:
         self._tokens = torch.zeros((), dtype=torch.int64, device=self._trainer.world.device)
         self._positions = self._steps = 0
         self._row_began = time.perf_counter()
+
+    def figures(self) -> dict[str, Any]:
+        """See Accumulator."""
+        teacher_seconds = self._trainer.teaching.take()
+        self._trainer.teaching.add(teacher_seconds)
+        return {
+            "terms": self._terms,
+            "tokens": int(self._tokens),
+            "positions": int(all_reduce_sum(torch.full_like(self._tokens, self._positions))),
+            "steps": self._steps,
+            "seconds": time.perf_counter() - self._row_began,
+            "teacher_seconds": teacher_seconds,
+        }
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """See Accumulator."""
+        self._terms.update(figures["terms"])
+        self._tokens.fill_(figures["tokens"])
+        self._positions = figures["positions"] if self._trainer.world.is_main else 0  # those of all ranks are added up
+        self._steps = figures["steps"]
+        self._row_began -= figures["seconds"]
+        self._trainer.teaching.add(figures["teacher_seconds"])
 
     def after_step(self, state: TrainState) -> None:
         """See Callback. Every rank must call it, because the ranks' positions are added up."""

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from llmdistill.run.callbacks.base import TrainState
 from llmdistill.runtime.distributed import World
@@ -45,6 +46,24 @@ class LossWatch:
             for warning in self.add(terms.step, terms.values):
                 warn_main(warning, self._world)
         state.lowest_loss = self.lowest
+
+    def figures(self) -> dict[str, Any]:
+        """See Accumulator."""
+        return {
+            "lowest": None if self.lowest == math.inf else self.lowest,
+            "diverged": self._diverged,
+            "before": [*self._before],
+            "always_zero": sorted(self._always_zero),
+            "steps": self._steps,
+            "spikes": self._spikes,
+        }
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """See Accumulator."""
+        self.lowest = math.inf if figures["lowest"] is None else figures["lowest"]
+        self._diverged, self._steps, self._spikes = (figures[key] for key in ("diverged", "steps", "spikes"))
+        self._before.extend(figures["before"])
+        self._always_zero &= {*figures["always_zero"]}
 
     def add(self, step: int, values: Mapping[str, float]) -> list[str]:
         """Return the warnings about a step, from the finite values of its terms."""

@@ -29,7 +29,7 @@ class OwnAnswers:
 
     def after_step(self, state: TrainState) -> None:
         """See Callback. Every rank must call it."""
-        if state.is_last or state.signal or state.failure is not None or not state.is_due(state.settings.log_every):
+        if state.is_last or state.failure is not None or not state.is_due(state.settings.log_every):
             return
         batch, *_ = self.trainer.micro_batches(state.step)
         if not batch.own_answers:
