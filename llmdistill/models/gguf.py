@@ -86,7 +86,9 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
 def origin(folder: Path | str) -> str | None:
     """Return that the weights of a folder are dequantized, with their types; None for any other model."""
     file = Path(folder) / RECORD
-    record = read_record(file, remedy="remove the file", keys={"bits": int, "type": str, "layers_bits": int, "layers_type": str})
+    record = read_record(
+        file, remedy="remove the file", keys={"bits": int, "type": str, "layers_bits": int, "layers_type": str}
+    )
     if record is None:
         return None
     return f"dequantized from {_types(record)}"
