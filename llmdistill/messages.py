@@ -11,6 +11,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,27 +28,37 @@ class _Terminal(logging.Handler):
     """Writes warnings to stderr, and the messages of rank 0 above the bars: to stdout, or to stderr if they say so."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = record.getMessage()
-        if record.levelno >= logging.WARNING:
-            if not getattr(record, "framed", False):
-                print(line, file=sys.stderr, flush=True)
-                return
-            from rich.console import Console
-            from rich.panel import Panel
-            from rich.text import Text
-
-            Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
-        elif os.environ.get("RANK", "0") == "0":
-            progress.heard()
-            stream = sys.stderr if getattr(record, "aside", False) else sys.stdout
-            try:
+        # A name of somebody else's must not steer the terminal.
+        line = "".join(char if char.isprintable() or char in "\n\t" else _escaped(char) for char in record.getMessage())
+        is_warning = record.levelno >= logging.WARNING
+        if not is_warning and os.environ.get("RANK", "0") != "0":
+            return
+        stream = sys.stderr if is_warning or getattr(record, "aside", False) else sys.stdout
+        try:
+            if not is_warning:
+                progress.heard()
                 tqdm.write(line, file=stream)
                 stream.flush()
-            except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.EIO):
-                    raise
-                # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            elif not getattr(record, "framed", False):
+                print(line, file=stream, flush=True)
+            else:
+                from rich.console import Console
+                from rich.panel import Panel
+                from rich.text import Text
+
+                Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            _to_nowhere(stream)  # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+def _to_nowhere(stream: Any) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 logger.addHandler(_Terminal())
@@ -70,6 +83,24 @@ def say(line: str, *, aside: bool = False) -> None:
     logger.info("%s", line, extra={"aside": aside})
 
 
+_UNREAD = 128 + 13
+"""The exit code of a program that SIGPIPE ends, as the other programs of a pipe have it."""
+
+
 def print_result(result: object) -> None:
     """Print a result on stdout: a text as it is, plain values as one line of JSON."""
-    print(result if isinstance(result, str) else json.dumps(result), flush=True)
+    with read_to_its_end():
+        print(result if isinstance(result, str) else json.dumps(result), flush=True)
+
+
+@contextmanager
+def read_to_its_end() -> Iterator[None]:
+    """Block that writes to stdout; if nobody reads it any more, as after `| head -1`, the command ends quietly."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _to_nowhere(sys.stdout)
+        raise SystemExit(_UNREAD) from None

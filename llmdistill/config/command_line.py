@@ -6,13 +6,14 @@ An unknown key, a value that does not fit, and settings that contradict each oth
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -115,7 +116,7 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
         back = overrides.taken_back(given, below, settings)
         words += [*overrides.flags(back), *own]
         below |= {**back, **given}
-    parsed = parse(parser, words)
+    parsed = parse(parser, words, rest)
     if parsed.output_dir is None:
         folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
         parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
@@ -159,12 +160,19 @@ def typed_command(script: str, arguments: Sequence[str]) -> str:
     return shlex.join(["deepspeed", *(["--num_gpus", ranks] if int(ranks) > 1 else []), script, *words])
 
 
-def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`."""
+def parse(parser: ArgumentParser, arguments: Sequence[str], own: Sequence[str] | None = None) -> Any:
+    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
+
+    `own` are the words that the user typed, by default all. A note says which of their flags stand there again.
+    """
     hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
     typed = overrides.given_flags(arguments)
+    flags = [word.partition("=")[0] for word in (arguments if own is None else own) if word.startswith("--")]
+    for flag in dict.fromkeys(each for each in flags if flags.count(each) > 1 and not each.endswith("+")):
+        note = f"Note        {flag} is given {flags.count(flag)} times: the last one counts"
+        logging.getLogger("llmdistill").info("%s", note, extra={"aside": True})
     check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
@@ -284,7 +292,12 @@ def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: M
         raise UserError(f"{prefix}{one_sentence(str(error))}") from error
 
 
-def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable) -> RunConfig:
+def config_of(
+    settings: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    methods: MethodTable,
+    derived: Mapping[str, Any] = MappingProxyType({}),
+) -> RunConfig:
     """Build the configuration of a run in Python; a setting that is in neither argument has its default.
 
     Args:
@@ -292,6 +305,7 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
         keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
             the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`; or `decoding` of the scoring.
         methods: the table of all methods.
+        derived: what settings and keywords replace, by dotted key.
     """
     method = str(settings.get("method", ""))
     own = _sections({method: methods[method]}) if method in methods else []
@@ -301,7 +315,11 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
     for section, kind in sections:
         keys |= {field.name: f"{section}.{field.name}" for field in fields(kind)}
     keys |= {field.name: field.name for field in fields(RunConfig) if not is_dataclass(field.default_factory)}
-    values = {**settings, **{keys.get(name, name): value for name, value in keywords.items()}}
+    named = {keys.get(name, name): value for name, value in keywords.items()}
+    twice = next((key for key in named if key in settings and named[key] != settings[key]), None)
+    if twice is not None:
+        raise UserError(f"{twice} is given twice, as {settings[twice]} and {named[twice]}: leave one of them out")
+    values = {**derived, **settings, **named}
     return build(_parse_values(run_parser(methods), values, {}, ""), RunConfig, methods)
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import yaml
 
+from llmdistill.config.strict import TwiceError, UniqueKeys
+from llmdistill.errors import UserError
+
 _WEIGHTING = "student.factorize.weighting"
 _CALIBRATION_DATA = "student.factorize.calibration.data"
 
@@ -69,12 +72,14 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             following = words[number + 1] if number + 1 < len(words) else "true"
-            given[key] = _read(value if equals else following)
+            given[key] = _read(key, value if equals else following)
     return given
 
 
-def _read(value: str) -> Any:
+def _read(key: str, value: str) -> Any:
     try:
-        return yaml.safe_load(value)
+        return yaml.load(value, UniqueKeys)
+    except TwiceError as error:
+        raise UserError(f"--{key}: {error.problem}: leave one of them out") from error
     except Exception:  # the readers of YAML's types raise exceptions of many types
         return value

@@ -10,7 +10,15 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.strict import check_keys, check_plain, check_sections, did_you_mean, flattened
+from llmdistill.config.strict import (
+    TwiceError,
+    UniqueKeys,
+    check_keys,
+    check_plain,
+    check_sections,
+    did_you_mean,
+    flattened,
+)
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
@@ -62,7 +70,10 @@ def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
 def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     """The settings in the file of a recipe; a UserError if it is not YAML or has an unknown key."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+    except TwiceError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise UserError(f"{path}{line}: {error.problem}: leave one of them out") from error
     except Exception as error:  # the readers of YAML's types raise exceptions of many types
         where = getattr(error, "problem_mark", None)
         line = f":{where.line + 1}" if where is not None else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from llmdistill.errors import UserError
@@ -45,6 +47,45 @@ def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str
             raise UserError(
                 f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; fix it or leave it out"
             )
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a key that a mapping has twice: it would take the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError, with the mark of the second key."""
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                raise TwiceError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(name if name is not None and key.tag != "tag:yaml.org,2002:merge" else object())
+        return super().construct_mapping(node, deep)
+
+
+class TwiceError(yaml.constructor.ConstructorError):
+    """A key that a mapping has twice."""
+
+
+def check_unique(text: str, where: str) -> None:
+    """Raise a UserError, which names the line, if an object in a JSON text has a key twice."""
+    twice: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=look)
+    if twice:
+        try:
+            yaml.load(text.replace("\t", " "), UniqueKeys)  # which knows the lines, and reads JSON too
+            line = ""
+        except TwiceError as error:
+            line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        except yaml.YAMLError:
+            line = ""
+        raise UserError(f"{where}{line}: {twice[0]} is given twice: leave one of them out")
 
 
 _MOST_BITS = 63

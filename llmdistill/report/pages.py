@@ -74,9 +74,9 @@ def markdown_code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def markdown_block(text: str) -> str:
+def markdown_block(text: str, language: str = "text") -> str:
     fence = "`" * max(3, _longest_fence(text) + 1)
-    return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
+    return f"{fence}{language}\n{text.removesuffix(chr(10))}\n{fence}"
 
 
 def _longest_fence(text: str) -> int:

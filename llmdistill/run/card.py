@@ -65,7 +65,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Steps", f"{train.steps:,} of {train.global_batch_size} sequences"),
             *([("Kept", f"the student {kept_student(metrics['kept'])}")] if "kept" in metrics else []),
             ("Seed", str(config.seed)),
-            ("Command", f"`{record['command']}`"),
+            ("Command", record["command"]),
             ("Hardware", record["hardware"]),
             ("Versions", describe_versions(record)),
         ],
@@ -129,7 +129,7 @@ def save_compressed(
         tags=["compression", method],
         made=[
             ("Method", f"factorization by {method}, weighting {settings.weighting}, allocation {settings.allocation}"),
-            ("Command", f"`{command}`"),
+            ("Command", command),
             ("Versions", describe_versions(make_record(command, 1))),
         ],
     )

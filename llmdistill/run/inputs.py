@@ -61,7 +61,7 @@ class Given:
         derived: dict[str, Any] = {"data.kind": kind_of(self.data)}
         if not self.tests and self.valid is None:
             derived["scoring.models"] = []
-        return config_of({**derived, **settings, **names}, keywords, METHODS)
+        return config_of({**settings, **names}, keywords, METHODS, derived)
 
     def saved(self, config: RunConfig) -> RunConfig:
         """Save models and data in memory to the run folder and return the configuration with the references to them.

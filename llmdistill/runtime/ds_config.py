@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config.strict import did_you_mean, flattened
+from llmdistill.config.strict import check_unique, did_you_mean, flattened
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 
@@ -42,7 +42,9 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
     Raises UserError if the file does not exist, is not a JSON object, or sets a part that this program owns.
     """
-    config = read_json(ds_config_path(path), shown=path)
+    file = ds_config_path(path)
+    config = read_json(file, shown=path)
+    check_unique(file.read_text(encoding="utf-8"), path)
     if not isinstance(config, dict):
         raise UserError(f"{path}:1: a {type(config).__name__}, not a JSON object; write DeepSpeed's settings as one")
     if "scheduler" in config:

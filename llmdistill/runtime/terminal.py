@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import refused_by_system
-from llmdistill.messages import logger, say, set_level
+from llmdistill.messages import logger, read_to_its_end, say, set_level
 from llmdistill.progress import Activity
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
@@ -40,7 +40,7 @@ def exit_code(job: Callable[[], None]) -> int:
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with signals.handling(), Activity("Working"):
+        with read_to_its_end(), signals.handling(), Activity("Working"):
             return _code_of(job)
     except Stopped as stopped:  # by a signal before the job began or after it had ended
         return _code_after(stopped)
@@ -52,6 +52,8 @@ def _code_of(job: Callable[[], None]) -> int:
         set_level()
         job()
         return 0
+    except BrokenPipeError:
+        raise  # of stdout, see `read_to_its_end`
     except (Stopped, Exception) as error:
         failure = error if isinstance(error, Stopped | UserError) else refused_by_system(error) or error
         is_said = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None

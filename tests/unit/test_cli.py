@@ -1,6 +1,7 @@
 """The llmdistill command."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -30,6 +31,22 @@ def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["recipes"], ["recipes", "quickstart", "--json"], ["--help"], ["compress", "--help"]]
+)
+def test_nobody_reads_the_result_to_its_end(words, monkeypatch, capsys):
+    """After `| head -1` a command ends quietly, with the code that SIGPIPE gives."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        stdout.write("what Python still writes at its end goes nowhere")
+    assert ended.value.code == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_the_package_is_the_command(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import re
 import shlex
 import sys
@@ -175,6 +176,8 @@ RECIPES = [
     ("train: {betas: [0.9, 1.0]}", "train.betas is (0.9, 1.0): give two numbers from 0 to below 1"),
     ("seed: 99999999999999999999999", "seed has 77 bits: give a number of at most 63"),
     ("a: [", "mine.yaml:2: not valid YAML"),
+    ("seed: 1\ntrain:\n  steps: 3\n  steps: 4\n", "mine.yaml:4: steps is given twice: leave one of them out"),
+    ("seed: 1\ndata: {tests: {a: b, a: c}}\n", "mine.yaml:2: a is given twice"),
     ("seed: " + "[" * 28_000, "mine.yaml: not valid YAML"),
     ("seed: !!timestamp x", "mine.yaml: not valid YAML"),
     ("student: &a [*a]", "mine.yaml: it has more than 100000 values"),
@@ -204,3 +207,27 @@ def test_a_part_is_checked_in_python_as_in_a_recipe():
         ("relation_heads", None, "k.relation_heads is null: give a value"),
     ):
         refuses(said, command_line.changed, part, {key: value}, key="k")
+
+
+def test_a_flag_that_is_given_twice(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("llmdistill"), "propagate", True)
+    caplog.set_level("INFO", "llmdistill")
+    config, _ = parse_run(["--seed", "3", "--ds_config", "zero2", "--seed=4"], METHODS)
+    assert config.seed == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "Note        --seed is given 2 times: the last one counts"
+    ]
+    refuses("--data.tests: a is given twice", parse_run, ["--data.tests", "{a: b, a: c}"], METHODS)
+
+
+def test_a_setting_that_is_given_twice_in_python():
+    names = {"method": "kd", "ds_config": ""}
+    said = "train.steps is given twice, as 3 and 4: leave one of them out"
+    refuses(said, command_line.config_of, {**names, "train.steps": 3}, {"steps": 4}, METHODS)
+    assert command_line.config_of({**names, "train.steps": 4}, {"steps": 4}, METHODS).train.steps == 4
+    assert command_line.config_of(names, {"kind": "text"}, METHODS, {"data.kind": "instructions"}).data.kind == "text"
+
+
+def test_a_ds_config_with_a_key_twice(tmp_path):
+    file = write(tmp_path / "ds.json", '{"bf16": {},\n\t"zero_optimization": {"stage": 1,\n"stage": 2}}')
+    refuses("ds.json:3: stage is given twice", read_ds_config, str(file))

@@ -1,8 +1,10 @@
 """The model card of a student, as the hub's own library reads it."""
 
+import re
 import shutil
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
@@ -112,3 +114,31 @@ def test_paths_are_cut_to_their_last_name_and_only_data_of_the_hub_have_its_name
         ("embedded:train", None),
     ):
         assert hub_name(reference) == expected
+
+
+HOSTILE = "x<script>alert(1)</script>`|[a](javascript:b)\n---\nlicense: mine"
+
+
+def test_text_of_others_is_text_in_a_card(student, tmp_path):
+    folder = tmp_path / "student"
+    shutil.copytree(student, folder)
+    (folder / "README.md").unlink()
+    story = Story(
+        intro=f"{HOSTILE}, trained.",
+        tags=["svd", HOSTILE],
+        made=[("Data", HOSTILE), ("Command", f"llmdistill train --data.train '{HOSTILE}'")],
+        settings={"data": {"train": f"{HOSTILE}\n```\n<script>"}},
+        scores={HOSTILE: {"rougeL": 1.0}},
+        warnings=[HOSTILE],
+    )
+    teacher = Teacher(name=HOSTILE, params=10, header={"license": "mit"}, origin=HOSTILE)
+    write_card(folder, HOSTILE, teacher, story)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert ModelCard(text).data.license == "mit"
+    header, body = text.removeprefix("---\n").split("\n---\n", 1)
+    assert yaml.safe_load(header)["license"] == "mit"
+    # Outside of code, which shows what it holds, there is neither a tag nor a link.
+    spoken = re.sub(r"(`{3,})yaml\n.*?\n\1\n|(`+)(?!`).*?(?<!`)\2(?!`)", "", body.replace(r"\`", ""), flags=re.DOTALL)
+    assert "alert(1)" in spoken
+    assert "<script" not in spoken
+    assert "[a](" not in spoken.replace(r"\[", "")
