@@ -51,6 +51,20 @@ from llmdistill.tasks.windows import cut_windows, score_windows
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
 
+def _with_dotted(keywords: dict[str, Any], *sections: str) -> dict[str, Any]:
+    """Return settings by name, where `settings` among them may hold some by the dotted keys of the command line.
+
+    Raises UserError if a setting is given twice.
+    """
+    found = {key: value for key, value in keywords.items() if key != "settings"}
+    for key, value in (keywords.get("settings") or {}).items():
+        name = next((key.removeprefix(section) for section in sections if key.startswith(section)), key)
+        if name in found and found[name] is not None and found[name] != value:
+            raise UserError(f"{name} is given twice, as {found[name]} and {value}: leave one of them out")
+        found[name] = value
+    return found
+
+
 def compress(
     model: Model,
     *,
@@ -87,7 +101,8 @@ def compress(
             of W - W' and of W. `llmdistill.factorize.reconstruction.by_kind` sums them over the kinds of matrices.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
             ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
-            And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`.
+            And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`. Or as
+            `settings` by the keys of a run: `{"student.factorize.target_params": "62%"}`.
 
     Returns:
         The student, with the model's class, dtype and device. `save_pretrained` and `from_pretrained` support it.
@@ -97,6 +112,8 @@ def compress(
             factorized; the output folder is not empty.
     """
     check_models(model=model)
+    settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.", "data.")
+    rank, method = settings.pop("rank"), settings.pop("method", method)
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
@@ -140,7 +157,9 @@ def sizes(
         UserError: as in `compress`.
     """
     check_models(model=model)
-    chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
+    settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.")
+    method = settings.pop("method", method)
+    chosen = changed(FactorizeConfig(), settings, key="")
     source = model if isinstance(model, PreTrainedModel) else locate(str(model))
     candidates = search(source, chosen, device=device_for(model, device)) if needs_search(chosen, method) else []
     chosen = candidates[0].settings if candidates else chosen
@@ -305,6 +324,7 @@ def evaluate(
         UserError: a setting does not exist, data are empty or malformed, or the model has no classifier for a task.
     """
     check_models(model=model)
+    settings = _with_dotted(settings, "scoring.", "data.")
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 
 import llmdistill
 from llmdistill.config import DataConfig, FactorizeConfig, QuantizeConfig
-from llmdistill.config.command_line import build, parse
+from llmdistill.config.command_line import TYPED, build, parse
 from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
@@ -56,7 +56,11 @@ def train(arguments: Sequence[str]) -> None:
     """Train in the ranks that the launcher's flags ask for, or as one of them if there is a launcher."""
     launcher, words = split_launcher_flags(arguments)
     if "LOCAL_RANK" not in os.environ and not any(word in ("-h", "--help", "--dry_run") for word in words):
-        launch(launcher, "llmdistill.train", *words)
+        os.environ[TYPED] = "llmdistill train"  # for the ranks, whose reports name the command
+        try:
+            launch(launcher, "llmdistill.train", *words)
+        finally:
+            os.environ.pop(TYPED, None)
     from llmdistill.train import run
 
     run(arguments if "--dry_run" in words else words)

@@ -64,6 +64,12 @@ class FieldError(ValueError):
     """
 
 
+def to_install(extra: str | None = None) -> str:
+    """Return how llmdistill is installed, with the packages of an extra: no index has it, so from a checkout."""
+    place = "." if extra is None else f'".[{extra}]"'
+    return f"pip install -e {place} in a checkout of llmdistill"
+
+
 _LONGEST_NAME = 200
 """Bytes of a name that becomes that of a file: most file systems have 255, and endings are added."""
 

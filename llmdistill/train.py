@@ -37,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: run(typed, script=script) if arguments is None else run(arguments))
 
 
-def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
-    """Resolve and check the settings, then distill; a dry run only says what would run. Reports name the script."""
+def run(arguments: Sequence[str], *, script: str | None = None) -> None:
+    """Resolve and check the settings, then distill; a dry run only says what would run.
+
+    Reports name the script that was started, None for `llmdistill train`.
+    """
     launcher, words = split_launcher_flags(arguments)
-    config, flags = command_line.parse_run(words, METHODS)
+    config, flags = command_line.parse_run(words, METHODS, script=script)
     if launcher and not flags.dry_run:
-        typed = " ".join(launcher)
-        raise UserError(f"{launcher[0]} is the launcher's: give it to deepspeed ({typed} {script}) or llmdistill train")
+        typed = f"{' '.join(launcher)} {script or 'llmdistill/train.py'}"
+        raise UserError(f"{launcher[0]} is the launcher's: give it to deepspeed ({typed}) or llmdistill train")
     plans = make_plans(config, local_ranks(launcher) if launcher else None)
     tasks = None
     if plans[-1].config.tasks.names:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
+from llmdistill.config.foreign import our_name
 from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
 from llmdistill.config.methods import MethodTable
@@ -30,6 +31,11 @@ DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
 _OWN = ("teacher.model", "data.train", "data.kind", "data.task.name")
 """Settings of a run that has no need of the embedded example, unless their values are embedded."""
+
+_COMMAND = "llmdistill train [--num_gpus N]"
+_USAGE = "[--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]"
+TYPED = "LLMDISTILL_TYPED"
+"""Environment variable of ranks that `llmdistill train` has started: the command that the user typed."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -46,8 +52,8 @@ def run_parser(methods: MethodTable) -> ArgumentParser:
 @cache
 def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
     parser = ArgumentParser(
-        prog="llmdistill/train.py",
-        usage="deepspeed [--num_gpus N] llmdistill/train.py [--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]",
+        prog="llmdistill train",
+        usage=f"{_COMMAND} {_USAGE}",
         exit_on_error=False,
         description="Distill a teacher into a smaller student under DeepSpeed. "
         "Every setting below can be given in a recipe (YAML) or on the command line, which has priority.",
@@ -81,14 +87,18 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
         parser.add_class_arguments(settings, name)
 
 
-def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
+def parse_run(
+    arguments: Sequence[str], methods: MethodTable, *, script: str | None = None
+) -> tuple[RunConfig, argparse.Namespace]:
     """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json.
 
-    `recipe` is None for a run without one: the embedded example is only for runs that name no teacher or data.
+    `script` is the file that a launcher was given, None for `llmdistill train`. `recipe` is None for a run without one:
+    the embedded example is only for runs that name no teacher or data.
     """
     topic = asked_help(arguments)
     if topic is not None:
-        print(help_of(run_parser(methods), topic, methods), end="")
+        text = help_of(run_parser(methods), topic, methods)
+        print(text if script is None else text.replace(_COMMAND, f"deepspeed [--num_gpus N] {script}", 1), end="")
         raise SystemExit(0)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--recipe")
@@ -153,11 +163,17 @@ def parse_own(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Any, li
     return parse(parser, own), rest
 
 
-def typed_command(script: str, arguments: Sequence[str]) -> str:
-    """The shell command that starts a script with these arguments on the same number of ranks."""
+def typed_command(script: str | None, arguments: Sequence[str]) -> str:
+    """The shell command that starts a run with these arguments on the same number of ranks.
+
+    `script` is the file that a launcher was given; None, or a rank of `llmdistill train`: that command.
+    """
     ranks = os.environ.get("WORLD_SIZE", "1")
     words = [word for word in arguments if not word.startswith("--local_rank")]
-    return shlex.join(["deepspeed", *(["--num_gpus", ranks] if int(ranks) > 1 else []), script, *words])
+    several = ["--num_gpus", ranks] if int(ranks) > 1 else []
+    if script is None or TYPED in os.environ:
+        return shlex.join(["llmdistill", "train", *several, *words])
+    return shlex.join(["deepspeed", *several, script, *words])
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str], own: Sequence[str] | None = None) -> Any:
@@ -333,8 +349,12 @@ def method_settings(
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():
         method, _, name = key.partition(".")
+        own = methods[names[0]].settings is not None
         if method not in given or methods[method].settings is None:
-            raise UserError(f"{key}: there is no such setting of {' and '.join(names)}; leave it out")
+            hint = (
+                our_name(key, [f.name for f in fields(methods[names[0]].settings)] if own else []) or "; leave it out"
+            )
+            raise UserError(f"{key}: there is no such setting of {' and '.join(names)}{hint}")
         given[method][name] = value
     sections = _sections({name: methods[name] for name in names})
     return {name: changed(kind(), given[name], key=name) for name, kind in sections}

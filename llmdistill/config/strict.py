@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from llmdistill.config.foreign import our_name
 from llmdistill.errors import UserError
 
 
@@ -29,7 +30,7 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", 
     for key in keys:
         parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
         if key not in known and not any(known.get(parent, False) for parent in parents):
-            hint = did_you_mean(key, known, prefix) or "; --help lists them all"
+            hint = our_name(key, known, prefix) or did_you_mean(key, known, prefix) or "; --help lists them all"
             raise UserError(f"{where}{prefix}{key}: there is no such setting{hint}")
 
 

@@ -67,7 +67,7 @@ class FactorizeConfig:
     """svd: one rank for all factorized linears."""
     ranks: dict[str, int] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
-    target_params: str | int | None = field(default=None, metadata=COMMON | _OTHER_SIZES)
+    target_params: str | int | float | None = field(default=None, metadata=COMMON | _OTHER_SIZES)
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of
     the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
     compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, to_install
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.experts import has_experts
 from llmdistill.factorize.export import Describe, merge
@@ -64,7 +64,7 @@ def export_onnx(
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--to onnx needs {', '.join(missing)}: pip install llmdistill[onnx]")
+        raise UserError(f"--to onnx needs {', '.join(missing)}: {to_install('onnx')}")
     with new_proven_folder(out_dir) as folder, TemporaryDirectory() as scratch:
         model = load_model(model_dir, dtype=torch.float32, head="saved")
         dequantize(model)

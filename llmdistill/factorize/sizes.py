@@ -207,12 +207,15 @@ def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
     return fixed
 
 
-def parse_target(text: str | int, teacher_params: int) -> int:
+def parse_target(text: str | float, teacher_params: int) -> int:
     """Parse "690000000", "0.69B", "77.25M" or "62%" (of the teacher). Raises UserError for other forms."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
     if match is None:
         raise UserError(f"target_params {text!r} is no number of parameters; write 690000000, 0.69B, 77.25M or 62%")
     number, suffix = Decimal(match[1].replace("_", "")), match[2].upper()
+    if not suffix and number <= 100:  # a share, as a fraction or in percent
+        share = f"{float(number * 100 if number < 1 else number):g}"
+        raise UserError(f"target_params {text} is no number of parameters: for {share}% of the model's write {share}%")
     target = int(number * teacher_params / 100) if suffix == "%" else int(number * _SUFFIXES[suffix])
     if target >= teacher_params:
         raise UserError(

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config import QuantizeConfig
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, to_install
 from llmdistill.models.general import in_lists
 
 DEFAULT_GROUPS = {"int8": None, "int4": 32}
@@ -41,7 +41,7 @@ def bits_of(config: PreTrainedConfig) -> str | None:
 def check_torchao(key: str) -> None:
     """Raise a UserError that names a setting or flag if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{key} needs torchao: pip install llmdistill[quantize]")
+        raise UserError(f"{key} needs torchao: {to_install('quantize')}")
 
 
 def quantized_linears(model: PreTrainedModel) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, to_install
 from llmdistill.files import leads_out, read_json
 
 INDEX = "model.safetensors.index.json"
 """File that names the shard of each weight."""
 SUFFIX = ".safetensors"
 _STUDENT, _LOADED = "this is a factorized student of llmdistill", "before the model is loaded"
-REFUSAL = f"{_STUDENT}, which nothing else loads: install llmdistill, and write `import llmdistill` {_LOADED}"
+REFUSAL = f"{_STUDENT}, which nothing else loads: {to_install()}, and write `import llmdistill` {_LOADED}"
 """`transformers_weights` in the config.json of a student, where transformers reads the name of the file of weights."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,16 @@ class Given:
             ds_config = str(inputs / "ds_config.json")
             write_json(Path(ds_config), dict(self.ds_config))
         values |= {"output_dir": str(output_dir), "ds_config": ds_config}
+        if (
+            self.tokenizer is None
+            and config.data.kind != "task"
+            and not any(map(_has_words, (self.student, self.teacher)))
+        ):
+            kind = type(self.teacher).__name__
+            raise UserError(
+                f"tokenizer is missing: neither the teacher, a {kind}, nor the student came from a folder with one: "
+                'give tokenizer=AutoTokenizer.from_pretrained("...")'
+            )
         values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
         if self.student is not None:
             values["student"]["model"] = model_folder(self.student, self.tokenizer, inputs, role="student")
@@ -95,6 +106,14 @@ class Given:
         """Return the Python call in one line."""
         names = ", ".join(name_of(each) for each in (self.teacher, self.student, self.data))
         return f"llmdistill.distill({names}, method={method!r}, ...)"
+
+
+def _has_words(model: Model | None) -> bool:
+    """Whether a model brings a tokenizer, by its folder or name; a named one is left to the plan."""
+    if not isinstance(model, PreTrainedModel):
+        return model is not None
+    source = str(model.name_or_path or "")
+    return bool(source) and (brings_tokenizer(source) if os.path.isdir(source) else not os.path.isabs(source))
 
 
 def name_of(what: object) -> str:

@@ -29,6 +29,8 @@ from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.teacher.cached import Teacher
 from llmdistill.teacher.translated import TranslatedTeacher, Translation
 
+_HOOKED = "_llmdistill_hooked"
+"""Attribute of a model that has the hooks of a loss."""
 Inputs = Mapping[str, Any]
 """A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
 
@@ -103,6 +105,11 @@ class DistillationLoss:
             UserError: a setting does not exist or is invalid, the method cannot compare the models, or a model already
                 has the hooks of another loss.
         """
+        for role, model in (("teacher", teacher), ("student", student)):
+            if getattr(model, _HOOKED, False):
+                raise UserError(
+                    f"the {role} has the hooks of another DistillationLoss: call remove() of that one first"
+                )
         self.teacher, self.student = teacher, student
         names = [method, *also]
         of_sentences = _pooling_of(teacher, pooling) if "embedding" in names else None
@@ -143,13 +150,16 @@ class DistillationLoss:
                 longest = max_positions(teacher.config, sys.maxsize)
                 translation = Translation(*tokenizers, prompts=None, longest=longest)
                 self._teaching = TranslatedTeacher(live, translation, say)
+        for model in (teacher, student):
+            setattr(model, _HOOKED, True)
 
     def __call__(
         self,
-        batch: Inputs,
+        batch: Inputs | None = None,
         *,
         num_items_in_batch: Tensor | int | Mapping[Positions, Tensor] | None = None,
         model: Callable[..., Any] | None = None,
+        **unpacked: Any,
     ) -> LossOutput:
         """Run both models on a batch.
 
@@ -165,13 +175,19 @@ class DistillationLoss:
                 labels.
             model: the callable to run instead of the student: the same student in a wrapper (DDP, accelerate, an
                 engine).
+            unpacked: nothing; a batch that is given so is refused by a sentence.
 
         Returns:
             The loss and its terms.
 
         Raises:
-            UserError: the method needs labels, and the batch has none.
+            UserError: the method needs labels, and the batch has none; or it is no batch.
         """
+        if batch is None or unpacked or "input_ids" not in batch:
+            given = f"the keyword {next(iter(unpacked))}" if unpacked else f"a {type(batch).__name__} without input_ids"
+            raise UserError(
+                f"the loss was called with {given}: give the batch as it is, loss(batch), not loss(**batch)"
+            )
         located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
         divisors = self._divisors(located, num_items_in_batch)
         if self.method.needs_teacher and self.teacher.device != located.input_ids.device:
@@ -248,6 +264,8 @@ class DistillationLoss:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
         for each in self._wired:
             each.remove()
+        for model in (self.teacher, self.student):
+            vars(model).pop(_HOOKED, None)
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)
 

@@ -187,6 +187,9 @@ def make_plan(
         teachers=teachers,
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
+    ratio, larger = sizes["ratio"], list[str]()
+    if student is not None and teacher is not None and ratio > 1:
+        larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
     planned = Plan(
         config=config,
         asked=config,
@@ -197,9 +200,12 @@ def make_plan(
         method=method,
         models=models,
         before=before,
-        notes=[*([] if note is None else [note]), *gaps],
+        notes=[*([] if note is None else [note]), *gaps, *larger],
     )
     check_plan(planned)
+    is_there = before is None and tokenizer.is_dir() and not {str(tokenizer), student, teacher} & pending.keys()
+    if is_there and any(tokenizer.glob("*.safetensors")) and not brings_tokenizer(tokenizer):
+        load_tokenizer(tokenizer)  # says what is missing; a folder with a config alone is one to plan with
     return planned
 
 

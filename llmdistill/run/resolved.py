@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from llmdistill.config import OneTeacher, RunConfig, StudentConfig
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import KINDS
@@ -28,6 +29,10 @@ from llmdistill.tasks.base import Models, Task
 
 Pending = Mapping[str, PreTrainedConfig]
 """The configurations of models that may not exist yet, by path."""
+
+
+_MOST = 1.5
+"""The largest student by its shape, in shares of its teacher: other proportions may have a little more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,11 @@ def student_of(
         if planned.embedding is not None:
             how += f", {KINDS[settings.method].embedding_key} {planned.embedding}"
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
+    if settings.shape is not None and params[1] > _MOST * params[0]:
+        raise UserError(
+            f"student.shape {settings.shape} has {params[1]:,} parameters, {params[1] / params[0]:,.0%} of the "
+            f"teacher's {params[0]:,}: a student is smaller; its numbers are depth, width and heads"
+        )
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, to_install
 from llmdistill.files import byte_size, check_writable, nearest
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
@@ -57,7 +57,7 @@ def libraries() -> Finding:
     found = installed_versions(_LIBRARIES)
     missing = [name for name in _LIBRARIES if name not in found]
     if missing:
-        return Finding("failure", "libraries", f"{', '.join(missing)} missing", "install them: pip install llmdistill")
+        return Finding("failure", "libraries", f"{', '.join(missing)} missing", f"install them: {to_install()}")
     return Finding("ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 

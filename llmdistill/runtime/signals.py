@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class _State:
         self.is_hopeless: Callable[[], bool] | None = None
 
 
+_interrupted = threading.Event()
+"""Set by a Ctrl-C, also after the block that handles it."""
 _state = _State()
 """That of the block that runs: signals belong to the process, so there is one at a time."""
 
@@ -98,6 +101,11 @@ def caught() -> int:
     return _state.number
 
 
+def line_start() -> str:
+    """Return what begins a new line behind the ^C that a terminal has shown; nothing without a Ctrl-C."""
+    return "\n" if _interrupted.is_set() and sys.stderr.isatty() else ""
+
+
 def answer_by(action: signal.Handlers) -> None:
     """From now on the system handles signals: SIG_DFL ends the process at once and silently, SIG_IGN does nothing."""
     if threading.current_thread() is threading.main_thread():
@@ -112,6 +120,8 @@ def leave_if(is_hopeless: Callable[[], bool] | None) -> None:
 def _handle(number: int, _frame: object) -> None:
     if number == signal.SIGHUP:
         _leave_terminal()
+    if number == signal.SIGINT:
+        _interrupted.set()
     if _state.number == 0:
         _state.number, _state.since = number, time.monotonic()
         if not _state.waits:
@@ -130,7 +140,9 @@ def _leave_terminal() -> None:
 
 
 def _say(line: str) -> None:
-    os.write(2, f"{line}\n".encode())  # a handler may interrupt a print, and Python's streams cannot be entered twice
+    os.write(
+        2, f"{line_start()}{line}\n".encode()
+    )  # a handler may interrupt a print, and Python's streams cannot be entered twice
 
 
 def _listen(reader: socket.socket, state: _State) -> None:

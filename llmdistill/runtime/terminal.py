@@ -68,7 +68,7 @@ def _code_after(failure: BaseException) -> int:
     remedy = _out_of_memory(failure)
     if remedy is not None:
         traceback.print_exception(failure)
-    print(f"error: {remedy or failure}", file=sys.stderr, flush=True)
+    print(f"{signals.line_start()}error: {remedy or failure}", file=sys.stderr, flush=True)
     return failure.code if isinstance(failure, Stopped | UserError) else 1
 
 
@@ -113,7 +113,7 @@ def _ended_rank(error: BaseException) -> int:
         said = node.lost(_HEARING_SECONDS) or said
     sys.stdout.flush()
     if rank == 0 if everywhere else own or first:
-        print(f"error: {said}", file=sys.stderr)
+        print(f"{signals.line_start()}error: {said}", file=sys.stderr)
     sys.stderr.flush()
     if lost:
         _wait_for_the_launcher()

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import re
 import shlex
 import sys
@@ -10,7 +9,7 @@ import sys
 import pytest
 from hostile import refuses
 
-from llmdistill.config import RunConfig, command_line
+from llmdistill.config import RunConfig, command_line, foreign
 from llmdistill.config.command_line import parse_run, recipe_names, run_parser
 from llmdistill.methods import METHODS
 from llmdistill.methods.minilmv2 import Minilmv2Config
@@ -209,14 +208,10 @@ def test_a_part_is_checked_in_python_as_in_a_recipe():
         refuses(said, command_line.changed, part, {key: value}, key="k")
 
 
-def test_a_flag_that_is_given_twice(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("llmdistill"), "propagate", True)
-    caplog.set_level("INFO", "llmdistill")
+def test_a_flag_that_is_given_twice(capsys):
     config, _ = parse_run(["--seed", "3", "--ds_config", "zero2", "--seed=4"], METHODS)
     assert config.seed == 4
-    assert [record.getMessage() for record in caplog.records] == [
-        "Note        --seed is given 2 times: the last one counts"
-    ]
+    assert capsys.readouterr().err == "Note        --seed is given 2 times: the last one counts\n"
     refuses("--data.tests: a is given twice", parse_run, ["--data.tests", "{a: b, a: c}"], METHODS)
 
 
@@ -225,9 +220,46 @@ def test_a_setting_that_is_given_twice_in_python():
     said = "train.steps is given twice, as 3 and 4: leave one of them out"
     refuses(said, command_line.config_of, {**names, "train.steps": 3}, {"steps": 4}, METHODS)
     assert command_line.config_of({**names, "train.steps": 4}, {"steps": 4}, METHODS).train.steps == 4
-    assert command_line.config_of(names, {"kind": "text"}, METHODS, {"data.kind": "instructions"}).data.kind == "text"
+    text = {**names, "data.train": "a.txt"}
+    assert command_line.config_of(text, {"kind": "text"}, METHODS, {"data.kind": "instructions"}).data.kind == "text"
 
 
 def test_a_ds_config_with_a_key_twice(tmp_path):
     file = write(tmp_path / "ds.json", '{"bf16": {},\n\t"zero_optimization": {"stage": 1,\n"stage": 2}}')
     refuses("ds.json:3: stage is given twice", read_ds_config, str(file))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [
+    ("lr", "train.learning_rate"),
+    ("max_steps", "train.steps"),
+    ("per_device_train_batch_size", "train.micro_batch_size"),
+    ("per-device-train-batch-size", "train.micro_batch_size"),
+    ("train.num_train_epochs", "train.epochs; for instructions train.steps"),
+    ("gradient_accumulation_steps", "train.global_batch_size, the sequences of a whole step"),
+    ("fp16", "train.dtype fp32 or bf16"),
+    ("logging_steps", "train.log_every"),
+    ("save_steps", "train.save_every"),
+    ("model_name_or_path", "student.model"),
+    ("dataset_name", "data.train"),
+    ("lmbda", "data.on_policy"),
+])  # fmt: skip
+def test_the_names_of_other_libraries_lead_to_ours(tmp_path, theirs, ours):
+    refuses(f"--{theirs}: there is no such setting; here it is --{ours}", parse_run, [*DS, f"--{theirs}", "3"], METHODS)
+    recipe = write(tmp_path / "mine.yaml", f"{theirs.rpartition('.')[2]}: 3\n")
+    refuses(f"here it is {ours}", parse_run, [*DS, "--recipe", recipe], METHODS)
+    refuses(f"here it is {ours}", command_line.config_of, {"method": "kd", "ds_config": ""}, {theirs: 3}, METHODS)
+
+
+def test_each_hint_names_a_setting():
+    known = {option.removeprefix("--") for action in run_parser(METHODS)._actions for option in action.option_strings}
+    assert set(foreign._OURS) <= known
+    assert not {name for names in foreign._OURS.values() for name in names} & known
+
+
+def test_a_report_names_the_command_that_was_typed(monkeypatch):
+    words = ["--recipe", "quickstart"]
+    assert command_line.typed_command(None, words) == "llmdistill train --recipe quickstart"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(command_line.TYPED, "llmdistill train")
+    typed = command_line.typed_command("/x/llmdistill/train.py", [*words, "--local_rank=1"])
+    assert typed == "llmdistill train --num_gpus 2 --recipe quickstart"

@@ -54,7 +54,7 @@ def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         stand_in_mteb.install(monkeypatch, [StandInTask(name, rows) for name, rows in ROWS.items()])
         return
     if importlib.util.find_spec("mteb") is None:
-        pytest.skip("the library of MTEB is not installed: pip install 'llmdistill[mteb]'")
+        pytest.skip("the library of MTEB is not installed")
     made = library_tasks(ROWS)
     monkeypatch.setattr("mteb.get_task", lambda name, **_: made[name]())
 
@@ -157,4 +157,4 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, refused, monkeypat
     ):
         assert said in refused("mteb", *words)
     monkeypatch.setitem(sys.modules, "mteb", None)  # as if it were not installed
-    assert "pip install 'llmdistill[mteb]'" in refused("mteb", *model, *task)
+    assert 'pip install -e ".[mteb]"' in refused("mteb", *model, *task)

@@ -147,7 +147,7 @@ for folder, load in itertools.product(sys.argv[1:], loaders):
     try:
         load(folder)
     except Exception as error:
-        assert "install llmdistill, and write `import llmdistill`" in str(error), error
+        assert "pip install -e . in a checkout of llmdistill, and write `import llmdistill`" in str(error), error
     else:
         raise AssertionError("loaded")
 assert not any(name.startswith("llmdistill") for name in sys.modules)

@@ -110,5 +110,5 @@ def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(onnx_export.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else name)
-    with pytest.raises(UserError, match=r"--to onnx needs onnxruntime: pip install llmdistill\[onnx\]"):
+    with pytest.raises(UserError, match=r'--to onnx needs onnxruntime: pip install -e "\.\[onnx\]"'):
         export_onnx(tmp_path, tmp_path / "out")

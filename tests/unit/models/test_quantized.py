@@ -155,7 +155,7 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert made["params"] == count_parameters(model)
     card = (tmp_path / "small" / "README.md").read_text()
     assert "the weights of its layers' linears in int4" in card
-    assert "pip install torchao" in card if factors == "dense" else "pip install llmdistill[quantize]" in card
+    assert "pip install torchao" in card if factors == "dense" else 'pip install -e ".[quantize]"' in card
 
     with pytest.raises(UserError, match=r"--to int8: .*small has int4 weights already"):
         llmdistill.export(tmp_path / "small", tmp_path / "smaller", to="int8")

@@ -301,3 +301,15 @@ def test_evaluation_and_a_checkpoint(main_job, tmp_path):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
     assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
+
+
+def test_a_batch_is_given_as_it_is_and_a_model_has_one_loss():
+    teacher, student = tiny_model("llama"), tiny_model("llama", seed=1)
+    loss = DistillationLoss(teacher, student, "kd")
+    batch = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[3, 4, 5]])}
+    refuses("the loss was called with the keyword input_ids: give the batch as it is", lambda: loss(**batch))
+    refuses("with a list without input_ids", loss, [1])
+    refuses("the teacher has the hooks of another DistillationLoss: call remove()", DistillationLoss, teacher, student)
+    loss.remove()
+    DistillationLoss(teacher, student, "kd").remove()
+    refuses("kd.tau: there is no such setting; here it is kd.temperature", partial(DistillationLoss, tau=1), teacher, student, "kd")
