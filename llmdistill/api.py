@@ -30,7 +30,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.sizes import summarize
+from llmdistill.factorize.sizes import check_settings, summarize
 from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
@@ -117,6 +117,7 @@ def compress(
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
+    check_settings(chosen, method)
     check_calibration_data(chosen.weighting, data)
     if limits and data is None:
         raise UserError(f"data.{next(iter(limits))} is for calibration data: give them, or leave it out")

@@ -195,7 +195,11 @@ def parse(parser: ArgumentParser, arguments: Sequence[str], own: Sequence[str] |
     except _NOT_PARSED as error:
         for key, value in typed.items():
             check_plain(value, key)  # the parser does not name the key of a number that is too large
-        raise UserError(one_sentence(str(error))) from error
+        said = one_sentence(str(error))
+        for action in parser._actions:
+            if not action.option_strings:  # a word without a flag, as the usage shows it
+                said = said.replace(f"--{action.dest}", action.dest.upper())
+        raise UserError(said) from error
 
 
 def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:

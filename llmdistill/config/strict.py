@@ -154,6 +154,7 @@ def one_sentence(message: str) -> str:
         kinds = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", ""), kinds).replace("NoneType", "null")
         plain = value.group(1) if re.fullmatch(r"[^\s\[{]{1,60}", value.group(1)) else "VALUE"
         kinds = re.sub(r"\bdict\b", f"a mapping such as '{{NAME: {plain}}}'", kinds)
+        kinds = re.sub(r"\btuple\b", "numbers such as [0.9, 0.999]", kinds)
         hint = did_you_mean(value.group(1).strip("'"), choices)
         return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}{hint}"
     section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
@@ -172,4 +173,10 @@ def one_sentence(message: str) -> str:
     if missing is not None:
         names = re.sub(r"[\w.]+", r"--\g<0>", missing.group(1))
         return f"missing on the command line: {names}"
+    rest = re.search(r"unrecognized arguments: ([^\n]*)", message)
+    if rest is not None:
+        return (
+            f"{_short(rest.group(1))!r} has no place here: a value with spaces needs quotation marks, and a setting two "
+            "dashes before its name"
+        )
     return " ".join(message.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.sizes import plan_embedding, summarize
 from llmdistill.methods import METHODS, Method
-from llmdistill.models.configs import load_config
+from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.families import shape_of
 from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
@@ -82,6 +83,8 @@ class RunModels(Models):
 
 def model_config(task: Task, key: str, reference: str, pending: Pending) -> PreTrainedConfig:
     """Return the config of a model that a setting names; a UserError if the task cannot have it."""
+    if reference not in pending and reference[:1] in (".", "~", "/") and not os.path.exists(reference):
+        local_folder(reference)  # says that there is none, where locate makes a name on the hub of ./model
     loaded = pending[reference] if reference in pending else load_config(locate(reference))
     task.check_model(key, reference, loaded)
     return loaded

@@ -312,4 +312,5 @@ def test_a_batch_is_given_as_it_is_and_a_model_has_one_loss():
     refuses("the teacher has the hooks of another DistillationLoss: call remove()", DistillationLoss, teacher, student)
     loss.remove()
     DistillationLoss(teacher, student, "kd").remove()
-    refuses("kd.tau: there is no such setting; here it is kd.temperature", partial(DistillationLoss, tau=1), teacher, student, "kd")
+    made = partial(DistillationLoss, tau=1)
+    refuses("kd.tau: there is no such setting; here it is kd.temperature", made, teacher, student, "kd")
