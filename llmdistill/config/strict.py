@@ -176,7 +176,7 @@ def one_sentence(message: str) -> str:
     rest = re.search(r"unrecognized arguments: ([^\n]*)", message)
     if rest is not None:
         return (
-            f"{_short(rest.group(1))!r} has no place here: a value with spaces needs quotation marks, and a setting two "
-            "dashes before its name"
+            f"{_short(rest.group(1))!r} has no place here: a value with spaces needs quotation marks, and a setting "
+            "two dashes before its name"
         )
     return " ".join(message.split())

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D

@@ -107,9 +107,7 @@ class DistillationLoss:
         """
         for role, model in (("teacher", teacher), ("student", student)):
             if getattr(model, _HOOKED, False):
-                raise UserError(
-                    f"the {role} has the hooks of another DistillationLoss: call remove() of that one first"
-                )
+                raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
         self.teacher, self.student = teacher, student
         names = [method, *also]
         of_sentences = _pooling_of(teacher, pooling) if "embedding" in names else None

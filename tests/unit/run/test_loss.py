@@ -309,7 +309,9 @@ def test_a_batch_is_given_as_it_is_and_a_model_has_one_loss():
     batch = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[3, 4, 5]])}
     refuses("the loss was called with the keyword input_ids: give the batch as it is", lambda: loss(**batch))
     refuses("with a list without input_ids", loss, [1])
-    refuses("the teacher has the hooks of another DistillationLoss: call remove()", DistillationLoss, teacher, student)
+    refuses(
+        "the teacher is tapped already: call remove() of the other DistillationLoss", DistillationLoss, teacher, student
+    )
     loss.remove()
     DistillationLoss(teacher, student, "kd").remove()
     made = partial(DistillationLoss, tau=1)
