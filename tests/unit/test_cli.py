@@ -44,8 +44,9 @@ def test_nobody_reads_the_result_to_its_end(words, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(SystemExit) as ended:
             main(words)
-        stdout.write("what Python still writes at its end goes nowhere")
-    assert ended.value.code in ((0, 141) if "--help" in words else (141,))  # argparse does not say what it lost
+        if ended.value.code == 141:  # argparse has dropped what nobody read, and has nothing left to write
+            stdout.write("what Python still writes at its end goes nowhere")
+    assert ended.value.code in ((0, 141) if "--help" in words else (141,))
     assert capsys.readouterr().err == ""
 
 
