@@ -69,7 +69,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
 
     with process_group(command_line.typed_command(script, arguments)) as world:
         quiet_libraries()
-        print_main(command_line.about_recipe(flags.recipe), world)
+        print_main(command_line.about_recipe(flags), world)
         data = plans[0].task.read_on_all(plans[0].models, world)
         if tasks is not None:
             tasks.check_data(world)

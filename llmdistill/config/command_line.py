@@ -6,7 +6,6 @@ An unknown key, a value that does not fit, and settings that contradict each oth
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -90,7 +89,7 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 def parse_run(
     arguments: Sequence[str], methods: MethodTable, *, script: str | None = None
 ) -> tuple[RunConfig, argparse.Namespace]:
-    """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json.
+    """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json, and notes.
 
     `script` is the file that a launcher was given, None for `llmdistill train`. `recipe` is None for a run without one:
     the embedded example is only for runs that name no teacher or data.
@@ -126,21 +125,24 @@ def parse_run(
         back = overrides.taken_back(given, below, settings)
         words += [*overrides.flags(back), *own]
         below |= {**back, **given}
-    parsed = parse(parser, words, rest)
+    parsed = parse(parser, words)
     if parsed.output_dir is None:
         folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
         parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
     if parsed.check and not parsed.dry_run:
         raise UserError("--check belongs to --dry_run: add that, or start llmdistill doctor with the same settings")
     said = argparse.Namespace(recipe=name, **{key: parsed[key] for key in ("dry_run", "check", "json")})
+    said.notes = repeated(rest)
     return build(parsed, RunConfig, methods), said
 
 
-def about_recipe(name: str | None) -> str:
-    """Where the settings of a run come from, as the first line of what it prints."""
+def about_recipe(flags: argparse.Namespace) -> str:
+    """Where the settings of a run come from, as the first lines of what it prints; `flags` are those of `parse_run`."""
+    name = flags.recipe
+    said = f"{name}{', the embedded example' if name == DEFAULT_RECIPE else ''}"
     if name is None:
-        return "Recipe      none: the defaults of llmdistill, and what the command line says"
-    return f"Recipe      {name}{', the embedded example' if name == DEFAULT_RECIPE else ''}"
+        said = "none: the defaults of llmdistill, and what the command line says"
+    return "\n".join([f"Recipe      {said}", *(f"Note        {note}" for note in flags.notes)])
 
 
 def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:
@@ -176,19 +178,12 @@ def typed_command(script: str | None, arguments: Sequence[str]) -> str:
     return shlex.join(["deepspeed", *several, script, *words])
 
 
-def parse(parser: ArgumentParser, arguments: Sequence[str], own: Sequence[str] | None = None) -> Any:
-    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
-
-    `own` are the words that the user typed, by default all. A note says which of their flags stand there again.
-    """
+def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`."""
     hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
     typed = overrides.given_flags(arguments)
-    flags = [word.partition("=")[0] for word in (arguments if own is None else own) if word.startswith("--")]
-    for flag in dict.fromkeys(each for each in flags if flags.count(each) > 1 and not each.endswith("+")):
-        note = f"Note        {flag} is given {flags.count(flag)} times: the last one counts"
-        logging.getLogger("llmdistill").info("%s", note, extra={"aside": True})
     check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
@@ -200,6 +195,13 @@ def parse(parser: ArgumentParser, arguments: Sequence[str], own: Sequence[str] |
             if not action.option_strings:  # a word without a flag, as the usage shows it
                 said = said.replace(f"--{action.dest}", action.dest.upper())
         raise UserError(said) from error
+
+
+def repeated(words: Sequence[str]) -> list[str]:
+    """Return a note on each flag that stands on a command line more than once."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--") and not word.endswith("+")]
+    counts = {flag: flags.count(flag) for flag in flags}
+    return [f"{flag} is given {count} times: the last one counts" for flag, count in counts.items() if count > 1]
 
 
 def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:

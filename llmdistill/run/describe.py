@@ -119,7 +119,7 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
     found = []
     if not flags.json:
         plan = plans[-1]
-        told = [about_recipe(flags.recipe), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
+        told = [about_recipe(flags), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
         if len(plans) > 1:
             told.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
         if plan.config.tasks.names:
@@ -136,6 +136,7 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
                 print_finding(finding)
     if flags.json:
         values = describe(plans[-1])
+        values["notes"] = [*flags.notes, *values["notes"]]
         values |= {"assistants": [describe(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
         values |= {} if tasks is None else {"tasks": tasks}
         values |= {"check": [asdict(finding) for finding in found]} if flags.check else {}

@@ -209,6 +209,6 @@ def check_models(**models: object) -> None:
     for role, model in models.items():
         if model is not None and not isinstance(model, PreTrainedModel | str | Path):
             raise UserError(
-                f"{role} is of type {type(model).__name__}: give a transformers PreTrainedModel, a folder or a hub "
+                f"{role} is a {type(model).__name__}: give a transformers PreTrainedModel, a folder or a hub "
                 "name (unwrap an engine's or a parallel model's with .module, merge adapters with merge_and_unload())"
             )

@@ -188,7 +188,7 @@ def make_plan(
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
     ratio, larger = sizes["ratio"], list[str]()
-    if student is not None and teacher is not None and ratio > 1:
+    if student is not None and teacher is not None and ratio > 1.5:
         larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
     planned = Plan(
         config=config,

@@ -208,10 +208,12 @@ def test_a_part_is_checked_in_python_as_in_a_recipe():
         refuses(said, command_line.changed, part, {key: value}, key="k")
 
 
-def test_a_flag_that_is_given_twice(capsys):
-    config, _ = parse_run(["--seed", "3", "--ds_config", "zero2", "--seed=4"], METHODS)
+def test_a_flag_that_is_given_twice():
+    config, flags = parse_run(["--seed", "3", "--ds_config", "zero2", "--seed=4"], METHODS)
     assert config.seed == 4
-    assert capsys.readouterr().err == "Note        --seed is given 2 times: the last one counts\n"
+    assert flags.notes == ["--seed is given 2 times: the last one counts"]
+    told = "Recipe      quickstart, the embedded example\nNote        --seed is given 2 times: the last one counts"
+    assert command_line.about_recipe(flags) == told
     refuses("--data.tests: a is given twice", parse_run, ["--data.tests", "{a: b, a: c}"], METHODS)
 
 
