@@ -14,7 +14,13 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import options
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
 from llmdistill.factorize.install import matrix
-from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
+from llmdistill.factorize.kronecker import (
+    KroneckerShape,
+    divisors,
+    kronecker_flops,
+    nearest_kronecker,
+    parse_kronecker,
+)
 from llmdistill.factorize.search import search
 from llmdistill.factorize.sizes import summarize
 
@@ -78,6 +84,27 @@ def every_combination(sums):
     ]
     totals = ([sum(each) for each in zip(*picks, strict=True)] for picks in itertools.product(*groups))
     return [(fixed + params, flops, error) for params, flops, error in totals]
+
+
+@pytest.mark.parametrize("sums", [1, 3])
+@pytest.mark.parametrize(("first", "second"), [((2, 6), (8, 3)), ((8, 2), (3, 6)), ((1, 4), (9, 3)), ((9, 1), (1, 4))])
+def test_flops_are_those_of_the_cheaper_order_of_two_matrix_products(first, second, sums):
+    """Of y = B X Aᵀ with the columns of X one after the other, as NumPy's nested loops would count them."""
+    (m1, n1), (m2, n2) = first, second
+
+    def product(rows, inner, columns):
+        return sum(1 for _ in range(rows * columns) for _ in range(2 * inner - 1))  # products, and additions between
+
+    b_first = product(m2, n2, n1) + product(m2, n1, m1)
+    a_first = product(n2, n1, m1) + product(m2, n2, m1)
+    assert b_first != a_first
+    expected = sums * min(b_first, a_first) + (sums - 1) * m1 * m2
+    assert kronecker_flops(m1 * m2, n1 * n2, KroneckerShape(m1, n1, sums)) == expected
+
+
+def test_a_first_factor_may_be_a_row_or_a_column():
+    assert parse_kronecker("1x48") == KroneckerShape(1, 48, 1)
+    assert parse_kronecker("48×1", 2) == KroneckerShape(48, 1, 2)
 
 
 @pytest.mark.parametrize("sums", [1, 2])

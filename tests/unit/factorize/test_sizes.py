@@ -21,7 +21,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.factorize.install import install
-from llmdistill.factorize.sizes import parse_target, plan, summarize
+from llmdistill.factorize.sizes import parse_target, plan, rank_budget, summarize
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA_1B |= {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
@@ -198,3 +198,15 @@ def test_reference_of_a_student_is_factorized(tmp_path):
         assert count_parameters(build_reference(config)) == count_parameters(student)
     with pytest.raises(UserError, match="already"):
         summarize(tmp_path, FactorizeConfig(rank=4))
+
+
+def test_the_budget_of_ranks_is_what_all_else_leaves():
+    model = tiny_llama()
+    settings = FactorizeConfig(target_params="70%", weighting="gradients", allocation="loss")
+    linears = {name: weight.numel() for name, weight in model.named_parameters() if "_proj" in name}
+    fixed = sum(weight.numel() for weight in model.parameters()) - sum(linears.values())
+    left = int(0.7 * (fixed + sum(linears.values()))) - fixed
+    assert rank_budget(model, settings) == pytest.approx(left, abs=1)
+    dense = ["layers.0.mlp.up_proj", "layers.1.self_attn.k_proj"]
+    taken = sum(linears[f"model.{name}.weight"] for name in dense)
+    assert rank_budget(model, settings, dense) == rank_budget(model, settings) - taken

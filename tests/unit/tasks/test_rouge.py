@@ -116,6 +116,12 @@ def test_chance_is_measured_by_the_words_of_the_set():
     assert measure_chance(["2024"] * 4, references).own == pytest.approx(200 / 3 / 4), "and not 25, of numbers alone"
 
 
+def test_a_teacher_that_answers_nothing_is_at_chance():
+    chance = measure_chance([""] * 4, [["a"], ["b"], ["c"], ["d"]])
+    assert (chance.own, chance.other, chance.error) == (0, 0, 0)
+    assert not chance.is_beaten
+
+
 def test_reports_name_the_words():
     assert describe_words({}) == describe_words({"a": "stemmed"}) == "F1 with stemming"
     assert describe_words({"a": "unicode"}).startswith("F1 of Unicode words")

@@ -19,6 +19,7 @@ from llmdistill.embedded import locate
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
+from llmdistill.tasks import windows as module
 from llmdistill.tasks.base import ScoreTable
 from llmdistill.tasks.windows import TextTests, cut_windows, score_windows
 from tests import tiny
@@ -132,6 +133,18 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
     score_windows(model, cut_windows(TEXT, tokenizer, model.config, name="", window=64), batch_size=4, world=WORLD)
     assert max(rows) == 16
     assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)
+
+
+@pytest.mark.parametrize(("batch_size", "tokens", "most"), [(5, 128, 2), (1, 8192, 1), (3, 8192, 3), (9, 32, 1)])
+def test_a_forward_pass_reads_so_many_windows_and_tokens(model, tokenizer, monkeypatch, batch_size, tokens, most):
+    monkeypatch.setattr(module, "_BATCH_TOKENS", tokens)
+    windows, read = cut_windows(TEXT, tokenizer, model.config, name="", window=64, limit=7), []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True
+    )
+    score_windows(model, windows, batch_size=batch_size, world=WORLD)
+    hook.remove()
+    assert (sum(read), max(read)) == (7, most)
 
 
 def test_the_lines_of_wikitext_are_rows_as_on_the_hub(tmp_path):

@@ -153,6 +153,23 @@ def test_plain_text_is_read_whole(starts):
     assert 0 < missing <= max(len(first), len(TokenBytes(STUDENT).pieces[int(ids[0, 0])])) + 5
 
 
+@pytest.mark.parametrize("name", TEACHERS)
+def test_documents_of_a_text_are_compared_behind_each_end_token(name):
+    """Packed text has end tokens in it, and what follows one is another piece of text to both tokenizers."""
+    documents, teacher = ["The cat sat on the mat", "Name the month", "It is November."], TEACHERS[name]
+    ids = [STUDENT.eos_token_id]
+    for document in documents:
+        ids += [*STUDENT(document, add_special_tokens=False)["input_ids"], STUDENT.eos_token_id]
+    batch = collate_text([ids])
+    taught, others = translation(teacher, prompts=False)(batch)
+    found = texts_of_spans(batch, taught, others, teacher)
+    assert all(one == other or one == other.removeprefix(b" ") for one, other in found)
+    assert sum(one == b"END" for one, _ in found) == 3
+    assert ((others.pairs >= 0) ^ (others.student_spans >= 0)).all(), "all labels"
+    rows = [*others.pairs[others.pairs >= 0].tolist(), *(others.spans >= 0).nonzero()[:, 0].tolist()]
+    assert sorted(rows) == list(range(len(others.labels))), "and each row of the teacher once"
+
+
 def test_padding_on_the_left_changes_nothing():
     plain, translate = batch_of(PAIRS[:3]), translation(TEACHERS["byte-level"])
     free = [plain.input_ids.shape[1] - int(length) for length in plain.attention_mask.sum(1)]
