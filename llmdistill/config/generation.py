@@ -69,6 +69,9 @@ class ResponseConfig:
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What happens to prompts longer than max_prompt_length: stop with an error, drop them, or keep only their end.
     The number of these prompts is always reported."""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """keep: of a chat, the reasoning of an answer and the special tokens in it are written too, so that the student
+    learns the teacher's tokens; drop: the final answer alone."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""
     engine: Literal["auto", "hf", "vllm"] = "auto"

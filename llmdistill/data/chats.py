@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, pairwise
 from typing import Any, Literal
 
@@ -26,8 +26,9 @@ from llmdistill.messages import logger
 Turns = Literal["all", "last"]
 Message = dict[str, Any]
 
-_QUESTION, _ANSWER, _OTHER_ANSWER = "xq7", "yr8", "zs9"
+_QUESTION, _ANSWER, _OTHER_ANSWER, _REASONING = "xq7", "yr8", "zs9", "wp6"
 """Made-up texts, which begin and end differently, so that a comparison ends where a text does."""
+_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,6 +70,25 @@ class _Frame:
     opening: str = ""
     """The token that begins the next turn, which is the end of a turn if the template writes no other (GLM)."""
     writes_answers: bool = True
+    plain: str = ""
+    """Between a prompt and its answer without reasoning, such as ``<|channel|>final<|message|>``."""
+    before_reasoning: str = ""
+    """Between a prompt and its reasoning."""
+    after_reasoning: str = ""
+    """Between reasoning and the answer, such as ``\n</think>\n\n``; empty if the template has no reasoning."""
+    reasoning_key: str | None = None
+    """The key of a message under which the template reads reasoning; None if it reads none."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model has written in a chat, as the parts of a message."""
+
+    content: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Its reasoning, by the key under which the template reads it."""
+    is_read: bool = False
+    """Whether the text has a form that the template writes around an answer."""
 
 
 class _Unclear(Exception):
@@ -220,6 +240,30 @@ class _Chat:
         return _rendered(self.tokenizer, messages, self.example)
 
 
+def read_reply(text: str, tokenizer: PreTrainedTokenizerBase, example: Example | None = None) -> Reply:
+    """Split what was written after a prompt into the answer and its reasoning, in the form of the template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return Reply(text)
+    frame = _frame(tokenizer, example)
+    # A model does not always write the spaces around the marks.
+    start = next((each for each in _with_and_without_spaces(frame.before_reasoning) if text.startswith(each)), None)
+    if frame.after_reasoning and start is not None:
+        end = next((each for each in _with_and_without_spaces(frame.after_reasoning) if each in text), None)
+        # Reasoning without an end has no answer after it; but a prompt that begins it may be answered at once.
+        if end or start:
+            written = text[len(start) :]
+            reasoning, _, content = written.partition(end) if end else (written, "", "")
+            return Reply(content, {frame.reasoning_key: reasoning} if frame.reasoning_key else {}, is_read=True)
+    if frame.plain and text.startswith(frame.plain):
+        return Reply(text[len(frame.plain) :], is_read=True)
+    thought = _THOUGHT.match(text)  # which a template without reasoning has as a part of the answer
+    return Reply(text) if thought is None else Reply(text[thought.end() :], is_read=True)
+
+
+def _with_and_without_spaces(text: str) -> tuple[str, str]:
+    return text, text.strip()
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the token that ends an answer in a chat: what the chat template writes after it, else the end token.
 
@@ -289,9 +333,10 @@ def _frame(tokenizer: PreTrainedTokenizerBase, example: Example | None = None) -
 def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, options: str) -> _Frame:
     """Find what a template writes around texts by two chats; empty of a template that refuses them."""
 
-    def rendered(*contents: str, asks: bool = False) -> str:
+    def rendered(*contents: str, asks: bool = False, **fields: str) -> str:
         roles = ("user", "assistant")
         messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
+        messages[-1] |= fields
         example = Example("", "", (), template_options=json.loads(options))
         return _rendered(tokenizer, messages, example, asks=asks)
 
@@ -325,7 +370,39 @@ def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, opt
     last = inner if inner and tail.startswith(inner) else _first_end(tail, tokenizer)
     special = (each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
     opening = "" if last else max(filter(separator.startswith, special), key=len, default="")
-    return _Frame(header, prompt, tail, last, inner or opening, separator, opening, _ANSWER in answered)
+    asked += header
+    plain = answered[len(asked) :].partition(_ANSWER)[0] if answered.startswith(asked) else ""
+    return _Frame(
+        header,
+        prompt,
+        tail,
+        last,
+        inner or opening,
+        separator,
+        opening,
+        writes_answers=_ANSWER in answered,
+        plain=plain if plain.strip() else "",
+        **_reasoning(asked, partial(rendered, _QUESTION, _ANSWER)),
+    )
+
+
+def _reasoning(asked: str, answered: Callable[..., str]) -> dict[str, Any]:
+    """Find how a template writes the reasoning of an answer, which is rendered with the further keys of its message."""
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        try:
+            text = answered(**{key: _REASONING})
+        except UserError:
+            continue
+        if text.startswith(asked) and _REASONING in text[len(asked) :]:
+            before, _, after = text[len(asked) :].partition(_REASONING)
+            return {
+                "before_reasoning": before,
+                "after_reasoning": after.partition(_ANSWER)[0],
+                "reasoning_key": key,
+            }
+    # Of a prompt that begins reasoning, the template may leave it out of the whole conversation (DeepSeek-R1).
+    mark = re.search(r"<(\w+)>\s*$", asked)
+    return {"after_reasoning": f"</{mark[1]}>"} if mark else {}
 
 
 def _first_end(tail: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -46,6 +46,9 @@ from llmdistill.models.unembedded import check_rows
 _FORMAT = 6
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
+NO_LIMIT = 2**31
+"""A limit of tokens that no text has."""
+
 _ASKED = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
 """Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmdistill.artifacts import compare_records, read_record
@@ -37,12 +39,15 @@ def prompt_row(example: Example) -> dict[str, Any]:
     return {"instruction": example.instruction, "input": example.input}
 
 
-def answered_row(example: Example, answer: str) -> dict[str, Any]:
-    """Return an example with this answer, in the form in which the example was read."""
+def answered_row(example: Example, answer: str, fields: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return an example with this answer, in the form in which the example was read.
+
+    `fields` are those of the answer's message beside its content.
+    """
     row = prompt_row(example)
     if example.messages:
-        return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
-    return {**row, "completion" if "prompt" in row else "output": answer}
+        return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer, **fields}]}
+    return {**row, "completion" if "prompt" in row else "output": answer, **fields}
 
 
 def side_file(data: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
+from llmdistill.generation.readable import final_answers
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
 
@@ -40,7 +41,7 @@ class GenerationResult:
     """The result of one pass over the prompts, the same on every rank."""
 
     texts: list[str]
-    """The answers in the order of the prompts, cut at the end token, without special tokens, stripped."""
+    """The final answers in the order of the prompts; see `final_answers`."""
     tokens: int
     """Number of generated tokens on all ranks, with end tokens, without padding."""
     seconds: float
@@ -137,7 +138,7 @@ def generate_passes(
     results = []
     for turn in range(len(seeds)):
         rows_in_order = [gathered[turn, index] for index in range(len(prompt_ids))]
-        texts = decode_answers(rows_in_order, tokenizer, ends)
+        texts = final_answers(rows_in_order, tokenizer, ends)
         results.append(GenerationResult(texts, sum(map(len, rows_in_order)), seconds / len(seeds)))
     return results
 
@@ -171,13 +172,6 @@ def answer_batch(
     states = np.random.SeedSequence((seed, number)).generate_state(len(batch), np.uint64)
     rows = engine.answer([prompt_ids[index] for index in batch], [int(state >> np.uint64(1)) for state in states])
     return dict(zip(batch, rows, strict=True))
-
-
-def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
-    """Decode generated tokens to texts, cut at one of the end tokens, without special tokens, stripped."""
-    # The end token is cut here because it is not a special token in every tokenizer.
-    ended = [row[:-1] if row and row[-1] in ends else row for row in rows]
-    return [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
 
 
 def check_context(config: PreTrainedConfig, max_length: int) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
-from llmdistill.data.prompts import answer_ends
+from llmdistill.data.prompts import answer_ends, is_chat
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -26,6 +26,7 @@ from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprin
 from llmdistill.generation import answers_file, decode
 from llmdistill.generation.answers_file import parts_folder, side_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
+from llmdistill.generation.readable import final_answers, readable_row, without_answers
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
 from llmdistill.models.companions import downloaded, generation_settings
@@ -190,8 +191,13 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
             "start the command again to have them redone"
         )
     rows = [answers[index] for index in range(len(job.examples))]
-    texts = decode.decode_answers(rows, job.tokenizer, job.ends)
-    lines = [answers_file.answered_row(example, text) for example, text in zip(job.examples, texts, strict=True)]
+    texts = final_answers(rows, job.tokenizer, job.ends)
+    lines = []
+    for example, ids, text in zip(map(without_answers, job.examples), rows, texts, strict=True):
+        if job.settings.reasoning == "keep" and is_chat(example, str(job.settings.prompt)):
+            lines.append(readable_row(example, ids, text, job.tokenizer, job.ends))
+        else:
+            lines.append(answers_file.answered_row(example, text))
     write_text(job.output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     record = {
         "teacher": job.teacher,

@@ -18,7 +18,15 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example, describe_left_out
 from llmdistill.data.exchange import ALONE, Exchange
-from llmdistill.data.instruct import Limits, StoredExamples, encode, open_examples, parts_before, store_examples
+from llmdistill.data.instruct import (
+    NO_LIMIT,
+    Limits,
+    StoredExamples,
+    encode,
+    open_examples,
+    parts_before,
+    store_examples,
+)
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_rows, is_weighted, parts_of, read_examples
 from llmdistill.data.store import Joined, MappedItems
@@ -39,8 +47,6 @@ from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
 from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 from llmdistill.tasks.words import Words, describe_words
-
-_NO_LIMIT = 2**31
 
 
 class Instructions(Task):
@@ -205,8 +211,8 @@ class Instructions(Task):
         """See Task. Each model is asked by its own chat template, if the prompt is that of a chat."""
         sets = [read_examples(part.reference) for part in parts_of(self.config.data.train)]
         examples, found = [example for examples in sets for example in examples], dict[int, list[int]]()
-        ours = encode(examples, self.tokenizer, replace(self.limits, max_length=_NO_LIMIT))
-        limits = replace(self.limits, max_prompt_length=_NO_LIMIT - 1, max_length=_NO_LIMIT)
+        ours = encode(examples, self.tokenizer, replace(self.limits, max_length=NO_LIMIT))
+        limits = replace(self.limits, max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT)
         theirs = encode([examples[index] for index in ours.kept], self.teachers_tokenizer, limits)
         for our, their in zip(ours.items, theirs.items, strict=True):
             before_ours, before_theirs = parts_before(our), parts_before(their)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizers import byte_level
+from chat_templates import CALLS, CHATML, FORGETS, TEMPLATES, chatting, messages_of
 from hostile import refuses
 
 from llmdistill.batch import IGNORE_INDEX
@@ -24,7 +25,6 @@ from support import write_rows
 
 LONG = Limits(max_prompt_length=4000, max_length=6000)
 LAST = Limits(max_prompt_length=4000, max_length=6000, turns="last")
-MARK = re.compile(r"<[|/]?\w+\|?>")
 
 
 def turns(*contents, system=None):
@@ -45,50 +45,6 @@ CHATS = {
     "own": Example("", "", (THOUGHT,), "own", tuple(turns("a", THOUGHT, "b"))),
     "empty": Example("", "", ("",), "empty", tuple(ASKED)),
 }
-HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
-CHATML = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
-REASONS = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}" + HEAD + "{% if m.role == 'assistant' %}{% set c = m.content %}"
-    "{% set r = m.reasoning_content or '' %}{% if '</think>' in c %}"
-    "{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}"
-)
-TRIMS = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim")
-ALTERNATES = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
-CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and m.reasoning_content %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-MARKED = (
-    HEAD + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
-    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK + "{% endif %}"
-)
-LAST_END = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} "
-    "{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
-)
-GLM = (
-    "<gmask>{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% endif %}"
-    "{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-DATED = "<|im_start|>system\nToday is {{ strftime_now('%Y') }}.<|im_end|>\n" + CHATML
-BEHIND = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
-OPEN = REASONS + ASK + "<think>\n{% endif %}"
-CLOSED = REASONS + ASK + "{% endif %}"
-FORGETS = CHATML.replace("{% endif %}", "<think>\n{% endif %}")
 END = "<|im_end|>"
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 
@@ -127,40 +83,6 @@ def learned_of(template, name):
         "glm": ["\n<think></think>\n" + each + "<|user|>" for each in trimmed],
         "forgets": [(each + END).removeprefix("<think>\n") for each in plain],
     }.get(template, [each + END for each in plain])
-
-
-TEMPLATES = {
-    "chatml": CHATML,
-    "closed": CLOSED,
-    "open": OPEN,
-    "trims": TRIMS,
-    "no_generation_prompt": CHATML.partition("{% if add")[0],
-    "always_generation_prompt": CHATML.partition("{% if add")[0] + "<|im_start|>assistant{{ '\n' }}",
-    "ordinary_end": ALTERNATES,
-    "channels": CHANNELS,
-    "marked": MARKED,
-    "last_end": LAST_END,
-    "glm": GLM,
-    "dated": DATED,
-    "end_behind": BEHIND,
-    "forgets": FORGETS,
-}
-
-
-def chatting(template, **settings):
-    """A tokenizer with a template, whose marks are its special tokens, but for those in the form of <turn>."""
-    tokenizer = byte_level(300, start="<begin>", **settings)
-    # A token that is added without being special is as ordinary as one of the vocabulary.
-    tokenizer.add_tokens(sorted({"<turn>", "</turn>", "<think>", "</think>"}))
-    marks = {mark for mark in MARK.findall(template) if mark.startswith("<|")} | {"<|user|>", "<|assistant|>"}
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def messages_of(example):
-    answer = {"role": "assistant", "content": example.outputs[0], **example.answer_fields}
-    return [*(turn.as_message() for turn in example.messages), answer]
 
 
 def parts_of(tokenizer, item):
@@ -231,12 +153,6 @@ def test_answers_with_the_marks_of_the_template_in_them():
     tokenizer = chatting(CHATML)
     [item] = encode([Example("", "", ("z",), messages=tuple(turns("a", inner, "b")))], tokenizer, LONG).items
     assert parts_of(tokenizer, item) == [inner + END, "z" + END]
-
-
-CALLS = (
-    HEAD + "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
-)
 
 
 def test_tools_options_and_fields_reach_the_template():

@@ -1,0 +1,98 @@
+"""What a model has written, as the messages that its chat template reads again: the answer, and its reasoning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.data.chats import Reply, read_reply, render_chats
+from llmdistill.data.collate import Encoded
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import NO_LIMIT, Limits, encode
+from llmdistill.data.prompts import CHAT, as_chat
+from llmdistill.errors import UserError
+from llmdistill.generation.answers_file import answered_row
+
+_WHOLE = Limits(max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT, prompt=CHAT, turns="last")
+
+
+def final_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
+    """Decode generated tokens to the answers, without their reasoning, special tokens and end token, stripped."""
+    # The end token is cut here because it is not a special token in every tokenizer.
+    ended = [row[:-1] if row and row[-1] in ends else row for row in rows]
+    texts = [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
+    for place, ids in enumerate(ended if tokenizer.chat_template else ()):
+        reply = read_reply(_decoded(ids, tokenizer), tokenizer)
+        if reply.is_read:
+            special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+            texts[place] = re.sub("|".join(map(re.escape, special)), "", reply.content).strip()
+    return texts
+
+
+def without_answers(example: Example) -> Example:
+    """Return an example whose earlier answers are not learned, because another than the teacher wrote them."""
+    turns = (turn if turn.role != "assistant" else replace(turn, is_learned=False) for turn in example.messages)
+    return replace(example, messages=tuple(turns))
+
+
+def readable_row(
+    example: Example,
+    ids: list[int],
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+) -> dict[str, Any]:
+    """Return a chat with its answer as a row of which the tokens that were written are learned.
+
+    That is the first of these that has them: the final answer `text`, beside its reasoning in the field that the
+    template reads; the same as it was written, with spaces around it; and all that was written as one text. If none has
+    them, and there are marks of the template in it, such as a call of a tool, the row is the rendered prompt and its
+    completion. Else it is the first one, as where the template always writes a block of reasoning.
+    """
+    chat = as_chat(example)
+    raw = _decoded(ids[:-1] if ids[-1:] and ids[-1] in ends else ids, tokenizer)
+    reply = read_reply(raw, tokenizer, chat)
+    replies = [Reply(text, reply.fields), reply, Reply(raw)]
+    as_chats = [(replace(chat, outputs=(each.content,), answer_fields=each.fields), each) for each in replies]
+    # In some tokenizers the end of a prompt and the beginning of an answer are one token of the whole text.
+    for is_written in (_has_tokens, _has_text):
+        for filled, each in as_chats:
+            if is_written(filled, ids, tokenizer):
+                return answered_row(example, each.content, each.fields)
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    if reply.is_read or any(each in raw and each in str(tokenizer.chat_template) for each in special):
+        [prompt] = render_chats([chat], tokenizer)
+        # Behind a completion stands the end token of the tokenizer.
+        completion = _decoded(ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids, tokenizer)
+        as_it_is = Example("", "", (completion,), raw_prompt=prompt)
+        if _has_tokens(as_it_is, ids, tokenizer):
+            return answered_row(as_it_is, completion)
+    return answered_row(example, text, reply.fields)
+
+
+def _has_tokens(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether an example has the tokens of its prompt and then these, which only an end may follow."""
+    item = _encoded(example, tokenizer)
+    return item is not None and [*item.asked, *ids] == item.ids[: len(item.asked) + len(ids)]
+
+
+def _has_text(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """The same for the text of the tokens."""
+    item = _encoded(example, tokenizer)
+    return item is not None and _decoded(item.ids, tokenizer).startswith(_decoded([*item.asked, *ids], tokenizer))
+
+
+def _encoded(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
+    try:
+        [item] = encode([example], tokenizer, _WHOLE).items
+    except UserError:  # the template refuses an answer of this form
+        return None
+    return item
+
+
+def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

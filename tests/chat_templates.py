@@ -1,0 +1,89 @@
+"""Chat templates of our own, each with a peculiarity of real ones, and tokenizers that have them."""
+
+import re
+
+from byte_tokenizers import byte_level
+
+MARK = re.compile(r"<[|/]?\w+\|?>")
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+CHATML = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
+REASONS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}" + HEAD + "{% if m.role == 'assistant' %}{% set c = m.content %}"
+    "{% set r = m.reasoning_content or '' %}{% if '</think>' in c %}"
+    "{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+TRIMS = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim")
+ALTERNATES = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and m.reasoning_content %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+MARKED = (
+    HEAD + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK + "{% endif %}"
+)
+LAST_END = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} "
+    "{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+GLM = (
+    "<gmask>{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% endif %}"
+    "{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+DATED = "<|im_start|>system\nToday is {{ strftime_now('%Y') }}.<|im_end|>\n" + CHATML
+BEHIND = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+OPEN = REASONS + ASK + "<think>\n{% endif %}"
+CLOSED = REASONS + ASK + "{% endif %}"
+FORGETS = CHATML.replace("{% endif %}", "<think>\n{% endif %}")
+
+CALLS = (
+    HEAD + "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
+)
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "closed": CLOSED,
+    "open": OPEN,
+    "trims": TRIMS,
+    "no_generation_prompt": CHATML.partition("{% if add")[0],
+    "always_generation_prompt": CHATML.partition("{% if add")[0] + "<|im_start|>assistant{{ '\n' }}",
+    "ordinary_end": ALTERNATES,
+    "channels": CHANNELS,
+    "marked": MARKED,
+    "last_end": LAST_END,
+    "glm": GLM,
+    "dated": DATED,
+    "end_behind": BEHIND,
+    "forgets": FORGETS,
+}
+
+
+def chatting(template, **settings):
+    """A tokenizer with a template, whose marks are its special tokens, but for those in the form of <turn>."""
+    tokenizer = byte_level(300, start="<begin>", **settings)
+    # A token that is added without being special is as ordinary as one of the vocabulary.
+    tokenizer.add_tokens(sorted({"<turn>", "</turn>", "<think>", "</think>"}))
+    marks = {mark for mark in MARK.findall(template) if mark.startswith("<|")} | {"<|user|>", "<|assistant|>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def messages_of(example):
+    answer = {"role": "assistant", "content": example.outputs[0], **example.answer_fields}
+    return [*(turn.as_message() for turn in example.messages), answer]
