@@ -32,6 +32,8 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[No
     """
     products = {}
     for name, rank in weighted.ranks.items():
+        if name not in weighted.factors:  # the data never run it
+            continue
         linear = model.base_model.get_submodule(name)
         products[linear] = partial(_product, linear, weighted.factors[name], rank)
     return running_as(products)

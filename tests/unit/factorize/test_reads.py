@@ -227,7 +227,7 @@ def test_ranks_by_loss_and_the_same_student_again(name, tmp_path):
     size = {"target_params": "80%", "allocation": "uniform" if layer_stacks(model) else "loss"}
     settings = FactorizeConfig(**size, weighting="gradients")
     batches = [make_batch((6, 3, 5), seed) for seed in range(4)]
-    weighted = weigh(in_memory(model, batches), settings)
+    weighted = weigh(in_memory(model, batches, batches[:1]), settings)
     student = compress_model(model, settings, weighted=weighted).eval()
     called = {
         base_name(model, each)
