@@ -15,6 +15,8 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
+from llmdistill.data.sampler import Share
+from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
@@ -169,6 +171,34 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
         )
         assert found[sample_id(ours)] == theirs
     assert len(found) == 2
+
+
+def test_files_with_weights(tmp_path, monkeypatch):
+    """Of three examples of an epoch two are from the small file; without weights an epoch has each example once."""
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    save_decoder(tmp_path / "model", vocab_size=300)
+    byte_level(300).save_pretrained(tmp_path / "model")
+    files = {
+        name: write_rows(
+            tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": name} for n in range(size)]
+        )
+        for name, size in (("small", 4), ("large", 8))
+    }
+    counted = []
+    for weights in (("=2", "=1"), ("", "")):
+        train = f"{files['small']}{weights[0]},{files['large']}{weights[1]}"
+        given = ["--method", "sft", "--teacher.model", str(tmp_path / "model"), "--student.factorize.rank", "2"]
+        given += ["--data.train", train, "--data.valid", "null", "--output_dir", str(tmp_path / "run")]
+        task = make_plan(parse_run(given, METHODS)[0], ranks=1)
+        data = task.task.read(task.models).prepared(World.alone())
+        loader = data.loader(Share(seed=0, global_batch_size=4, micro_batch_size=4))
+        epoch = [tuple(item.ids) for step in range(3) for batch in loader.micro_batch_items(step) for item in batch]
+        taught = [tuple(item.ids) for item in data.taught_examples()[0]]
+        assert len(epoch) == len({*taught}) == 12, "the teacher teaches all examples"
+        counted.append(sum(ids in taught[:4] for ids in epoch))
+        assert ("Each epoch has 8 examples from the 4 of" in data.report) == bool(weights[0])
+        refuses("weights are for data.train", check_rows, train) if weights[0] else check_rows(train)
+    assert counted == [8, 4]
 
 
 def test_a_teacher_at_chance_is_warned_of_and_each_set_is_a_column():
