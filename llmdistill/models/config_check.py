@@ -21,6 +21,8 @@ from llmdistill.errors import UserError
 
 _MOST_PARTS = 10_000
 """Layers, experts or groups of a model. Each is a module, so that a larger number would be built for minutes."""
+_USUAL_LAYERS = 200
+"""Layers that are built faster than the headers of large models are read."""
 _PARTS = re.compile(r"(^|_)(layers?|experts?|groups?|blocks?)$")
 _DROPOUTS = re.compile(r"(dropout|pdrop|dropout_prob)$")
 _SIZES = (
@@ -33,10 +35,11 @@ _Path = tuple[Any, ...]
 _REMEDY = "take the config.json that belongs to the weights"
 
 
-def check_values(config: PreTrainedConfig) -> None:
+def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     """Raise a UserError for a value of a config that is none of its key, and would be used only later.
 
-    These are numbers of modules that take hours to build, dropouts, and what is no dtype and no quantization.
+    These are numbers of modules that take hours to build, dropouts, and what is no dtype and no quantization. Of the
+    weights in a `folder` a layer has at least one.
     """
     usual = _usual(config)
     for path, value in _places(config.to_dict()):
@@ -44,6 +47,10 @@ def check_values(config: PreTrainedConfig) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if _PARTS.search(name) and number and value > _MOST_PARTS:
             raise _wrong(config, key, value, f"more than {_MOST_PARTS:,}")
+        if folder is not None and re.search(r"layers?$", name) and number and value > _USUAL_LAYERS:
+            weights = len(header(folder))
+            if 0 < weights < value:
+                raise _wrong(config, key, value, f"more than the {weights} weights beside it")
         is_dropout = _DROPOUTS.search(name) and isinstance(usual.get(path), int | float)
         if is_dropout and not (number and 0 <= value <= 1):
             raise _wrong(config, key, value, "no number from 0 to 1")

@@ -41,7 +41,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         found = "" if folder is None else _at_fault(folder / "config.json")
         raise not_loaded(path, "config", error, found) from error
     is_causal(config)
-    check_values(config)
+    check_values(config, folder)
     check_builds(config)
     return cast(PreTrainedConfig, config)
 

@@ -167,5 +167,7 @@ def test_what_names_no_single_file_is_one_sentence_unless_it_is_a_model(q4, tmp_
     shutil.copy(TEACHER / "config.json", tmp_path)
     assert locate(str(tmp_path)) == tmp_path
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r'needs the package gguf: pip install "llmdistill\[gguf\]"$'):
+    with pytest.raises(
+        UserError, match=r'needs the package gguf: pip install -e "\.\[gguf\]" in a checkout of llmdistill$'
+    ):
         locate(str(q4))

@@ -66,6 +66,7 @@ RANK = "quantization_config.modules.layers.0.self_attn.q_proj"
         ("llama", "num_key_value_heads", 0, "num_key_value_heads is 0"),
         ("llama", "head_dim", 0, "head_dim is 0"),
         ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than 10,000"),
+        ("llama", "num_hidden_layers", 9_000, "num_hidden_layers is 9000, which is more than the 20 weights beside it"),
         ("llama", "vocab_size", 10**9, "vocab_size is 1000000000, but its weights"),
         ("llama", "vocab_size", 10**30, f"vocab_size is {10**30}"),
         ("llama", "attention_dropout", -1, "attention_dropout is -1, which is no number from 0 to 1"),

@@ -303,6 +303,20 @@ def test_evaluation_and_a_checkpoint(main_job, tmp_path):
     assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
 
 
+def test_the_terms_of_a_resumed_trainer_are_means_of_its_own_steps(main_job, tmp_path):
+    teacher, student, batches, _ = main_job
+    logged = []
+    for resume, steps in ((False, 2), (True, 4)):
+        given = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2, logging_steps=2)
+        data = {"train_dataset": batches, "data_collator": first}
+        trainer = DistillationTrainer(copy.deepcopy(student), copy.deepcopy(teacher), given, method="kd", **data)
+        trainer.train(resume_from_checkpoint=resume)
+        logged.append([row for row in trainer.state.log_history if "loss" in row][-1])
+    for row in logged:
+        weights = trainer.distillation.method.weights
+        assert row["loss"] == pytest.approx(sum(weight * row[name] for name, weight in weights.items()), rel=1e-3)
+
+
 def test_a_batch_is_given_as_it_is_and_a_model_has_one_loss():
     teacher, student = tiny_model("llama"), tiny_model("llama", seed=1)
     loss = DistillationLoss(teacher, student, "kd")
