@@ -118,7 +118,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note_text": {"swa_head_dim": 16},
+    "dots3_note_text": {"head_dim": 16},
     "esm": {"pad_token_id": 0, "mask_token_id": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [2, 2]},

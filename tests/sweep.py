@@ -1,7 +1,8 @@
 """Runs every decoder and encoder of transformers through the whole job: `python tests/sweep.py` says what became of it.
 
     python tests/sweep.py --results results.jsonl            # all types that have no line in the file yet
-    python tests/sweep.py --results results.jsonl mamba2 t5  # these alone, again
+    python tests/sweep.py --results results.jsonl mamba2 xlm  # these alone, again
+    python tests/sweep.py --results results.jsonl --write     # the table of docs/students.md
 
 Each type runs in a process of its own and takes some seconds. A step is right, or refused by a UserError, or wrong.
 """
@@ -36,6 +37,8 @@ from llmdistill.models.load import load_model
 STEPS = ("svd", "full rank", "gradients", "loss", "kd", "makd", "export")
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
 _WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
+PAGE = Path(__file__).resolve().parent.parent / "docs/students.md"
+MARKS = ("<!-- from tests/sweep.py -->", "<!-- end of the sweep -->")
 _TIMEOUT = 240
 _MEMORY = 5 << 30
 _IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -238,7 +241,10 @@ def run_type(name: str, steps: Sequence[str]) -> dict[str, Any]:
             if broken is not None:
                 return result | {"stock": broken}
         else:
-            AutoConfig.for_model(name).save_pretrained(job.teacher)
+            try:
+                AutoConfig.for_model(name).save_pretrained(job.teacher)
+            except Exception as error:
+                return result | {"stock": f"{type(error).__name__}: its default config contradicts itself"}
             save_tokenizer(job.teacher)
         for step in steps:
             result[step] = outcome(getattr(job, step.replace(" ", "_")))
@@ -260,13 +266,37 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
     return {line["type"]: line for line in map(json.loads, lines)}
 
 
+def write_table(results: dict[str, dict[str, Any]]) -> None:
+    """Write what became of the types into docs/students.md, between the marks there."""
+    outcomes: dict[str, list[str]] = {"right": [], "refused": [], "stock": []}
+    for name, line in sorted(results.items()):
+        steps = [value for step, value in line.items() if step in STEPS and step != "makd"]
+        if "stock" in line:
+            outcomes["stock"].append(name)
+        elif all(value == "right" for value in steps):
+            outcomes["right"].append(name)
+        elif line["svd"].startswith("refused: "):
+            outcomes["refused"].append(name)
+    table = "".join(f"| {key} | {', '.join(f'`{name}`' for name in names)} |\n" for key, names in outcomes.items())
+    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    text = f"{before}{MARKS[0]}\n| outcome | types |\n|---|---|\n{table}{MARKS[1]}{after}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--steps", nargs="*", default=STEPS)
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument(
+        "--write", action="store_true", help="only write the table of docs/students.md from the results"
+    )
     arguments = parser.parse_args()
     done = read_results(arguments.results)
+    if arguments.write:
+        write_table(done)
+        return
     for name in arguments.types or [name for name in model_types() if name not in done]:
         process = multiprocessing.get_context("fork").Process(
             target=_child, args=(name, str(arguments.results), arguments.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
+from llmdistill.factorize.install import matrix
 from llmdistill.factorize.sampled import Reads, judged_rows, run_sampled, running_as, tapped_output
+from llmdistill.factorize.svd import truncated_svd
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
@@ -35,14 +37,29 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[No
         if name not in weighted.factors:  # the data never run it
             continue
         linear = model.base_model.get_submodule(name)
-        products[linear] = partial(_product, linear, weighted.factors[name], rank)
+        measured = weighted.factors.get(name)
+        factors: Callable[[], tuple[Tensor, Tensor, Tensor]]
+        if measured is None:  # the student takes its plain SVD, of a weight that is whole when the linear runs
+            factors = cache(partial(_plain_factors, linear, rank))
+        else:
+            factors = partial(_leading, measured, rank)
+        products[linear] = partial(_product, linear, factors)
     return running_as(products)
 
 
-def _product(linear: nn.Module, factors: WeightedSVD, rank: int, inputs: Tensor) -> Tensor:
-    """What a linear would return with factors of a rank, computed in fp32."""
-    found = factors.leading(rank).to(inputs.device)
-    product = functional.linear(functional.linear(inputs.float(), found.right) * found.values, found.left)
+def _leading(measured: WeightedSVD, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    found = measured.leading(rank)
+    return found.left, found.values, found.right
+
+
+def _plain_factors(linear: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    return truncated_svd(matrix(linear).detach(), rank)
+
+
+def _product(linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor) -> Tensor:
+    """What a linear would return with these factors, computed in fp32."""
+    left, values, right = (each.to(inputs.device) for each in factors())
+    product = functional.linear(functional.linear(inputs.float(), right) * values, left)
     bias = cast("Tensor | None", linear.bias)
     return (product if bias is None else product + bias.float()).to(inputs.dtype)
 

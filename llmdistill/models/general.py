@@ -27,10 +27,14 @@ def causal_by_classes(config: PreTrainedConfig) -> bool:
     name = config.model_type
     if config.is_encoder_decoder:
         raise UserError(f"{name} has an encoder beside its decoder, which is not supported: take a model of one kind")
-    if config.get_text_config() is not config:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # MusicGen has a text encoder and a decoder of sounds
+        raise UserError(f"{name} has several models of text, which is not supported: take one of them alone") from None
+    if text is not config:
         raise UserError(
             f"{name} reads more than text: take its language model alone, saved as a model of its own "
-            f"(model_type {config.get_text_config().model_type})"
+            f"(model_type {text.model_type})"
         )
     causal, masked = (name in names for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES))
     if not causal and not masked:

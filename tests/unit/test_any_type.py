@@ -52,6 +52,12 @@ def test_each_type_is_right_or_refused_in_one_sentence(name: str) -> None:
         assert found["svd"] == "right" or name not in PECULIAR
 
 
+def test_a_student_is_weighted_although_its_code_lacks_a_gradient() -> None:
+    """Queries of MRA choose blocks without a gradient, so that the check on held-out examples cuts them plainly."""
+    found = run_type("mra", ("svd", "gradients"))
+    assert (found["svd"], found["gradients"]) == ("right", "right")
+
+
 def test_linears_are_found_by_what_they_compute() -> None:
     class Plain(nn.Linear):
         def forward(self, x):
