@@ -192,8 +192,11 @@ class PackedTorchAo(TorchAoHfQuantizer):
             tensors = {name: pack(each) if name.endswith("._weight_qdata") else each for name, each in tensors.items()}
         return tensors, metadata
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"deserialize": _Unpack}
+    def get_weight_conversions(self) -> list[Any]:
+        conversions: list[Any] = super().get_weight_conversions()
+        for each in conversions:
+            each.operations = [_Unpack(self)]
+        return conversions
 
 
 class _Unpack(TorchAoDeserialize):

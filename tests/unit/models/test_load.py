@@ -116,7 +116,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 def test_damaged_and_pickled_weights_are_refused(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights = load_file(file)
+    weights = {name: each.clone() for name, each in load_file(file).items()}  # the file's own are gone with it
 
     def refused(said):
         with pytest.raises(UserError, match=said):
