@@ -236,6 +236,8 @@ class TappedModel:
             return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
         logits = result.get("logits")
         is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)
+        if not self.shortcut and logits is not None and logits.dim() == 3:
+            logits = logits[:, : batch.input_ids.shape[1]]  # Perceiver gives logits for all of its positions
         return (logits, None) if is_of_tokens else (None, logits)
 
 
