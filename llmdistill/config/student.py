@@ -89,8 +89,8 @@ class FactorizeConfig:
     """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
     calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
     allocation: Allocation = "uniform"
-    """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the lowest predicted
-    loss, which needs weighting gradients."""
+    """svd: how target_params is spent. uniform: one rank for all matrices; loss: on the ranks that save most of the
+    predicted loss, which needs weighting gradients."""
     rank_multiple: int = field(default=1, metadata=at_least(1))
     """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

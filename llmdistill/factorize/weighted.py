@@ -234,11 +234,12 @@ def check_calibration_data(weighting: str, data: object) -> None:
 def allocate(
     factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1, form: Form = "plain"
 ) -> dict[str, int | None]:
-    """Return the rank of each matrix with which the predicted loss is lowest, and None for a matrix that stays dense.
+    """Return ranks with which the predicted loss is nearly the lowest, and None for a matrix that stays dense.
 
-    Each matrix starts with the rank `multiple` (or the largest useful one below it). The budget is then spent on the
-    matrix whose next step saves most of the loss per parameter; a step is to the next multiple or to the dense matrix.
-    What is left at the end goes to the best steps that still fit.
+    It is a greedy solution of a knapsack, which is not always the best one where few steps fill the budget: of 300
+    random cases of three small matrices it was in 257. Each matrix starts with the rank `multiple` (or the largest
+    useful one below it). The budget is then spent on the matrix whose next step saves most of the loss per parameter; a
+    step is to the next multiple or to the dense matrix. What is left at the end goes to the best steps that still fit.
 
     Args:
         factors: the factors of each matrix, up to its largest useful rank.

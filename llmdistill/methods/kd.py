@@ -40,8 +40,8 @@ class KdConfig:
     the teacher alone."""
     spans: Literal["alm", "uld"] = "alm"
     """If teacher and student have different tokenizers: how a stretch of text is compared that they cut into different
-    tokens. alm: by its likelihood (ALM); uld: by the sorted distributions over its first token (ULD). Tokens that both
-    know are compared by the divergence, over the tokens that both know."""
+    tokens. alm: by its likelihood (ALM, with tau 100); uld: by the sorted distributions over its first token (ULD).
+    Tokens that both know are compared by the divergence, over the tokens that both know."""
     positions: SoftPositions = "masked"
     """Tokens of an encoder at which the divergence is computed: the masked ones, as in MiniLM's MLM-KD (§4.2.2), or all
     real tokens. A decoder's are always those of the answers."""

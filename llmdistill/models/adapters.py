@@ -138,9 +138,13 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
         raise _does_not_fit(folder, base, what)
     expected_outputs = _outputs(model.eval())
+    was_tied = base.config.tie_word_embeddings
     try:
         _untie(model.get_base_model())
-        merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft says that the copies are not tied
+            merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
+        merged.config.tie_word_embeddings = was_tied  # which peft has set to false for the copies
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))}); train it again, or give "

@@ -1,4 +1,4 @@
-"""Question generation and summarization: an encoder is fine-tuned to write texts (UniLM §2.3, MiniLM v1 §5.2)."""
+"""Question generation and summarization: an encoder is fine-tuned to write texts (UniLM §2.3, MiniLM v1 §4.5)."""
 
 from __future__ import annotations
 

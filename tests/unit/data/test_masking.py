@@ -1,7 +1,9 @@
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hostile import refuses
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -97,3 +99,11 @@ def test_word_starts(model, pre_tokenizer, normalizer, starts):
         backend.normalizer = normalizer
     found = word_starts(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"))
     assert set(np.flatnonzero(found)) == {vocabulary[token] for token in starts}
+
+
+def test_word_starts_of_a_tokenizer_in_python():
+    vocabulary = {"<s>": 0, "▁c": 1, "d": 2}
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, all_special_ids=[0], sp_model=None)
+    assert np.flatnonzero(word_starts(tokenizer)).tolist() == [0, 1]
+    del tokenizer.sp_model
+    refuses("does not mark where words begin", word_starts, tokenizer)

@@ -233,6 +233,12 @@ class TestPairs:
         assert {5, 9} <= set(by_start[20]), "not behind the last sentence, where nothing follows"
         assert by_start[20].total() * 0.8 < by_start[20][5] + by_start[20][9]
         assert by_start[100].total() * 0.8 < by_start[100][6]
+        ends_early = [*range(30, 35), STOP, 36]
+        pairs = self.drawn(corpus_of([ends_early], [plain]), 60)
+        whole = [
+            first for first, second, target in pairs if first[0] == 30 and target == 0 and len(first + second) == 7
+        ]
+        assert {len(first) for first in whole} == {6}, "a single token may follow"
 
     def test_neither_beginning_nor_length_tells_what_the_second_segment_is(self):
         pairs = self.drawn(numbered(*[[6, 6]] * 30), 60)
@@ -293,6 +299,10 @@ class TestMixture:
         assert min(counts) >= 1
         wanted = [sum(sizes) * size**exponent / sum(each**exponent for each in sizes) for size in sizes]
         assert counts == pytest.approx(wanted, abs=1)
+
+    def test_what_tiny_texts_are_given_the_largest_one_lacks(self):
+        assert mixture_counts([10, 1, 1, 1], 3.0) == [10, 1, 1, 1]
+        assert mixture_counts([2, 10, 1, 12], 5.0) == [1, 7, 1, 16]
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (3, 1), (7, 2)])

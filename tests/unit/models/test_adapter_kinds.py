@@ -48,6 +48,8 @@ KINDS = {
     "OFT": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]),
     "BOFT": BOFTConfig(boft_block_size=4, target_modules=["q_proj"]),
 }
+UNTYING = {"embedding", "head", "embedding and head", "whole head", "whole embedding and norm", "DoRA of the embedding"}
+"""The kinds that change an embedding or a head that were one, each by itself."""
 RESIZED = {
     "whole": lora(modules_to_save=[EMBEDDING, HEAD]),
     "adapted": lora("q_proj", EMBEDDING),
@@ -92,6 +94,9 @@ def test_logits_are_those_of_peft(save, tmp_path, kind, tied):
     merge_adapter(adapter, tmp_path / "merged")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(outputs(stock), expected, rtol=1e-4, atol=1e-5)
+    head, table = stock.get_output_embeddings().weight, stock.get_input_embeddings().weight
+    is_one = tied and kind not in UNTYING
+    assert ((head is table), stock.config.tie_word_embeddings) == (is_one, is_one)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("whole", False), ("whole", True), ("adapted", True)])

@@ -10,7 +10,7 @@ from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
 
 from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output
-from llmdistill.config import GenerationConfig, RunConfig
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
@@ -75,6 +75,24 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
         "predictions": {f"seed {seed}": answers[0] for seed, answers in zip(settings.seeds, texts, strict=True)},
     }
     assert [file.name for file in folder.iterdir()] == ["set.jsonl"], "nothing temporary stays"
+    assert score["rouge_words"] == "stemmed"
+
+
+def test_the_references_of_a_whole_set_choose_its_words(model, tmp_path):
+    """The first example, which alone is scored, has Latin references."""
+    words = ["red", "красный", "синий", "Name", "a", "colour"]
+    tokenizer = word_tokenizer(["</s>", "[PAD]", "[UNK]", *words], marked=False, eos_token="</s>")
+    examples = [Example("Name a colour", "", ("red",)), *(Example("Name", "", ("красный синий",)) for _ in range(3))]
+    settings, limits = GenerationConfig(decoding="greedy", limit=1), Limits(**LIMITS)
+    score = score_sets(model, tokenizer, {"set": examples}, settings, limits, predictions_dir=tmp_path)["set"]
+    assert (score["rouge_words"], score["examples"]) == ("unicode", 1)
+    task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={"set": "set.jsonl"}), scoring=settings))
+    asked = [task.having(tests={"set": each}, limits=limits)._asked("set") for each in (examples, examples[:1])]
+    assert asked[0] == {**asked[1], "rouge_words": "unicode"}, "scores of before are not taken"
+    results = {"student": {"rougeL": {"set": 5.0}, "rouge_words": {"set": "unicode"}}}
+    no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
+    legend = task.having(tests={"set": examples}, texts=no_texts).table(results).legend
+    assert "ROUGE-L on set: F1 of Unicode words" in legend
 
 
 def test_long_prompts(model, tokenizer, tmp_path):

@@ -43,7 +43,10 @@ def test_the_words_of_a_text(text):
 
 
 def test_one_word_has_one_form():
-    assert unicode_words("й Straße ΛΌΓΟΣ") == unicode_words("й STRASSE λόγος")
+    composed = "\u0439 Stra\u00dfe \u03bb\u03cc\u03b3\u03bf\u03c2"
+    apart = "\u0438\u0306 STRASSE \u039b\u039f\u0301\u0393\u039f\u03a3"
+    assert unicode_words(composed) == unicode_words(apart)
+    assert rouge_l([apart], [composed]) == 100
 
 
 @pytest.mark.parametrize("script", PARTED)

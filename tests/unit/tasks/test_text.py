@@ -6,16 +6,20 @@ from functools import partial
 
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from hostile import refuses
+from tiny import tiny_model
 from transformers import BertConfig, BertForPreTraining, PreTrainedConfig, RobertaConfig
 from word_models import save_tokenizer
 
 import llmdistill
+from llmdistill.batch import IGNORE_INDEX
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.run import assemble
+from llmdistill.run.calibration import calibration_batches
 from llmdistill.run.describe import describe, estimate, headline
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
@@ -93,6 +97,32 @@ def test_who_reads_pairs(data_of, config, architecture, arguments, pairs, next_s
     batch = first_batch(data)
     assert bool((batch.token_type_ids == 1).any()) == pairs
     assert (batch.targets is not None) == next_sentence
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_training_cache_and_calibration_begin_each_sequence_as_the_tokenizer_does(tmp_path, begins):
+    tokenizer = byte_level(300, start="<begin>" if begins else None)
+    tiny_model("llama", vocab_size=300).save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Lake {n} lies there.\n" * 3 for n in range(40)))
+    words = ["--teacher.model", str(tmp_path / "teacher"), "--method", "kd", "--data.kind", "text"]
+    words += ["--data.train", str(tmp_path / "text.txt"), "--data.valid", str(tmp_path / "text.txt")]
+    words += ["--data.max_length", "24", "--data.cache_dir", str(tmp_path / "cache"), "--student.factorize.rank", "4"]
+    words += ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.examples", "16"]
+    config = parse_run(words, METHODS)[0]
+    plan = make_plan(config)
+    data, share = prepared(plan), Share(seed=0, global_batch_size=8, micro_batch_size=8)
+    items, collate = data.taught_examples()
+    calibration = [batch for each in calibration_batches(config, plan.models, World.alone()) for batch in each]
+    batches = [first_batch(data), *data.validation(share), collate([items[n] for n in range(len(items))]), *calibration]
+    assert len(batches) > 4
+    for batch in batches:
+        assert batch.input_ids.shape[1] <= 24
+        is_begin = batch.input_ids == tokenizer.convert_tokens_to_ids("<begin>") if begins else batch.labels < -200
+        assert is_begin[:, 0].all() == begins
+        assert not is_begin[:, 1:].any()
+        assert (batch.labels[is_begin] == IGNORE_INDEX).all()
+    assert ("each sequence begins with <begin>" in data.report) == begins
 
 
 def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
