@@ -224,7 +224,7 @@ class _Chat:
             (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._rendered([*until, question])),
         ):
             equal = self.text[: shared_length(self.text, following())]
-            end = len(_without_overlap(equal, next_header).rstrip())
+            end = len(_without_overlap(_whole(equal), next_header).rstrip())
             if end > begin and end >= answered:
                 return begin, end
         raise _Unclear

@@ -43,7 +43,7 @@ from llmdistill.data.store import (
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 
-_FORMAT = 6
+_FORMAT = 7
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 NO_LIMIT = 2**31

@@ -170,6 +170,15 @@ def test_tools_options_and_fields_reach_the_template():
     assert asked_ids == item.asked == item.ids[: len(asked_ids)]
 
 
+def test_a_call_is_learned_whole_where_the_last_turn_alone_begins_with_reasoning():
+    block = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}<tool>"
+    tokenizer = chatting(CALLS.replace("<call>", block))
+    calls = [Turn("assistant", "", {"tool_calls": [{"function": {"name": name}}]}) for name in ("river", "town")]
+    asked = (Turn("user", "a"), calls[0], Turn("tool", "Rhine"), calls[1], Turn("tool", "Ulm"))
+    [item] = encode([Example("", "", ("b",), "", asked)], tokenizer, LONG).items
+    assert parts_of(tokenizer, item) == [f"<tool>{name}</call>{END}" for name in ("river", "town")] + ["b" + END]
+
+
 class TestLimits:
     EXAMPLE = Example("", "", ("The Elbe.",), "x:1", tuple(TWICE))
 
