@@ -177,7 +177,8 @@ def parse_row(
         for key, why in _NOT_READ.items():
             if key in row:
                 left_out[f"{key} of {{}} rows ({why})"] += 1
-        if example.messages and not example.tools and any(row.get(key) for key in _TOOLS):
+        given = (as_tools(row[key], key, source) for key in _TOOLS if row.get(key))
+        if example.messages and not example.tools and any(given):
             left_out["tools of {} rows (the system turn describes them)"] += 1
     return replace(example, teacher=teacher) if isinstance(teacher, str) else example
 
@@ -253,7 +254,8 @@ def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: 
 def _history(row: Mapping[str, Any], source: str) -> Messages:
     """Return the turns before an instruction: pairs of a question and its answer."""
     turns: list[Turn] = []
-    pairs = row.get("history") or ()
+    given = row.get("history") or ()
+    pairs = from_json(given, "history", source) if isinstance(given, str) else given
     for pair in pairs if is_list(pairs) else (pairs,):
         if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')

@@ -109,7 +109,9 @@ class TestKeysThatChangeARow:
         turns = ("system", "s"), ("user", "Hi."), ("assistant", "Hello."), ("user", "Sum.\n\n1 2")
         assert [(turn.role, turn.content) for turn in found.messages] == list(turns)
         assert found.chat_key == "system"
-        assert learned({**PAIR, "history": []}) == Example("Hi.", "", ("Hello.",))
+        assert learned({**PAIR, "history": '[["Hi.", "Hello."]]'}) == learned({**PAIR, "history": [["Hi.", "Hello."]]})
+        for empty in ([], "", "[]"):
+            assert learned({**PAIR, "history": empty}) == Example("Hi.", "", ("Hello.",))
 
     @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [FUNCTION], json.dumps([FUNCTION])])
     @pytest.mark.parametrize("key", ["tools", "functions"])
@@ -123,6 +125,12 @@ class TestKeysThatChangeARow:
         row = {"conversations": [system, *SHARED[1:]], "tools": json.dumps([TOOL])}
         assert parse_row(row, "x:1", left_out=left_out).tools == ()
         assert left_out == {"tools of {} rows (the system turn describes them)": 1}
+
+    @pytest.mark.parametrize("tools", [[], "[]", ""])
+    def test_no_tools_are_not_left_out(self, tools):
+        left_out = Counter[str]()
+        assert parse_row({"messages": [USER, ANSWER], "tools": tools}, "x:1", left_out=left_out).tools == ()
+        assert not left_out
 
     @pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'])
     @pytest.mark.parametrize("role", ["function_call", "tool_call", "tool_calls", "former"])
