@@ -39,7 +39,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     elif library in ("pandas", "polars") and hasattr(data, "to_list"):
         rows = iter(data.to_list())
     elif library == "datasets" and hasattr(data, "__iter__"):
-        rows = map(without_nulls, data)
+        rows = (without_nulls(_of_table(row)) for row in data)
     elif isinstance(data, Iterator):
         raise UserError(f"{name} is a {kind}, which can be read only once; give list({name})")
     elif isinstance(data, str | bytes | Set) or not hasattr(data, "__iter__"):
@@ -48,7 +48,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
             "a dict of columns"
         )
     else:
-        rows = iter(data)
+        rows = map(_of_table, data)
     return map(_as_row, rows)
 
 
@@ -81,6 +81,13 @@ def _as_row(row: Any) -> Any:
     """Return a chat, given as a list of its messages, as a row; anything else as it is."""
     is_chat = isinstance(row, list | tuple) and bool(row) and all(isinstance(turn, Mapping) for turn in row)
     return {"messages": list(row)} if is_chat else row
+
+
+def _of_table(row: Any) -> Any:
+    """Return a row that may come from a table, such as one of `DataFrame.to_dict("records")`, with plain cells."""
+    if not isinstance(row, Mapping):
+        return row
+    return {key: value if isinstance(value, str | list | dict) else _plain(value) for key, value in row.items()}
 
 
 def _plain(value: Any) -> Any:
