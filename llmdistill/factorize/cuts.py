@@ -34,8 +34,6 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[No
     """
     products = {}
     for name, rank in weighted.ranks.items():
-        if name not in weighted.factors:  # the data never run it
-            continue
         linear = model.base_model.get_submodule(name)
         measured = weighted.factors.get(name)
         factors: Callable[[], tuple[Tensor, Tensor, Tensor]]

@@ -16,12 +16,12 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.factorize import sampled
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import layer_linears, layer_stacks
-from llmdistill.factorize.cuts import cut_costs
+from llmdistill.factorize.cuts import cut, cut_costs
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.moments import measure_moments
 from llmdistill.factorize.sampled import watch_reads
 from llmdistill.factorize.weigh import weigh
-from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.models.families import base_name, is_causal
 
 from support import in_memory
@@ -243,3 +243,14 @@ def test_ranks_by_loss_and_the_same_student_again(name, tmp_path):
     ids = batches[0].input_ids[:1]
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=ids).logits, student(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def test_the_held_out_check_cuts_plainly_what_the_calibration_lacks():
+    """As the student does, whose factors of such a linear are its plain SVD."""
+    model = tiny("opt")
+    name = base_name(model, next(iter(layer_linears(model))))
+    linear = model.base_model.get_submodule(name)
+    x = torch.randn(5, linear.in_features)
+    with torch.no_grad(), cut(model, Weighted(ranks={name: 3}, factors={}, predicted_loss=0.0)):
+        u, s, vh = torch.linalg.svd(linear.weight)
+        torch.testing.assert_close(linear(x), x @ (u[:, :3] * s[:3] @ vh[:3]).T + linear.bias, rtol=0, atol=1e-5)
