@@ -59,7 +59,8 @@ def parts_of(reference: str | Path) -> list[Part]:
     ``a.jsonl=2,b.jsonl=1``. A path that exists is one set, whatever is in its name.
 
     Raises:
-        UserError: a set has no name, or only some have a weight, or one has the weight 0.
+        UserError: a set has no name, or only some have a weight, or one has the weight 0, or one with a weight is named
+            twice.
     """
     text = str(reference)
     if os.path.exists(text):
@@ -83,6 +84,8 @@ def parts_of(reference: str | Path) -> list[Part]:
     weights = [part.weight for part in parts]
     if weights != [None] * len(parts) and not all(weights):
         raise UserError(f"{text}: give a weight over 0 to every set, as in a.jsonl=2,b.jsonl=1, or to none")
+    if any(weights) and len({part.reference for part in parts}) < len(parts):
+        raise UserError(f"{text}: a set is named twice; name it once, with the sum of its weights")
     return parts
 
 

@@ -137,8 +137,6 @@ class FactorizedLoader(HfQuantizer):
         """Remove REFUSAL: transformers passes the config here before it looks for the weights."""
         return _without_refusal(config)
 
-    update_tp_plan = update_attn_implementation  # the hook of transformers 5.0, which lacks the other
-
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.install(model)
         if self.torchao is not None:

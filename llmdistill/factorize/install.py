@@ -89,9 +89,8 @@ def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
     with torch.device(weight.device):
         factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
-    for (
-        each
-    ) in factorized.modules():  # an architecture initializes linears by their names, which our factors only share
+    # An architecture initializes linears by their names, which our factors only share.
+    for each in factorized.modules():
         each._is_hf_initialized = True  # type: ignore[assignment]
     if bias is not None:
         owner = factorized.B if factorized.bias_name == "B.bias" else factorized

@@ -215,7 +215,9 @@ def parse_target(text: str | float, teacher_params: int) -> int:
     number, suffix = Decimal(match[1].replace("_", "")), match[2].upper()
     if not suffix and number <= 100:  # a share, as a fraction or in percent
         share = f"{float(number * 100 if number < 1 else number):g}"
-        raise UserError(f"target_params {text} is no number of parameters: for {share}% of the model's write {share}%")
+        raise UserError(
+            f"target_params {text} is no number of parameters: for {share}% of the model's parameters write {share}%"
+        )
     target = int(number * teacher_params / 100) if suffix == "%" else int(number * _SUFFIXES[suffix])
     if target >= teacher_params:
         raise UserError(

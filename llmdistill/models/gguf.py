@@ -13,7 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
-from unittest.mock import patch
 
 from tqdm import tqdm
 
@@ -146,14 +145,13 @@ def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
 def _write(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:
     import torch
     import transformers
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GgufConfig
 
     from llmdistill.models.families import is_causal
     from llmdistill.models.load import auto_class, build_meta
 
-    # Later versions would keep the weights packed where they can.
-    lazy = hasattr(transformers, "GgufConfig")
-    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if lazy else {}
+    # By itself transformers would keep the weights packed where it can.
+    options = {"quantization_config": GgufConfig(dequantize=True)}
     work = Activity(f"Reading {file.name}")
     with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, work, _without_bars():
         # Beside the file there may be a tokenizer or a config of another model.
@@ -206,6 +204,8 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Turn off the progress bars of transformers during the block, also those that its own switch leaves on."""
+    from unittest.mock import patch
+
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 

@@ -8,16 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llmdistill.batch import Sequences
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
-
-HAS_VARLEN = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
+HAS_VARLEN = "enable_gqa" in signature(varlen_attn).parameters
 """Whether torch has its flash kernel for sequences of different lengths, with windows and grouped queries (2.12)."""
 
 WIDEST_HEAD = 256

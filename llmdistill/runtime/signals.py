@@ -140,9 +140,8 @@ def _leave_terminal() -> None:
 
 
 def _say(line: str) -> None:
-    os.write(
-        2, f"{line_start()}{line}\n".encode()
-    )  # a handler may interrupt a print, and Python's streams cannot be entered twice
+    # A handler may interrupt a print, and Python's streams cannot be entered twice.
+    os.write(2, f"{line_start()}{line}\n".encode())
 
 
 def _listen(reader: socket.socket, state: _State) -> None:

@@ -232,7 +232,7 @@ def _operands(inputs: AttentionInputs, dtype: torch.dtype) -> torch.dtype:
     It is never fp16, because the derivatives would leave the range of fp16.
     """
     if inputs.query.is_cuda and inputs.query.dtype == inputs.key.dtype == torch.bfloat16 and dtype == torch.float32:
-        return torch.bfloat16 if hasattr(torch.ops.aten.bmm, "dtype") else dtype
+        return torch.bfloat16
     return dtype
 
 

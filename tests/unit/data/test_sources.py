@@ -185,6 +185,7 @@ class TestSeveralFiles:
         assert parts_of("a.jsonl=2, o/n:train[1:3]=0.5") == [Part("a.jsonl", 2.0), Part("o/n:train[1:3]", 0.5)]
         for wrong in ("a.jsonl=2,b.jsonl", "a.jsonl=0,b.jsonl=1"):
             refuses("give a weight over 0 to every set, as in a.jsonl=2,b.jsonl=1, or to none", parts_of, wrong)
+        refuses("a set is named twice; name it once", parts_of, "a.jsonl=2,b.jsonl=1,a.jsonl=1")
         refuses("weights are for data.train", read_examples, f"{folder}/a.jsonl=1,{folder}/c.csv=2")
         refuses("weights are for data.train", text_files, f"{folder}/a.jsonl=1,{folder}/c.csv=2")
 
