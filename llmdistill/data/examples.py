@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.messages import (
+    IN_WORDS,
     MEDIA,
     Messages,
     Turn,
@@ -187,14 +188,15 @@ def _check_learned(row: Mapping[str, Any], source: str) -> None:
     """Raise LeftOut for a row that says that it is bad (KTO), or not learned."""
     for key in _LABELS:
         label = row.get(key)
-        if isinstance(label, str) and label.lower() in ("true", "false"):
-            label = label.lower() == "true"  # a cell of CSV
+        if isinstance(label, str):
+            word = label.strip().lower()
+            label = word == "true" if word in ("true", "false") else IN_WORDS.get(word, label)
         if label is False:
             raise LeftOut(source, f"{key} is false")
-        if label is not True and label in (0, 1, "0", "1"):
+        if label is not True and label in (0, 1):
             raise UserError(
-                f'{source}: "{key}" is {shown(label)}; say by true or false whether the answer is good (KTO), or take '
-                "the key out"
+                f'{source}: "{key}" is {shown(row[key])}; say by true or false whether the answer is good (KTO), or '
+                "take the key out"
             )
     if not is_learned(row, source):
         raise LeftOut(source, "its weight is 0")

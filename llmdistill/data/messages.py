@@ -46,7 +46,8 @@ LEARNED = ("weight", "train", "training", "trainable", "loss")
 """Keys that say whether a message, or a whole row, is learned: OpenAI, axolotl, xtuner, ms-swift."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "objects")
 """Keys of what a text model cannot read."""
-_IN_WORDS = {"true": 1, "false": 0, "1": 1, "0": 0}
+IN_WORDS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
+"""What the cells of CSV say; pandas writes a column with an empty cell as 1.0 and 0.0."""
 _PARTLY = ("train_detail", "training_detail")
 _REFUSED = {
     **{key: "is no text, and only texts are read" for key in MEDIA},
@@ -111,8 +112,8 @@ def is_learned(row: Mapping[str, Any], source: str) -> bool:
 
 
 def _is_true(value: object, key: str, where: str) -> bool:
-    # True and False, and 0.0 and 1.0, are equal to these numbers; the cells of CSV are texts.
-    number = _IN_WORDS.get(value.lower()) if isinstance(value, str) else value
+    # True and False, and 0.0 and 1.0, are equal to these numbers.
+    number = IN_WORDS.get(value.strip().lower()) if isinstance(value, str) else value
     if number not in (0, 1):
         raise UserError(f'{where}: "{key}" is {shown(value)}; give 1 to learn it, 0 not to')
     return bool(number)

@@ -2,10 +2,12 @@ import json
 from collections import Counter
 from typing import Any
 
+import pandas as pd
 import pytest
 from hostile import refuses
 
 from llmdistill.data.examples import Example, LeftOut, Turn, describe_left_out, parse_row, parse_rows
+from llmdistill.data.sources import read_examples
 from llmdistill.generation.answers_file import answered_row
 
 TEXTS = ("Be short.", "Hi.", "Hello.")
@@ -186,6 +188,14 @@ class TestKeysThatChangeARow:
         found = learned({"prompt": [USER, AGAIN, USER], "completion": [ANSWER]})
         assert [turn.is_learned for turn in found.messages] == [True, False, True]
 
+    def test_cells_of_csv_say_what_is_learned(self, tmp_path):
+        """As pandas writes a column of 1 and 0 with an empty cell, and as others put a space behind a comma."""
+        rows = {"instruction": ["a", "b", "c"], "output": ["x", "y", "z"], "weight": [1, 0, None]}
+        (tmp_path / "pandas.csv").write_text(pd.DataFrame(rows).to_csv(index=False))
+        assert [each.outputs for each in read_examples(tmp_path / "pandas.csv")] == [("x",), ("z",)]
+        (tmp_path / "spaces.csv").write_text("prompt,completion,label\na,x, true\nb,y, False\n")
+        assert [each.outputs for each in read_examples(tmp_path / "spaces.csv")] == [("x",)]
+
     @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"messages": [USER, ANSWER]}, PAIR])
     @pytest.mark.parametrize("key", ["label", "kto_tag"])
     def test_answers_that_are_labeled_bad(self, row, key):
@@ -245,6 +255,7 @@ class TestKeysThatChangeARow:
             ({**PAIR, "history": ["Hi."]}, '"history" has "Hi."; give pairs'),
             ({**PAIR, "input": "a", "context": "b"}, 'both "input" and "context" have a text'),
             ({**PAIR, "label": 0}, '"label" is 0; say by true or false'),
+            ({**PAIR, "label": "0.0"}, '"label" is "0.0"; say by true or false'),
             ({**PAIR, "weight": 0.5}, '"weight" is 0.5; give 1 to learn it, 0 not to'),
             ({"question": "a", "answer": "B", "choices": ["x", "y"]}, '"choices" (["x", "y"]) is not read'),
             ({"prompt": "a", "completion": "b", "system": "c"}, '"system" ("c") has no place in a prompt without'),
