@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.factorize.install import features
-from llmdistill.factorize.sampled import Reads, identity, run_sampled, watch_reads
+from llmdistill.factorize.sampled import Reads, identity, run_sampled
 from llmdistill.models.passes import HookSums, graded
 
 
@@ -101,11 +101,6 @@ def measure_moments(
         after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
     )
     return sums.moments(reduce)
-
-
-def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) -> list[list[str]]:
-    """Group linears that read the same tensors, such as queries, keys and values, by a forward pass on a few tokens."""
-    return watch_reads(model, names, [batch]).groups
 
 
 class _Sums(HookSums):

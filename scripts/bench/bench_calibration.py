@@ -33,7 +33,8 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize import cuts, measure, weigh
 from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.moments import Moments, shared_inputs
+from llmdistill.factorize.moments import Moments
+from llmdistill.factorize.sampled import watch_reads
 from llmdistill.factorize.svd import largest_rank
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.configs import load_config
@@ -60,7 +61,8 @@ def shapes_of(config: Any) -> list[tuple[int, int]]:
 def statistics_bytes(model: Any, batch: Batch) -> int:
     """Bytes of C and G of all linears."""
     shapes = layer_linears(model)
-    (whole,) = measure.plan_passes(shared_inputs(model, shapes, batch), shapes, gradients=True, memory=math.inf)
+    groups = watch_reads(model, shapes, [batch]).groups
+    (whole,) = measure.plan_passes(groups, shapes, gradients=True, memory=math.inf)
     return whole.bytes
 
 

@@ -19,7 +19,8 @@ from llmdistill.factorize.counting import layer_linears
 from llmdistill.factorize.cuts import cut, cut_costs, divergences
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix, tied_heads, token_embedding
-from llmdistill.factorize.moments import measure_moments, shared_inputs
+from llmdistill.factorize.moments import measure_moments
+from llmdistill.factorize.sampled import watch_reads
 from llmdistill.factorize.weigh import weigh
 from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.factorize.weighted_embedding import measure_table
@@ -97,7 +98,7 @@ def test_what_is_shared_is_seen_in_one_forward_pass(make, counts):
     """So that passes can be planned; GPT-2's queries, keys and values are one matrix, and BERT has no gate."""
     model = make().train()
     names = list(layer_linears(model))
-    groups = shared_inputs(model, names, make_batch())
+    groups = watch_reads(model, names, [make_batch()]).groups
     assert sorted(name for group in groups for name in group) == sorted(names)
     assert [len(group) for group in groups] == counts * 2
     assert not any(each._forward_hooks for each in model.modules())
