@@ -54,10 +54,13 @@ __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 def _with_dotted(keywords: dict[str, Any], *sections: str) -> dict[str, Any]:
     """Return settings by name, where `settings` among them may hold some by the dotted keys of the command line.
 
-    Raises UserError if a setting is given twice.
+    Raises UserError if a setting is given twice, or `settings` is no mapping.
     """
     found = {key: value for key, value in keywords.items() if key != "settings"}
-    for key, value in (keywords.get("settings") or {}).items():
+    dotted = keywords.get("settings") or {}
+    if not isinstance(dotted, Mapping):
+        raise UserError(f"settings is a {type(dotted).__name__}: give a dict, such as {{'teacher.dtype': 'bf16'}}")
+    for key, value in dotted.items():
         name = next((key.removeprefix(section) for section in sections if key.startswith(section)), key)
         if name in found and found[name] is not None and found[name] != value:
             raise UserError(f"{name} is given twice, as {found[name]} and {value}: leave one of them out")

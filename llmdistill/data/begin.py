@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,10 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     first.
     """
     whole, alone = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
-    begin: list[int] = whole[: whole.index(alone[0])] if alone else []
+    # What is added may change the token after it, in which case the special tokens at the beginning are it.
+    first = whole.index(alone[0]) if alone and alone[0] in whole else None
+    special = set(tokenizer.all_special_ids)
+    begin: list[int] = list(takewhile(special.__contains__, whole)) if first is None else whole[:first]
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None and begin:
         return [] if begin == [tokenizer.cls_token_id] else begin

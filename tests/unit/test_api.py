@@ -194,6 +194,7 @@ class TestDistill:
 @pytest.mark.parametrize(("call", "said"), [
     (lambda model, _: llmdistill.compress(model, rnak=8), r"rnak.*did you mean rank"),
     (lambda model, _: llmdistill.compress(model, rank=8, shapes={"*": "2x2"}), r"shapes.*kronecker"),
+    (lambda model, _: llmdistill.compress(model, rank=8, settings=["rank"]), "settings is a list: give a dict"),
     (lambda model, _: llmdistill.evaluate(model, ROWS), "tokenizer is missing"),
     (lambda _, folder: llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}]), 'row 2: the key "output"'),
     (lambda _, folder: llmdistill.evaluate(folder, ROWS, decodin="greedy"), "did you mean decoding"),

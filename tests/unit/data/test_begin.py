@@ -54,3 +54,15 @@ def test_several_tokens_begin_a_text_and_those_of_an_encoder_none():
         single="[gMASK] <sop> $A", special_tokens=marks
     )
     assert begin_tokens(two) == [3, 4]
+
+
+def test_the_first_word_may_be_another_token_behind_the_begin_token():
+    class Spacing:
+        """Puts a space before the first word only where nothing else begins the text."""
+
+        bos_token_id, all_special_ids = 1, [1]
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [1, 7] if add_special_tokens else [8]}
+
+    assert begin_tokens(Spacing()) == [1]
