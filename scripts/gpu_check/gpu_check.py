@@ -154,7 +154,7 @@ def write(file: Path, results: Mapping[str, Result], command: str, gpus: int) ->
             rows.append([name, markdown(f"left out: {result.why}"), "–", "", "", ""])
         for line in result.lines:
             limit = "" if line.target is None else f"{'≥' if line.at_least else '≤'} {line.target:.3g}"
-            verdict = "" if line.target is None else "ok" if holds(line) else "**no**"
+            verdict = "" if line.target is None else "ok" if holds(line) else "no"
             value = "–" if math.isnan(line.value) else f"{line.value:.3g}"
             rows.append([name, markdown(line.measure), value + line.unit, limit, verdict, markdown(line.detail)])
     title = "A check on a GPU" if gpus else "A small check on a CPU"

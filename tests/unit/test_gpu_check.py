@@ -84,7 +84,7 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, monkeypatch):
     page = (tmp_path / "gpu_check.md").read_text()
     for said in (
         "| good | m | 0.5 | ≤ 1 | ok | d |",
-        "| spoiled | m | – | ≤ 1 | **no** | d |",
+        "| spoiled | m | – | ≤ 1 | no | d |",
         "| absent | left out: deepspeed is not installed | – |  |  |  |",
         "**Warning: broken: failed: exit code 1: ValueError: out of luck**",
     ):
