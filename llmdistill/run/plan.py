@@ -17,6 +17,7 @@ from llmdistill.models.gguf import origin
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
 from llmdistill.run.checks import check_plan, check_weighting
 from llmdistill.run.resolved import (
+    LARGEST_STUDENT,
     Pending,
     RunModels,
     has_copied_classifier,
@@ -188,7 +189,7 @@ def make_plan(
         teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
     )
     ratio, larger = sizes["ratio"], list[str]()
-    if student is not None and teacher is not None and ratio > 1.5:
+    if student is not None and teacher is not None and ratio > LARGEST_STUDENT:
         larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
     planned = Plan(
         config=config,

@@ -32,8 +32,9 @@ Pending = Mapping[str, PreTrainedConfig]
 """The configurations of models that may not exist yet, by path."""
 
 
-_MOST = 1.5
-"""The largest student by its shape, in shares of its teacher: other proportions may have a little more."""
+LARGEST_STUDENT = 1.5
+"""Parameters of the largest student by its shape, as a share of its teacher's: other proportions may have a little
+more. A larger student that exists already is a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def student_of(
         if planned.embedding is not None:
             how += f", {KINDS[settings.method].embedding_key} {planned.embedding}"
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
-    if settings.shape is not None and params[1] > _MOST * params[0]:
+    if settings.shape is not None and params[1] > LARGEST_STUDENT * params[0]:
         raise UserError(
             f"student.shape {settings.shape} has {params[1]:,} parameters, {params[1] / params[0]:,.0%} of the "
             f"teacher's {params[0]:,}: a student is smaller; its numbers are depth, width and heads"
