@@ -116,11 +116,11 @@ def test_the_command_and_a_run_say_what_a_window_begins_with(model, tokenizer, t
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])
-def test_logits_that_are_more_than_a_product(kind):
+def test_logits_that_are_more_than_a_product(kind, tokenizer):
     torch.manual_seed(0)
-    model = tiny.tiny_model(kind).eval()
-    ids = torch.randint(3, tiny.WORDS, (200,)).tolist()
-    windows = cut_windows("", lambda *_, **__: {"input_ids": ids}, model.config, name="text", window=16)
+    model = tiny.tiny_model(kind, vocab_size=len(tokenizer)).eval()
+    ids = tokenizer(TEXT)["input_ids"][:200]
+    windows = cut_windows(tokenizer.decode(ids), tokenizer, model.config, name="text", window=16)
     score = score_windows(model, windows, batch_size=3, world=WORLD)
     assert score["loss"] == pytest.approx(window_loss(model, ids, 16, 16, 12), abs=1e-5)
 
