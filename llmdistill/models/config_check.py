@@ -25,6 +25,8 @@ _USUAL_LAYERS = 200
 """Layers that are built faster than the headers of large models are read."""
 _PARTS = re.compile(r"(^|_)(layers?|experts?|groups?|blocks?)$")
 _DROPOUTS = re.compile(r"(dropout|pdrop|dropout_prob)$")
+_CHOICES = re.compile(r"(experts_per_tok|top_k_experts|moe_top_?k|moe_k|n_group|topk_group)$")
+"""How many experts a token gets, into how many groups the experts are divided, and how many of the groups count."""
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
@@ -38,11 +40,11 @@ _REMEDY = "take the config.json that belongs to the weights"
 def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     """Raise a UserError for a value of a config that is none of its key, and would be used only later.
 
-    These are numbers of modules that take hours to build, dropouts, and what is no dtype and no quantization. Of the
-    weights in a `folder` a layer has at least one.
+    These are numbers of modules that take hours to build, choices of more experts than there are, dropouts, and what is
+    no dtype and no quantization. Of the weights in a `folder` a layer has at least one.
     """
-    usual = _usual(config)
-    for path, value in _places(config.to_dict()):
+    usual, places = _usual(config), dict(_places(config.to_dict()))
+    for path, value in places.items():
         key, name = ".".join(map(str, path)), str(path[-1])
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if _PARTS.search(name) and number and value > _MOST_PARTS:
@@ -51,6 +53,12 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
             weights = len(header(folder))
             if 0 < weights < value:
                 raise _wrong(config, key, value, f"more than the {weights} weights beside it")
+        if _CHOICES.search(name) and (number or (value is None and usual.get(path) is not None)):
+            most = _most_chosen(path, places)
+            fits = type(value) is int and 1 <= value <= most and (name != "n_group" or most % value == 0)
+            if most > 0 and not fits:
+                what = f"no divisor of {most} experts" if name == "n_group" else f"no number from 1 to {most}"
+                raise _wrong(config, key, value, what)
         is_dropout = _DROPOUTS.search(name) and isinstance(usual.get(path), int | float)
         if is_dropout and not (number and 0 <= value <= 1):
             raise _wrong(config, key, value, "no number from 0 to 1")
@@ -65,6 +73,14 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, str | int | float | list):
         raise _wrong(config, "quantization_config", quantization, "no object")
+
+
+def _most_chosen(path: _Path, places: Mapping[_Path, Any]) -> int:
+    """Of how many experts, or groups of experts, the key at a path chooses some; 0 if nothing beside it says so."""
+    of = "n_group" if path[-1] == "topk_group" else "experts"
+    beside = {each[-1]: n for each, n in places.items() if each[:-1] == path[:-1] and each != path}
+    most = max((n for name, n in beside.items() if str(name).endswith(of) and type(n) is int), default=0)
+    return 0 if most == 1 and of == "experts" else most  # a single expert may be a plain layer (Jamba)
 
 
 def _wrong(config: PreTrainedConfig, key: str, value: object, what: str) -> UserError:

@@ -1,7 +1,7 @@
 """Reads models in whose JSON files one value is replaced, each key by each of many values nobody meant.
 
     python scripts/torture/configs.py                       # all models, about ten minutes on one core
-    python scripts/torture/configs.py --model llama         # one of them
+    python scripts/torture/configs.py --model llama         # one of them, or any other of tests/tiny.py
     python scripts/torture/configs.py --model llama --key hidden_act --trace
 
 The only outcomes are a model that is loaded and computes, and one UserError that names the file, within a few seconds.
@@ -40,8 +40,8 @@ MEMORY = 16 * 10**9
 """Bytes of addresses of this process: a size that is taken at its word fails instead of filling the machine."""
 
 
-def models(folder: Path) -> dict[str, Path]:
-    """Make a tiny model of each kind; returns their folders by name."""
+def models(folder: Path, *others: str) -> dict[str, Path]:
+    """Make a tiny model of each kind, and of other architectures; returns their folders by name."""
     import torch
     from peft import LoraConfig, get_peft_model
     from tiny import random_student, save_decoder, tiny_config, tiny_model
@@ -50,9 +50,10 @@ def models(folder: Path) -> dict[str, Path]:
     from llmdistill.config import QuantizeConfig
     from llmdistill.models.quantized import quantize
 
-    made = {name: folder / name for name in ("llama", "gpt2", "bert", "qwen3_moe", "svd", "kronecker", "int8")}
+    plain = dict.fromkeys(["gpt2", "bert", "qwen3_moe", *others])
+    made = {name: folder / name for name in ("llama", *plain, "svd", "kronecker", "int8")}
     save_decoder(made["llama"], num_hidden_layers=2)
-    for name in ("gpt2", "bert", "qwen3_moe"):
+    for name in plain:
         tiny_model(name).save_pretrained(made[name])
     svd = {"rank": 3, "embedding_rank": 4}
     random_student(AutoModelForCausalLM, tiny_config("llama"), svd).save_pretrained(made["svd"])
@@ -175,7 +176,11 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     folder = Path(tempfile.mkdtemp(prefix="configs-"))
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        made = models(folder)
+        from tiny import SETTINGS
+
+        made = models(folder, *({arguments.model} & (SETTINGS.keys() - {"llama"})))
+    if arguments.model not in (None, *made):
+        parser.error(f"no such model: {arguments.model}")
     tried = refused = found = 0
     slowest = 0.0
     for name, original in made.items():

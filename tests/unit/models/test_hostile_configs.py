@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 from pages import ROOT
+from transformers import AutoConfig
 
 from llmdistill.errors import UserError
+from llmdistill.models.config_check import check_values
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
 
@@ -74,6 +76,8 @@ RANK = "quantization_config.modules.layers.0.self_attn.q_proj"
         ("gpt2", "activation_function", "x", "activation_function is 'x'"),
         ("gpt2", "n_layer", 10**9, "n_layer is 1000000000"),
         ("gpt2", "n_inner", -1, "n_inner is -1"),
+        ("qwen3_moe", "num_experts_per_tok", -1, "num_experts_per_tok is -1, which is no number from 1 to 4"),
+        ("qwen3_moe", "num_experts_per_tok", 10**30, f"num_experts_per_tok is {10**30}, which is no number from 1 to 4"),
         ("bert", "max_position_embeddings", 10**9, "max_position_embeddings is 1000000000, but its weights"),
     ],
 )
@@ -84,6 +88,31 @@ def test_values_of_a_config(changed, name, key, value, said):
     assert said in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "network" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("deepseek_v3", {"n_group": 0}, "n_group is 0, which is no divisor of 256 experts"),
+        ("deepseek_v3", {"n_group": 3}, "n_group is 3, which is no divisor of 256 experts"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "topk_group is 5, which is no number from 1 to 4"),
+        ("deepseek_v3", {"n_shared_experts": 9, "num_experts_per_tok": 257}, "257, which is no number from 1 to 256"),
+        ("deepseek_v3", {"topk_group": None}, "topk_group is None, which is no number from 1 to 8"),
+        ("granitemoe", {"num_local_experts": 2, "num_experts_per_tok": None}, "None, which is no number from 1 to 2"),
+        ("ernie4_5_moe", {"moe_k": 65}, "moe_k is 65, which is no number from 1 to 64"),
+        ("dbrx", {"ffn_config": {"moe_top_k": 0}}, "ffn_config.moe_top_k is 0, which is no number from 1 to 4"),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 256, "num_experts_per_tok": 256}, None),
+        ("jamba", {"num_experts": 1}, None),  # two experts for a token, but its layers have none
+        ("granitemoehybrid", {"num_local_experts": 0}, None),
+    ],
+)
+def test_choices_of_experts(name, values, said):
+    config = AutoConfig.for_model(name, **values)
+    if said is None:
+        return check_values(config)
+    with pytest.raises(UserError) as caught:
+        check_values(config)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
