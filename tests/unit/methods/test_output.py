@@ -12,7 +12,7 @@ from torch.nn import functional
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
 from llmdistill.methods import METHODS
 from llmdistill.methods.distilbert import DistilbertConfig
-from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.kd import KdConfig, divergence_of
 from llmdistill.methods.kroneckerbert import KroneckerbertConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.tinybert import TinybertConfig
@@ -115,3 +115,24 @@ def test_terms(method: str, objective: Objective, models) -> None:
         assert term.count == counts[built.positions[name]] == (2 if name.startswith("sequence_") else 4)
         expected = naive(method, name, student, teacher, objective)
         assert (term.sum / term.count).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_divergence_of_kd_is_its_formula() -> None:
+    """Of mixtures each has its own share: GKD's beta, DistiLLM's alpha."""
+    p, q = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(-1)
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one * (one / other).log()).sum(-1)
+
+    mixture = 0.3 * p + 0.7 * q
+    formulas = {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": 0.3 * kl(p, mixture) + 0.7 * kl(q, mixture),
+        "skew_forward_kl": kl(p, 0.2 * p + 0.8 * q),
+        "skew_reverse_kl": kl(q, 0.2 * q + 0.8 * p),
+        "tvd": (p - q).abs().sum(-1) / 2,
+    }
+    for name, expected in formulas.items():
+        divergence = divergence_of(KdConfig(divergence=name, beta=0.3, alpha=0.2))  # type: ignore[arg-type]
+        torch.testing.assert_close(divergence.value(p.log(), q.log()), expected, msg=name)

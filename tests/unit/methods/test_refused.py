@@ -58,6 +58,15 @@ def test_a_term_without_weight_asks_nothing_of_the_models(models, method, settin
     assert METHODS[method].build(METHODS[method].settings(**settings), *configs).weights
 
 
+@pytest.mark.parametrize(("teacher", "student"), [("gemma2", "llama"), ("llama", "gemma2")])
+def test_attention_that_is_more_than_a_product_is_compared_by_neither_model(teacher: str, student: str) -> None:
+    """Gemma 2 caps its scores."""
+    tinybert, configs = METHODS["tinybert"], [tiny_config(teacher), tiny_config(student)]
+    with pytest.raises(UserError, match=r"to which a gemma2 adds distances or a cap: set tinybert\.attention to 0"):
+        tinybert.build(tinybert.settings(), *configs)
+    assert tinybert.build(tinybert.settings(attention=0.0), *configs).weights == {"hidden": 1.0, "embedding": 1.0}
+
+
 def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
     configs = [tiny_config("qwen3", hidden_size=width) for width in (16, 18)]
     with pytest.raises(UserError, match=r"hidden_relation .* the 4 heads, which do not divide a width of 18"):

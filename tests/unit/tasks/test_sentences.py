@@ -103,9 +103,10 @@ def test_embeddings_of_another_width_need_a_matrix_as_wide_as_all_modes_together
         Sentences(run_of(tmp_path)).objective(model.config, uses_output=False), pooling=Pooling(("cls", "mean"))
     )
     narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
-    settings = METHODS["embedding"].settings(projection=projection)
-    assert METHODS["embedding"].build(settings, model.config, narrow, objective).projections == expected
-    assert METHODS["embedding"].build(settings, model.config, model.config, objective).projections == {}
+    for weights in ({}, {"cosine": 0.0}, {"mse": 0.0}):
+        settings = METHODS["embedding"].settings(projection=projection, **weights)
+        assert METHODS["embedding"].build(settings, model.config, narrow, objective).projections == expected
+        assert METHODS["embedding"].build(settings, model.config, model.config, objective).projections == {}
     margins = METHODS["embedding"].settings(cosine=0.0, mse=0.0, margin=2.0)
     alone = METHODS["embedding"].build(margins, model.config, narrow, objective)
     assert (dict(alone.weights), alone.projections) == ({"margin": 2.0}, {}), "margins alone need no matrix"
