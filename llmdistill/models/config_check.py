@@ -29,7 +29,7 @@ _CHOICES = re.compile(r"(experts_per_tok|top_k_experts|moe_top_?k|moe_k|n_group|
 """How many experts a token gets, into how many groups the experts are divided, and how many of the groups count."""
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
+    *("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "head_dim"),
 )
 _SECONDS = 3.0
 """For how long the key at fault is looked for."""
@@ -37,42 +37,58 @@ _Path = tuple[Any, ...]
 _REMEDY = "take the config.json that belongs to the weights"
 
 
+def check_parts(values: Mapping[str, Any], file: str | Path) -> None:
+    """Raise a UserError for so many layers, experts or groups that a model, or the list of their kinds, takes hours.
+
+    `values` are those of a config, or of its file before a config is made of it.
+    """
+    for path, value in _places(values):
+        if _PARTS.search(str(path[-1])) and _is_number(value) and value > _MOST_PARTS:
+            raise _wrong(file, ".".join(map(str, path)), value, f"more than {_MOST_PARTS:,}")
+
+
 def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     """Raise a UserError for a value of a config that is none of its key, and would be used only later.
 
-    These are numbers of modules that take hours to build, choices of more experts than there are, dropouts, and what is
-    no dtype and no quantization. Of the weights in a `folder` a layer has at least one.
+    These are numbers of modules that take hours to build, choices of more experts than there are, dropouts, windows and
+    scales, and what is no dtype and no quantization. Of the weights in a `folder` a layer has at least one.
     """
-    usual, places = _usual(config), dict(_places(config.to_dict()))
+    file, usual, places = _file(config), _usual(config), dict(_places(config.to_dict()))
+    check_parts(config.to_dict(), file)
     for path, value in places.items():
         key, name = ".".join(map(str, path)), str(path[-1])
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if _PARTS.search(name) and number and value > _MOST_PARTS:
-            raise _wrong(config, key, value, f"more than {_MOST_PARTS:,}")
+        number = _is_number(value)
         if folder is not None and re.search(r"layers?$", name) and number and value > _USUAL_LAYERS:
             weights = len(header(folder))
             if 0 < weights < value:
-                raise _wrong(config, key, value, f"more than the {weights} weights beside it")
+                raise _wrong(file, key, value, f"more than the {weights} weights beside it")
         if _CHOICES.search(name) and (number or (value is None and usual.get(path) is not None)):
             most = _most_chosen(path, places)
             fits = type(value) is int and 1 <= value <= most and (name != "n_group" or most % value == 0)
             if most > 0 and not fits:
                 what = f"no divisor of {most} experts" if name == "n_group" else f"no number from 1 to {most}"
-                raise _wrong(config, key, value, what)
+                raise _wrong(file, key, value, what)
         is_dropout = _DROPOUTS.search(name) and isinstance(usual.get(path), int | float)
         if is_dropout and not (number and 0 <= value <= 1):
-            raise _wrong(config, key, value, "no number from 0 to 1")
+            raise _wrong(file, key, value, "no number from 0 to 1")
         if name.endswith("_token_id") and isinstance(value, int) and value >= 2**31:
-            raise _wrong(config, key, value, "no token")
+            raise _wrong(file, key, value, "no token")
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None and (type(value) is not int or value < 1):
-            raise _wrong(config, config.attribute_map.get(name, name), value, "no number from 1")
+            raise _wrong(file, config.attribute_map.get(name, name), value, "no number from 1")
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = isinstance(kinds, list | tuple) and "sliding_attention" in kinds
+    if (slides and window is None) or (_is_number(window) and not (type(window) is int and 1 <= window < 2**31)):
+        raise _wrong(file, "sliding_window", window, "no number of tokens")
+    scalar = getattr(config, "query_pre_attn_scalar", None)  # its root divides the queries
+    if _is_number(scalar) and not 0 < scalar < float("inf"):
+        raise _wrong(file, "query_pre_attn_scalar", scalar, "no number over 0")
     if not isinstance(config.dtype, torch.dtype | None):
-        raise _wrong(config, "dtype", config.dtype, "no dtype of torch")
+        raise _wrong(file, "dtype", config.dtype, "no dtype of torch")
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, str | int | float | list):
-        raise _wrong(config, "quantization_config", quantization, "no object")
+        raise _wrong(file, "quantization_config", quantization, "no object")
 
 
 def _most_chosen(path: _Path, places: Mapping[_Path, Any]) -> int:
@@ -83,8 +99,12 @@ def _most_chosen(path: _Path, places: Mapping[_Path, Any]) -> int:
     return 0 if most == 1 and of == "experts" else most  # a single expert may be a plain layer (Jamba)
 
 
-def _wrong(config: PreTrainedConfig, key: str, value: object, what: str) -> UserError:
-    return UserError(f"{_file(config)}: {key} is {_shown(value)}, which is {what}: {_REMEDY}")
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _wrong(file: str | Path, key: str, value: object, what: str) -> UserError:
+    return UserError(f"{file}: {key} is {_shown(value)}, which is {what}: {_REMEDY}")
 
 
 def _file(config: PreTrainedConfig) -> str:

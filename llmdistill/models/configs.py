@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base
-from llmdistill.models.config_check import check_builds, check_values
+from llmdistill.models.config_check import check_builds, check_parts, check_values
 from llmdistill.models.families import FAMILIES, is_causal
 from llmdistill.models.weight_files import check_weight_files
 
@@ -70,6 +70,7 @@ def _check_config_file(file: Path) -> None:
             f"{file}: transformers {transformers.__version__} does not know the model_type {content['model_type']!r}: "
             "check the name, or take a newer transformers"
         )
+    check_parts(content, file)
 
 
 def _at_fault(file: Path) -> str:

@@ -104,9 +104,16 @@ def test_values_of_a_config(changed, name, key, value, said):
         ("deepseek_v3", {"n_group": 256, "topk_group": 256, "num_experts_per_tok": 256}, None),
         ("jamba", {"num_experts": 1}, None),  # two experts for a token, but its layers have none
         ("granitemoehybrid", {"num_local_experts": 0}, None),
+        ("gemma3_text", {"head_dim": 0}, "head_dim is 0, which is no number from 1"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, which is no number over 0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is None, which is no number of tokens"),
+        ("gemma2", {"sliding_window": 0}, "sliding_window is 0, which is no number of tokens"),
+        ("mistral", {"sliding_window": 2**40}, f"sliding_window is {2**40}, which is no number of tokens"),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 0, "use_sliding_window": False}, None),
     ],
 )
-def test_choices_of_experts(name, values, said):
+def test_values_that_only_the_first_pass_would_use(name, values, said):
     config = AutoConfig.for_model(name, **values)
     if said is None:
         return check_values(config)
@@ -128,6 +135,14 @@ def test_values_of_an_adapter(changed, file, key, value, said):
     with pytest.raises(UserError, match="adapter_config") as caught:
         load_model(changed("adapter", key, value, file), dtype=torch.float32)
     assert said in str(caught.value)
+
+
+def test_a_list_with_an_entry_for_each_layer_is_not_made_of_too_many(made, tmp_path):
+    """A config makes one of its layers' kinds where its file has none."""
+    folder = shutil.copytree(made["gpt2"], tmp_path / "modernbert")
+    (folder / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 10**12}))
+    with pytest.raises(UserError, match=r"config\.json: num_hidden_layers is 1000000000000, which is more than 10,000"):
+        load_config(folder)
 
 
 def test_sizes_without_weights_are_seen_too(changed):
