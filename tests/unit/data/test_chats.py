@@ -7,6 +7,7 @@ further ones (*.jinja), or those of an installed TRL are read.
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,7 +221,59 @@ def test_a_template_without_the_answer_is_refused():
     refuses(said, encode, [CHATS["plain"]], chatting(template), LONG)
 
 
+def test_a_header_within_the_marks_is_learned_with_its_turn():
+    """As gpt-oss has it; what is not to be learned ends before the header of the next turn."""
+    header = "<|im_start|>assistant\n"
+    turn = CHATML.partition("{% endfor %}")[0].removeprefix("{% for m in messages %}")
+    marked = "{% if m.role == 'assistant' %}{% generation %}" + turn + "{% endgeneration %}{% else %}" + turn
+    template = CHATML.replace(turn, marked + "{% endif %}")
+    chat = [Turn("user", "a"), Turn("assistant", "b", is_learned=False), Turn("user", "c"), Turn("assistant", "d")]
+    tokenizer = chatting(template)
+    [item] = encode([Example("", "", ("f",), messages=(*chat, Turn("user", "e")))], tokenizer, LONG).items
+    assert parts_of(tokenizer, item) == [f"{header}d{END}\n", f"{header}f{END}\n"]
+
+
+def test_marks_of_the_template_for_tools_are_those_of_a_chat_with_tools():
+    tokenizer = chatting(TEMPLATES["marked"])
+    tokenizer.chat_template = {"default": CHATML, "tool_use": TEMPLATES["marked"]}
+    example = CHATS["twice"]
+    for tools, end in (((), END), (({"name": "river"},), END + "\n")):
+        [item] = encode([replace(example, tools=tools)], tokenizer, LONG).items
+        assert parts_of(tokenizer, item) == ["The Rhine." + end, "<b>Elbe</b>." + end]
+
+
+def test_a_turn_without_its_usual_end_gets_one_and_another_end_is_enough():
+    """The answer is cut off, or is a call with an end of its own."""
+    template = CHATML.replace("<|im_end|>", "{{ m.end | default('<|im_end|>') }}").replace("}}\n", "}}")
+    tokenizer = chatting(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    for end in ("", "<|call|>"):
+        example = Example("", "", ("b",), "", (Turn("user", "a"),), {"end": end})
+        [item] = encode([example], tokenizer, LONG).items
+        assert parts_of(tokenizer, item) == ["b" + (end or END)]
+
+
+def test_a_space_behind_the_header_of_an_answer_is_learned_with_it():
+    """It is a part of the answer's first token."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer = chatting(template)
+    [item] = encode([CHATS["twice"]], tokenizer, LONG).items
+    assert parts_of(tokenizer, item) == [" The Rhine." + END, " <b>Elbe</b>." + END]
+    assert tokenizer.decode(item.asked).endswith("assistant:")
+
+
+def test_reasoning_is_read_as_the_template_writes_it_for_the_options_of_a_chat():
+    quiet = "{% if add_generation_prompt and not quiet %}<think>\n{% endif %}"
+    tokenizer = chatting(TEMPLATES["closed"] + quiet)
+    expected = chats.Reply("The Rhine.", {"reasoning_content": "Hm."}, is_read=True)
+    silent = Example("", "", (), template_options={"quiet": True})
+    assert chats.read_reply("Hm.\n</think>\n\nThe Rhine.", tokenizer) == expected
+    assert chats.read_reply("<think>\nHm.\n</think>\n\nThe Rhine.", tokenizer, silent) == expected
+
+
 def test_ends_of_turns():
+    several = chatting(CHATML.replace("<|im_end|>", "##<|im_end|>"))
+    assert several.convert_ids_to_tokens(end_of_turn(several)) == END
     for name, end in (("ordinary_end", "</turn>"), ("glm", "<|user|>"), ("channels", "<|return|>"), ("chatml", END)):
         tokenizer = chatting(TEMPLATES[name])
         assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == end

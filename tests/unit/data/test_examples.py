@@ -162,6 +162,21 @@ class TestKeysThatChangeARow:
         assert called == both
         assert [each["function"]["name"] for each in called.fields["tool_calls"]] == ["a", "b"]
 
+    @pytest.mark.parametrize("unlearned", [0, 1])
+    def test_calls_of_which_one_is_not_learned_are_not_learned(self, unlearned):
+        call = {"role": "tool_call", "content": json.dumps(CALL["function"])}
+        calls = [{**call, "weight": int(place != unlearned)} for place in range(2)]
+        assert [turn.is_learned for turn in learned({"messages": [USER, *calls, ANSWER]}).messages] == [True, False]
+
+    def test_a_call_in_other_words_is_the_same_call(self):
+        """Arguments as parameters, a number of the row's own, and OpenAI's former key beside the one that replaced it."""
+        same = {"name": "weather", "parameters": {"city": "Ulm"}}, {**CALL["function"], "id": 7}
+        for call in same:
+            turn = {"role": "function_call", "content": json.dumps(call)}
+            assert learned({"messages": [USER, turn]}).answer_fields == {"tool_calls": [CALL]}
+        both = {"role": "assistant", "content": "", "tool_calls": [CALL], "function_call": {"name": "other"}}
+        assert learned({"messages": [USER, both]}).answer_fields["tool_calls"] == [CALL]
+
     @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
     def test_reasoning_stays_beside_the_answer(self, key):
         assert learned({"messages": [USER, {**ANSWER, key: "Hm."}]}).answer_fields == {key: "Hm."}
@@ -193,6 +208,10 @@ class TestKeysThatChangeARow:
         rows = {"instruction": ["a", "b", "c"], "output": ["x", "y", "z"], "weight": [1, 0, None]}
         (tmp_path / "pandas.csv").write_text(pd.DataFrame(rows).to_csv(index=False))
         assert [each.outputs for each in read_examples(tmp_path / "pandas.csv")] == [("x",), ("z",)]
+        rows["train"] = [True, False, None]
+        del rows["weight"]
+        (tmp_path / "truth.csv").write_text(pd.DataFrame(rows).to_csv(index=False))
+        assert [each.outputs for each in read_examples(tmp_path / "truth.csv")] == [("x",), ("z",)]
         (tmp_path / "spaces.csv").write_text("prompt,completion,label\na,x, true\nb,y, False\n")
         assert [each.outputs for each in read_examples(tmp_path / "spaces.csv")] == [("x",)]
 
@@ -229,8 +248,14 @@ class TestKeysThatChangeARow:
         assert describe_left_out(left_out) == " Left out: rejected of 1 rows (only the chosen answer is learned)."
 
     def test_parts_of_a_content_are_their_texts(self):
-        parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
+        parts = [{"type": "text", "text": "Hel"}, {"text": "lo"}, "."]
         assert learned({"messages": [USER, {**ANSWER, "content": parts}]}).outputs == ("Hello.",)
+
+    def test_media_that_a_row_has_not_say_nothing(self):
+        for nothing in (None, False, [], ""):
+            assert learned({"messages": [USER, {**ANSWER, "images": nothing}], "videos": nothing}).outputs == (
+                "Hello.",
+            )
 
     @pytest.mark.parametrize(
         ("row", "said"),
