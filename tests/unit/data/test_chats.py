@@ -213,6 +213,9 @@ def test_a_rendering_that_does_not_begin_with_its_prompt_is_one_warning(capsys):
     chats._warn_once.cache_clear()
     encode([CHATS["plain"], CHATS["system"]] * 2, chatting(FORGETS), LONG)
     assert capsys.readouterr().err.count("does not begin") == 1
+    other = chatting(CHATML.replace("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}>>"))
+    [item] = encode([CHATS["plain"]], other, LONG).items
+    assert parts_of(other, item) == ["<|im_start|>assistant\nThe Rhine." + END], "of the whole conversation"
 
 
 def test_a_template_without_the_answer_is_refused():
@@ -221,16 +224,16 @@ def test_a_template_without_the_answer_is_refused():
     refuses(said, encode, [CHATS["plain"]], chatting(template), LONG)
 
 
-def test_a_header_within_the_marks_is_learned_with_its_turn():
-    """As gpt-oss has it; what is not to be learned ends before the header of the next turn."""
-    header = "<|im_start|>assistant\n"
+@pytest.mark.parametrize("unlearned", ["b", "d"])
+def test_a_header_within_the_marks_is_learned_with_its_turn(unlearned):
+    """As gpt-oss has it; what is learned ends before the header of a turn that is not."""
     turn = CHATML.partition("{% endfor %}")[0].removeprefix("{% for m in messages %}")
     marked = "{% if m.role == 'assistant' %}{% generation %}" + turn + "{% endgeneration %}{% else %}" + turn
-    template = CHATML.replace(turn, marked + "{% endif %}")
-    chat = [Turn("user", "a"), Turn("assistant", "b", is_learned=False), Turn("user", "c"), Turn("assistant", "d")]
-    tokenizer = chatting(template)
-    [item] = encode([Example("", "", ("f",), messages=(*chat, Turn("user", "e")))], tokenizer, LONG).items
-    assert parts_of(tokenizer, item) == [f"{header}d{END}\n", f"{header}f{END}\n"]
+    chat = [replace(each, is_learned=each.content != unlearned) for each in turns("a", "b", "c", "d", "e")]
+    tokenizer = chatting(CHATML.replace(turn, marked + "{% endif %}"))
+    [item] = encode([Example("", "", ("f",), messages=tuple(chat))], tokenizer, LONG).items
+    learned = "bdf".replace(unlearned, "")
+    assert parts_of(tokenizer, item) == [f"<|im_start|>assistant\n{each}{END}\n" for each in learned]
 
 
 def test_marks_of_the_template_for_tools_are_those_of_a_chat_with_tools():

@@ -70,6 +70,11 @@ def test_what_is_wrong_is_named(row, what):
     refuses(f"data.jsonl:7: {what}", parse_row, row, "data.jsonl:7")
 
 
+def test_of_a_long_value_the_beginning_is_said():
+    for length, said in ((38, "a" * 38 + '"'), (39, "a" * 36 + "..."), (10**6, "a" * 36 + "...")):
+        refuses(f'has the role "{said}; the', parse_row, {"messages": [{"role": "a" * length, "content": "x"}]}, "x:1")
+
+
 FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
@@ -169,7 +174,7 @@ class TestKeysThatChangeARow:
         assert [turn.is_learned for turn in learned({"messages": [USER, *calls, ANSWER]}).messages] == [True, False]
 
     def test_a_call_in_other_words_is_the_same_call(self):
-        """Arguments as parameters, a number of the row's own, and OpenAI's former key beside the one that replaced it."""
+        """Arguments as parameters, a number of the row's own, and OpenAI's former key beside its successor."""
         same = {"name": "weather", "parameters": {"city": "Ulm"}}, {**CALL["function"], "id": 7}
         for call in same:
             turn = {"role": "function_call", "content": json.dumps(call)}
@@ -250,6 +255,10 @@ class TestKeysThatChangeARow:
     def test_parts_of_a_content_are_their_texts(self):
         parts = [{"type": "text", "text": "Hel"}, {"text": "lo"}, "."]
         assert learned({"messages": [USER, {**ANSWER, "content": parts}]}).outputs == ("Hello.",)
+
+    def test_fields_that_are_no_json_are_left_out(self):
+        for field in ({1: "a"}, {"a": {2: "b"}}, [pd.Timestamp(0)]):
+            assert learned({"messages": [USER, {**ANSWER, "about": field, "name": "a"}]}).answer_fields == {"name": "a"}
 
     def test_media_that_a_row_has_not_say_nothing(self):
         for nothing in (None, False, [], ""):

@@ -1,4 +1,5 @@
 import json
+import shutil
 from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -234,6 +235,8 @@ class TestWhatIsNoSetOfRows:
         (tmp_path / "a.txt").write_text("Once upon a time.\n")
         refuses("a.txt:1: not JSON", read_examples, tmp_path / "a.txt")
         refuses("a plain text is read with --data.kind text", read_examples, tmp_path / "a.txt")
+        shutil.copy(tmp_path / "a.txt", tmp_path / "b.TXT")
+        refuses("a plain text is read with --data.kind text", read_examples, tmp_path / "b.TXT")
 
     @pytest.mark.parametrize("text", ["One line.\nAnother, longer line.", "word " * 100, "a/" * 2000 + "word " * 100])
     @pytest.mark.parametrize("read", [read_examples, text_files, lambda text: TextSet(text).read(), check_rows])

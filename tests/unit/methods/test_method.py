@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from references import terms_of
 from tiny import tiny_config
@@ -71,6 +72,16 @@ def test_a_sampled_divergence_takes_all_tokens_of_given_answers() -> None:
     for own, divergence in ((False, losses.REVERSE_KL), (True, losses.LOG_RATIO)):
         (term,) = method.running(Outputs(None, Taps()), replace(batch, own_answers=own)).token_terms
         assert (term.name, term.divergence) == ("log_ratio", divergence)
+
+
+def test_a_factor_is_rounded_once() -> None:
+    """Several ranks and steps of accumulation would else differ from one large batch in the last digit."""
+    config, batch = tiny_config("llama"), Batch(*torch.ones(3, 1, 2, dtype=torch.long))
+    method = build_method(["kd"], {"kd": KdConfig(ratio=0.3)}, config, config)
+    for count in range(1, 200):
+        factors = method.running(Outputs(None, Taps()), batch, {"labels": torch.tensor(count)}).factors
+        for name, weight in method.weights.items():
+            assert factors[name].item() == np.float32(weight) / np.float32(count)
 
 
 def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:

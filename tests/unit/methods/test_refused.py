@@ -71,6 +71,7 @@ def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
     configs = [tiny_config("qwen3", hidden_size=width) for width in (16, 18)]
     with pytest.raises(UserError, match=r"hidden_relation .* the 4 heads, which do not divide a width of 18"):
         METHODS["minilm"].build(METHODS["minilm"].settings(hidden_relation=1.0), *configs)
+    assert METHODS["minilm"].build(METHODS["minilm"].settings(), *configs).weights
 
 
 @pytest.mark.parametrize(("method", "settings", "said"), [
