@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -99,7 +99,7 @@ def _most_chosen(path: _Path, places: Mapping[_Path, Any]) -> int:
     return 0 if most == 1 and of == "experts" else most  # a single expert may be a plain layer (Jamba)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

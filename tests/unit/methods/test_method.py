@@ -12,6 +12,7 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.minilm import MinilmConfig
+from llmdistill.methods.minilmv2 import Minilmv2Config
 from llmdistill.methods.tinybert import TinybertConfig
 
 SETTINGS: dict[str, Any] = {"kd": KdConfig(), "minilm": MinilmConfig(value_mse=0.5), "tinybert": TinybertConfig()}
@@ -72,6 +73,11 @@ def test_a_sampled_divergence_takes_all_tokens_of_given_answers() -> None:
     for own, divergence in ((False, losses.REVERSE_KL), (True, losses.LOG_RATIO)):
         (term,) = method.running(Outputs(None, Taps()), replace(batch, own_answers=own)).token_terms
         assert (term.name, term.divergence) == ("log_ratio", divergence)
+
+
+def test_defaults_that_no_recipe_repeats_are_those_of_the_papers() -> None:
+    assert (KdConfig().alpha, KdConfig().beta) == (0.1, 0.5)  # DistiLLM, and the Jensen-Shannon divergence
+    assert Minilmv2Config().relation_heads == 48  # of the paper's base-size teachers
 
 
 def test_a_factor_is_rounded_once() -> None:

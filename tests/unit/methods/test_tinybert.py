@@ -32,6 +32,11 @@ def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig, layers: list
     assert pair.means(method) == pytest.approx(naive(pair, method, settings, layers), rel=1e-4)
 
 
+def test_a_student_may_be_wider(models) -> None:
+    narrow, wide = models.bert(2, 8, 4, 4), models.bert(2, 16, 4, 4)
+    assert build_tinybert(TinybertConfig(), narrow, wide).projections == {"hidden": (16, 8), "embedding": (16, 8)}
+
+
 def test_models_of_the_same_width_need_no_matrix(models) -> None:
     pair, settings = models.Pair(models.bert(4, 8, 4, 4), models.bert(2, 8, 4, 4)), TinybertConfig()
     method = build_tinybert(settings, pair.teacher_config, pair.student_config)
