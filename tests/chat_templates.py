@@ -55,6 +55,53 @@ CALLS = (
     "<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
 )
 
+TEXT_BEHIND_RESULTS = (
+    "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}{% if m.role == 'assistant' %}"
+    "{% if loop.first or before.role != 'tool' %}<|turn|>model\n{% endif %}{% if m.tool_calls %}"
+    "<|call|>{{ m.tool_calls[0].function.name }}<|response|>{% set result = messages[loop.index0 + 1] %}"
+    "{% if result %}{{ result.content }}<|result|>{{ m.content }}{% endif %}{% else %}{{ m.content }}<|end|>\n"
+    "{% endif %}{% elif m.role != 'tool' %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}<|turn|>model\n{% endif %}"
+)
+CALLS_WITHOUT_TEXT = (
+    "{% set ns = namespace(final=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set thought = m.content if m.tool_calls else '' %}{% set thought = m.thinking or thought %}"
+    "{% if thought and loop.index0 >= ns.final %}<|start|>assistant<|channel|>analysis<|message|>{{ thought }}<|end|>"
+    "{% endif %}{% if m.tool_calls %}<|start|>assistant to={{ m.tool_calls[0].function.name }}<|call|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+IDEFICS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}{{ ':' if m.content[0].type == 'image' else ': ' }}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+LLAVA = (
+    "{% for m in messages %}{% if m.role == 'system' %}<<SYS>>\n{{ m.content[0].text + '' }}\n<</SYS>>\n\n"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content[0].text + '<|im_end|>' }}{% else %}[INST] "
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %} [/INST]{% endif %}"
+    "{% endfor %}"
+)
+MARKED_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% for part in m.content %}"
+    "{% generation %}{{ part.text + '<|im_end|>' }}{% endgeneration %}{% endfor %}\n{% else %}"
+    "{{ m.content[0].text + '<|im_end|>' }}\n{% endif %}{% endfor %}" + ASK + "{% endif %}"
+)
+ASKS_IN_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}\n"
+    "{% else %}{{ m.content[0].text + '<|im_end|>' }}\n{% endif %}{% endfor %}" + ASK + "{% endif %}"
+)
+IN_PARTS = {
+    "idefics": (IDEFICS, ("system", "user", "assistant")),
+    "llava": (LLAVA, ("system", "user", "assistant")),
+    "marked": (MARKED_PARTS, ("system", "user", "assistant")),
+    "asks": (ASKS_IN_PARTS, ("system", "user")),
+}
+"""Templates that take the texts of these roles as lists of parts alone."""
+
 TEMPLATES = {
     "chatml": CHATML,
     "closed": CLOSED,
@@ -87,3 +134,11 @@ def chatting(template, **settings):
 def messages_of(example):
     answer = {"role": "assistant", "content": example.outputs[0], **example.answer_fields}
     return [*(turn.as_message() for turn in example.messages), answer]
+
+
+def in_parts(messages, roles=("system", "user", "assistant")):
+    """Messages with the texts of some roles as lists of one part, as models that see images too have them."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} if each["role"] in roles else each
+        for each in messages
+    ]

@@ -7,6 +7,8 @@ from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.data.chats import as_the_template_reads
+
 _MARK = "\ue000"  # a character for private use, which no template writes
 
 
@@ -32,7 +34,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _template_begins(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes the tokenizer's begin token first, which SmolLM2's, spelled out, does not."""
-    chat = [{"role": "user", "content": "a"}]
     with suppress(Exception):  # a template can raise anything, and says so when chats are rendered
+        chat = as_the_template_reads([{"role": "user", "content": "a"}], tokenizer)
         return str(tokenizer.apply_chat_template(chat, tokenize=False, bos_token=_MARK)).startswith(_MARK)
     return False

@@ -41,12 +41,13 @@ class AnsweredChat:
     """The characters from and up to which the text is learned, in order; of a template with generation marks, within
     which its marks are learned. Empty if the template does not write the answer."""
     prompts: list[str]
-    """The text that a model is asked before each part that is learned."""
+    """The text that a model is asked before each answer that is learned."""
     is_marked: bool
     """Whether the template marks what is learned ({% generation %})."""
     has_end: bool
     """Whether the template writes an end after the last answer; without one, `end_of_turn` is to be appended."""
     messages: list[Message]
+    """As the template reads them."""
     options: Mapping[str, Any]
     """Further arguments of the template."""
 
@@ -128,7 +129,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     if begin >= end and answer.content.strip():
         return chat.answered([], [last], is_marked=False, has_end=True)
     try:
-        parts = [chat.part(place) for place in learned]
+        parts = [part for place in learned for part in chat.parts(place)]
         if any(stop > start for (_, stop), (start, _) in pairwise([*parts, (begin, end)])):
             raise _Unclear
     except (_Unclear, UserError):  # a template may refuse the beginning of a conversation
@@ -163,7 +164,8 @@ class _Chat:
             with suppress(UserError):  # a template may refuse the beginning of a conversation
                 prompts.append(self.prompt(place))
         prompts.append(self.prompt(places[-1]))
-        return AnsweredChat(self.text, parts, prompts, is_marked, has_end, self.messages, _options(self.example))
+        messages = as_the_template_reads(self.messages, self.tokenizer)
+        return AnsweredChat(self.text, parts, prompts, is_marked, has_end, messages, _options(self.example))
 
     def prompt(self, place: int) -> str:
         """What a model is asked before the message at this place."""
@@ -193,7 +195,8 @@ class _Chat:
             return min(common, answer)
         # The messages before it are rendered in another way now. Its header is as ever, or else is not learned either.
         header = self.text.rfind(self.frame.prompt, 0, answer) if self.frame.prompt else -1
-        previous = max((self.text.rfind(each["content"], 0, answer) for each in self.messages[:place]), default=0)
+        contents = (each["content"] for each in self.messages[:place] if each["content"])
+        previous = max((self.text.rfind(content, 0, answer) for content in contents), default=0)
         return header + len(self.frame.prompt) if header >= previous >= 0 else answer
 
     def end_of_last(self, begin: int) -> tuple[int, bool]:
@@ -206,19 +209,45 @@ class _Chat:
         is_other = any(whole.endswith(each.content) for each in self.tokenizer.added_tokens_decoder.values())
         return (len(whole), True) if last and is_other and len(whole) > begin else (len(self.text), False)
 
-    def part(self, place: int) -> tuple[int, int]:
-        """The characters from and up to which an older answer is written, with the end of its turn."""
-        begin, content = self.begin(place), str(self.messages[place]["content"]).strip()
+    def parts(self, place: int) -> list[tuple[int, int]]:
+        """The characters from and up to which an older answer is written, with the end of its turn: nearly always in
+        one part.
+        """
+        begin, message = self.begin(place), self.messages[place]
+        content = str(message["content"]).strip()
         following_answer = next(n for n in count(place + 1) if self.messages[n]["role"] == "assistant")
-        written = self.text.find(content, begin, max(begin, self.begin(following_answer)))
+        limit = max(begin, self.begin(following_answer))
+        written = self.text.find(content, begin, limit)
         answered = begin if written < 0 else written + len(content)
         if self.frame.separator and self.messages[place + 1]["role"] == "user":
             found = self.text.find(self.frame.separator, answered)
             if found >= 0:
-                return begin, found + len(self.frame.inner)
+                return [(begin, found + len(self.frame.inner))]
+        if end := self._end(place, message, begin, answered):
+            return [(begin, end)]
+        # Reasoning before a call of a tool may be left out once there are answers after it (gpt-oss).
+        call: Message = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        if end := self._end(place, call, begin, answered):
+            return [(begin, end)]
+        # So may a text beside the call; or it is written behind the results of the tools (Gemma 4).
+        silent = [{**each, "content": ""} for each in (message, call) if "tool_calls" in each]
+        end = next((found for each in silent if (found := self._end(place, each, begin, begin))), 0)
+        if end and written < 0:
+            _warn_once(
+                "the tokenizer's chat template leaves out what an earlier answer says beside its calls of tools: of "
+                "such an answer the calls alone are learned"
+            )
+            return [(begin, end)]
+        if end and end <= written:
+            rest = self.text[written:limit].removesuffix(self.frame.prompt).rstrip()
+            return [(begin, end), (written, written + max(len(content), len(rest)))]
+        raise _Unclear
+
+    def _end(self, place: int, message: Message, begin: int, answered: int) -> int:
+        """Where an older answer ends that is rendered as this message while nothing is after it; 0 if unclear."""
         # Whoever is next, the text is equal up to the header of the next turn. A turn of the user after it may change
         # the turn itself, as reasoning is left out before it.
-        until, question = self.messages[: place + 1], {"role": "user", "content": _QUESTION}
+        until, question = [*self.messages[:place], message], {"role": "user", "content": _QUESTION}
         for next_header, following in (
             (self.frame.prompt, lambda: _prompt(self.tokenizer, until, self.example)),
             (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._rendered([*until, question])),
@@ -226,8 +255,8 @@ class _Chat:
             equal = self.text[: shared_length(self.text, following())]
             end = len(_without_overlap(_whole(equal), next_header).rstrip())
             if end > begin and end >= answered:
-                return begin, end
-        raise _Unclear
+                return end
+        return 0
 
     def region(self, place: int) -> tuple[int, int]:
         """From the beginning of an answer to that of the next one, for templates that mark what is learned in it."""
@@ -301,6 +330,40 @@ def _messages(turns: Sequence[Turn]) -> list[Message]:
     return [turn.as_message() for turn in turns]
 
 
+def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """Return messages with their texts as lists of parts for the roles of which the template writes no plain string.
+
+    So are the templates of some models that see images too (Idefics, SmolVLM, LLaVA); others read both.
+    """
+    in_parts = _roles_in_parts(tokenizer, _template(tokenizer))
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} if each["role"] in in_parts else each
+        for each in messages
+    ]
+
+
+@lru_cache(maxsize=64)
+def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[str]:
+    def writes(content: object, role: str, before: Sequence[Message], after: Sequence[Message] = ()) -> bool:
+        chat = [*before, {"role": role, "content": content}, *after]
+        with suppress(Exception):  # a template can raise anything
+            return _ANSWER in str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return False
+
+    def in_parts(role: str, *others: Sequence[Message]) -> bool:
+        return not writes(_ANSWER, role, *others) and writes([{"type": "text", "text": _ANSWER}], role, *others)
+
+    parts: Any = [{"type": "text", "text": _QUESTION}]
+    found = {"user"} if in_parts("user", []) else set()
+    asked = {"role": "user", "content": parts if found else _QUESTION}
+    found |= {"assistant"} if in_parts("assistant", [asked]) else set()
+    found |= {"system"} if in_parts("system", [], [asked]) else set()
+    call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
+    calling = {"role": "assistant", "content": parts if "assistant" in found else "", "tool_calls": [call]}
+    found |= {"tool"} if in_parts("tool", [asked, calling]) else set()
+    return frozenset(found)
+
+
 def _options(example: Example) -> dict[str, Any]:
     return {**({"tools": [dict(tool) for tool in example.tools]} if example.tools else {}), **example.template_options}
 
@@ -315,7 +378,7 @@ def _rendered(
 ) -> str:
     options = {**_options(example), "add_generation_prompt": asks}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(as_the_template_reads(messages, tokenizer), tokenize=False, **options))
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
@@ -324,9 +387,14 @@ def _rendered(
 
 
 def _frame(tokenizer: PreTrainedTokenizerBase, example: Example | None = None) -> _Frame:
-    template, options = tokenizer.chat_template, {} if example is None else dict(example.template_options)
-    named = template if isinstance(template, str) else json.dumps(template)
-    return _frame_of(tokenizer, named, tokenizer.eos_token, json.dumps(options, default=str) if options else "{}")
+    options = {} if example is None else dict(example.template_options)
+    given = json.dumps(options, default=str) if options else "{}"
+    return _frame_of(tokenizer, _template(tokenizer), tokenizer.eos_token, given)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template)
 
 
 @lru_cache(maxsize=64)

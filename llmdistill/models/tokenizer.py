@@ -11,12 +11,15 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from llmdistill.errors import UserError
+from llmdistill.files import read_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
 from llmdistill.models.configs import load_config, local_folder, not_loaded
 from llmdistill.models.unembedded import set_rows
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "sentencepiece.bpe.model")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE_FILES)
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template of an older model that sees images too, whose processor had it."""
 _GPT2_END = "<|endoftext|>"
 _SAMPLE = "The answer to this question is that there are 12 of them, not 7."
 _REMEDY = (
@@ -48,6 +51,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         adds_begin = get_tokenizer_config(path).get("add_bos_token") is True and tokenizer.bos_token is not None
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise not_loaded(path, "tokenizer", error) from error
+    if tokenizer.chat_template is None and folder is not None and (folder / _PROCESSOR_TEMPLATE).is_file():
+        found = read_json(folder / _PROCESSOR_TEMPLATE)
+        tokenizer.chat_template = found.get("chat_template") if isinstance(found, dict) else None
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float) or longest != longest or longest < 1:
         raise UserError(

@@ -12,13 +12,24 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizers import byte_level
-from chat_templates import CALLS, CHATML, FORGETS, TEMPLATES, chatting, messages_of
+from chat_templates import (
+    CALLS,
+    CALLS_WITHOUT_TEXT,
+    CHATML,
+    FORGETS,
+    IN_PARTS,
+    TEMPLATES,
+    TEXT_BEHIND_RESULTS,
+    chatting,
+    in_parts,
+    messages_of,
+)
 from hostile import refuses
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data import chats
 from llmdistill.data.collate import collate, collate_packed
-from llmdistill.data.examples import Example, Turn
+from llmdistill.data.examples import Example, Turn, parse_row
 from llmdistill.data.instruct import Limits, encode, encode_prompts, open_examples, store_examples
 from llmdistill.data.prompts import answer_ends, end_of_turn
 
@@ -137,6 +148,31 @@ def test_what_is_kept_on_disk_and_packed_is_learned_alike(name, tmp_path, cache)
     assert sorted(packed.labels[packed.labels != IGNORE_INDEX].tolist()) == sorted(alone)
 
 
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_template_that_reads_texts_as_parts_alone_gets_parts(name, chat):
+    template, roles = IN_PARTS[name]
+    tokenizer, example = chatting(template), CHATS[chat]
+    messages = in_parts(messages_of(example), roles)
+    [item] = encode([example], tokenizer, LONG).items
+    assert item.ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    learned = [*(turn.content for turn in example.messages if turn.role == "assistant"), *example.outputs]
+    space = " " if name in ("idefics", "llava") else ""
+    assert parts_of(tokenizer, item) == [space + each + END for each in learned]
+    asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    assert encode_prompts([example], tokenizer, LONG).ids == [asked]
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == END
+
+
+def test_a_text_that_a_row_gives_in_parts_is_put_to_any_template():
+    """A template that writes strings gets a string, one that writes parts gets parts."""
+    row = {"messages": in_parts(messages_of(CHATS["twice"]))}
+    for template, given in ((CHATML, messages_of(CHATS["twice"])), (IN_PARTS["idefics"][0], row["messages"])):
+        tokenizer = chatting(template)
+        [item] = encode([parse_row(row, "a")], tokenizer, LONG).items
+        assert item.ids == tokenizer.apply_chat_template(given)["input_ids"]
+
+
 def test_turns_that_are_not_to_be_learned_are_read():
     chat = [Turn("user", "a"), Turn("assistant", "b", is_learned=False), Turn("user", "c"), Turn("assistant", "d")]
     example = Example("", "", ("f",), messages=(*chat, Turn("user", "e")))
@@ -207,6 +243,48 @@ class TestLimits:
         assert labels == whole[: len(found)]
         assert not any(label != IGNORE_INDEX for label in whole[len(found) : length]), "nothing learned is missing"
         assert data.counts.truncated_responses == (cut > 1), "the newline after the end is no part of an answer"
+
+
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "learned", "is_said"),
+    [
+        (TEXT_BEHIND_RESULTS, {}, ["<|call|>f<|response|>", "I look.Cold.<|end|>", "Yes.<|end|>"], False),
+        (TEXT_BEHIND_RESULTS, {"content": ""}, ["<|call|>f<|response|>", "Cold.<|end|>", "Yes.<|end|>"], False),
+        (CALLS_WITHOUT_TEXT, {}, [" to=f<|call|>", FINAL + "Cold.<|end|>", FINAL + "Yes.<|return|>"], True),
+        (
+            CALLS_WITHOUT_TEXT,
+            {"content": "", "thinking": "Hm."},
+            [" to=f<|call|>", FINAL + "Cold.<|end|>", FINAL + "Yes.<|return|>"],
+            False,
+        ),
+    ],
+    ids=["Gemma 4", "Gemma 4 without a text", "gpt-oss", "gpt-oss with reasoning"],
+)
+def test_earlier_calls_of_tools_with_a_text_are_learned_as_the_template_writes_them(
+    template, fields, learned, is_said, capsys
+):
+    call = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        call | fields,
+        {"role": "tool", "content": "12 C"},
+        {"role": "assistant", "content": "Cold."},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    chats._warn_once.cache_clear()
+    tokenizer = chatting(template)
+    for length in (4, 6):
+        [item] = encode([parse_row({"messages": messages[:length]}, "a")], tokenizer, LONG).items
+        assert item.ids == tokenizer.apply_chat_template(messages[:length])["input_ids"]
+        until = learned[: length // 2]
+        if length == 4 and template == CALLS_WITHOUT_TEXT:
+            until[-1] = FINAL + "Cold.<|return|>"
+        assert parts_of(tokenizer, item) == until
+    assert ("leaves out what an earlier answer says" in " ".join(capsys.readouterr().err.split())) == is_said
 
 
 def test_a_rendering_that_does_not_begin_with_its_prompt_is_one_warning(capsys):
@@ -301,16 +379,23 @@ def test_further_templates(file):
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<[|｜]?[\w▁]+[|｜]?>", text)))})
     tokenizer.chat_template = text
     for example in CHATS.values():
-        messages = messages_of(example)
-        try:
-            whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        except Exception:  # a template can raise anything
-            refuses("refuses the messages", encode, [example], tokenizer, LONG)
-            continue
-        if "yr8" not in tokenizer.apply_chat_template(
-            [*messages[:-1], {"role": "assistant", "content": "yr8"}], tokenize=False
-        ):
-            refuses("does not write the answer", encode, [example], tokenizer, LONG)
+        given, whole = messages_of(example), None
+        for form in (given, in_parts(given)):  # parts only where the template does not write a string
+            other = {"role": "assistant", "content": "yr8"}
+            try:
+                messages = form
+                whole = tokenizer.apply_chat_template(form, return_dict=True, return_assistant_tokens_mask=True)
+                if form is given:
+                    written = tokenizer.apply_chat_template([*form[:-1], other], tokenize=False)
+                else:
+                    written = tokenizer.apply_chat_template([*form[:-1], *in_parts([other])], tokenize=False)
+            except Exception:  # a template can raise anything
+                continue
+            if "yr8" in written:
+                break
+        else:
+            said = "refuses the messages" if whole is None else "does not write the answer"
+            refuses(said, encode, [example], tokenizer, LONG)
             continue
         [item] = encode([example], tokenizer, LONG).items
         assert item.ids[: len(whole["input_ids"])] == whole["input_ids"]

@@ -144,6 +144,14 @@ def test_padding_token_is_the_end_token_where_there_is_none(tmp_path):
     assert (plain.pad_token_id, plain.eos_token_id) == (2, 2)
 
 
+def test_the_template_of_a_processor_is_that_of_its_tokenizer(tmp_path):
+    folder = tokenizer_of(tmp_path / "a", ["the", "</s>"], eos_token="</s>")
+    (folder / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content[0].text }}"}')
+    assert load_tokenizer(folder).chat_template == "{{ messages[0].content[0].text }}"
+    (folder / "chat_template.jinja").write_text("newer")
+    assert load_tokenizer(folder).chat_template == "newer"
+
+
 def test_a_bare_tokenizer_finds_its_end_token(tmp_path):
     def bare(name, words):
         folder = tokenizer_of(tmp_path / name, words)
