@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.messages import (
-    IN_WORDS,
     MEDIA,
     Messages,
     Turn,
+    are_turns,
     as_tools,
+    as_turns,
     check_refused,
     from_json,
     is_learned,
@@ -57,6 +58,11 @@ _NOT_READ = {
 }
 """Keys that can be left out safely, each with the reason."""
 _LABELS = ("label", "kto_tag")
+_IN_WORDS = {
+    **dict.fromkeys(("true", "yes", "desirable", "good", "chosen"), True),
+    **dict.fromkeys(("false", "no", "undesirable", "bad", "rejected"), False),
+}
+"""What a label says of an answer where it is a word, as in the cells of CSV. 1 and 0 may be those of classes."""
 _SPECIAL = frozenset((*_REFUSED, *_WITHOUT_TEMPLATE, *_CHOICES, *_NOT_READ, *_LABELS, "weight", "train")) - {
     "input",
     "context",
@@ -186,14 +192,13 @@ def parse_row(
 
 def _check_learned(row: Mapping[str, Any], source: str) -> None:
     """Raise LeftOut for a row that says that it is bad (KTO), or not learned."""
-    for key in _LABELS:
-        label = row.get(key)
+    for key in (key for key in _LABELS if key in row):
+        label = row[key]
         if isinstance(label, str):
-            word = label.strip().lower()
-            label = word == "true" if word in ("true", "false") else IN_WORDS.get(word, label)
+            label = _IN_WORDS.get(label.strip().lower())
         if label is False:
             raise LeftOut(source, f"{key} is false")
-        if label is not True and label in (0, 1):
+        if label is not True:
             raise UserError(
                 f'{source}: "{key}" is {shown(row[key])}; say by true or false whether the answer is good (KTO), or '
                 "take the key out"
@@ -212,8 +217,8 @@ def _example(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example
         return _from_prompt(row, source, needs_answer)
     if asked is not None:
         return _instruction(row, asked, source, needs_answer)
-    if is_list(row.get("chosen")):
-        return _chat(row, parse_messages(row["chosen"], "chosen", source), "chosen", source, needs_answer)
+    if is_list(chosen := as_turns(row.get("chosen"))):
+        return _chat(row, parse_messages(chosen, "chosen", source), "chosen", source, needs_answer)
     text = "; a corpus of texts is read with --data.kind text" if "text" in row else ""
     raise UserError(
         f'{source}: the key "instruction" is missing (there are {sorted(row)}); add it, or give another form: query '
@@ -266,6 +271,10 @@ def _history(row: Mapping[str, Any], source: str) -> Messages:
 
 
 def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    # The answer of a prompt without template may be a list in JSON, but the chosen one may be the whole chat.
+    asked = as_turns(row["prompt"])
+    given = ("prompt", *_COMPLETIONS) if are_turns(asked) else ("chosen",)
+    row = {**row, **{key: as_turns(row[key]) for key in given if key in row}}
     key = _first(row, _COMPLETIONS)
     completion = None
     if key is not None and is_list(row[key]) and any(isinstance(turn, Mapping) for turn in row[key]):
@@ -281,19 +290,19 @@ def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Exa
     # Prompt and answer are checked separately, so that an assistant turn of the prompt is never taken as the answer;
     # and such a turn is given, not learned.
     turns = parse_messages(row["prompt"], "prompt", source)
-    given = tuple(replace(turn, is_learned=False) if turn.role == "assistant" else turn for turn in turns)
+    before = tuple(replace(turn, is_learned=False) if turn.role == "assistant" else turn for turn in turns)
     if completion is None:
         answers = _answers(row, _COMPLETIONS, source, needs_answer)
-        return _chat(row, given, "prompt", source, needs_answer, answers=answers)
+        return _chat(row, before, "prompt", source, needs_answer, answers=answers)
     assert key is not None
     _last_answer(completion, key, source)
-    return _chat(row, given + completion, key, source, needs_answer)
+    return _chat(row, before + completion, key, source, needs_answer)
 
 
 def _from_messages(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
-    value = row[key]
+    value = as_turns(row[key])
     messages = parse_messages(from_json(value, key, source) if isinstance(value, str) else value, key, source)
-    chosen = row.get("chosen")
+    chosen = as_turns(row.get("chosen"))
     if chosen is None or messages[-1].role == "assistant":
         return _chat(row, messages, key, source, needs_answer)
     if isinstance(chosen, str):

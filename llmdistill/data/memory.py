@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from llmdistill.data.examples import FORMS
@@ -39,7 +39,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     elif library in ("pandas", "polars") and hasattr(data, "to_list"):
         rows = iter(data.to_list())
     elif library == "datasets" and hasattr(data, "__iter__"):
-        rows = (without_nulls(_of_table(row)) for row in data)
+        rows = (without_nulls(_of_table(row)) for row in unformatted(data))
     elif isinstance(data, Iterator):
         raise UserError(f"{name} is a {kind}, which can be read only once; give list({name})")
     elif isinstance(data, str | bytes | Set) or not hasattr(data, "__iter__"):
@@ -50,6 +50,17 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     else:
         rows = map(_of_table, data)
     return map(_as_row, rows)
+
+
+def unformatted(data: Any) -> Iterable[Any]:
+    """Return a set of the datasets library whose rows are Python's own values, whatever format it was given.
+
+    A transform of one's own, which makes the rows, stays.
+    """
+    if getattr(data, "format", {}).get("type") == "custom":
+        return data
+    columns = {"columns": data.format["columns"]} if hasattr(data, "format") else {}
+    return data.with_format(None, **columns)
 
 
 def has_columns(data: object) -> bool:
@@ -87,16 +98,21 @@ def _of_table(row: Any) -> Any:
     """Return a row that may come from a table, such as one of `DataFrame.to_dict("records")`, with plain cells."""
     if not isinstance(row, Mapping):
         return row
-    return {key: value if isinstance(value, str | list | dict) else _plain(value) for key, value in row.items()}
+    return {key: value if isinstance(value, str) else _plain(value, with_nulls=True) for key, value in row.items()}
 
 
-def _plain(value: Any) -> Any:
-    """Return the cell of a table as Python's own value: lists for arrays, and None for what is missing."""
+def _plain(value: Any, *, with_nulls: bool = False) -> Any:
+    """Return the cell of a table as Python's own value: lists for arrays, and None for what is missing.
+
+    Objects of a table have all keys of their column, and null for those that they lack; without a table, nulls may be
+    meant.
+    """
     if hasattr(value, "tolist"):  # an array, or a number of numpy
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(each, with_nulls=with_nulls) for each in value]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        pairs = ((key, _plain(each, with_nulls=with_nulls)) for key, each in value.items())
+        return {key: each for key, each in pairs if with_nulls or each is not None}
     is_missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
     return None if is_missing else value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from llmdistill.errors import UserError
-from llmdistill.files import parse_json
+from llmdistill.files import has_half_surrogate, parse_json
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ _ROLES = {
     "tool": ("tool", "observation", "function", "tool_response", "function_response", "ipython"),
     _CALL: ("function_call", "tool_call"),
 }
+_NAMES = {"role", "from"}
+"""Keys of which a message has one."""
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 
 LEARNED = ("weight", "train", "training", "trainable", "loss")
@@ -54,6 +58,32 @@ _REFUSED = {
     **{key: "has parts of a message learned, and a message is learned as a whole or not" for key in _PARTLY},
     "refusal": "stands beside the content; write what the assistant said as its content",
 }
+
+
+_OPENS = re.compile(r"\s*[\[{]")
+_TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
+
+
+def as_turns(value: object) -> object:
+    """Return the messages of a chat as a list, in whatever way a table has them; anything else as it is.
+
+    A cell of CSV has them as a text, and older versions of the datasets library as a list for each key.
+    """
+    read = value
+    if isinstance(value, str) and _OPENS.match(value):
+        try:
+            read = _read_text(value)
+        except json.JSONDecodeError:
+            return value
+    if isinstance(read, Mapping) and all(map(is_list, read.values())) and len(set(map(len, read.values()))) == 1:
+        read = [dict(zip(read, message, strict=True)) for message in zip(*read.values(), strict=True)]
+    return read if are_turns(read) else value
+
+
+def are_turns(value: object) -> bool:
+    return (
+        is_list(value) and len(value) > 0 and all(isinstance(each, Mapping) and _NAMES & each.keys() for each in value)
+    )
 
 
 def parse_messages(value: object, key: str, source: str) -> Messages:
@@ -200,9 +230,25 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
 
 def from_json(text: object, key: str, where: str) -> Any:
     try:
-        return parse_json(str(text))
+        return _read_text(str(text))
     except json.JSONDecodeError as error:
         raise UserError(f'{where}: "{key}" is {shown(text)}, not JSON ({error.msg}); give a list of objects') from error
+
+
+def _read_text(text: str) -> Any:
+    """Read JSON, or what pandas and the datasets library write into a cell of CSV: values as Python has them, and
+    arrays of numpy, which have no comma between two objects.
+    """
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        try:
+            value = ast.literal_eval(_TEXT_OR_GAP.sub(lambda found: found[1] or "}, {", text.strip()))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            value = None
+        if not isinstance(value, list | dict) or has_half_surrogate(value):
+            raise
+        return value
 
 
 def as_list(value: object, key: str, where: str) -> Sequence[Any]:

@@ -11,8 +11,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from llmdistill.data.examples import Example, describe_left_out, parse_rows
-from llmdistill.data.memory import rows_in_memory
+from llmdistill.data.examples import FORMS, Example, describe_left_out, parse_rows
+from llmdistill.data.memory import rows_in_memory, unformatted
 from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, unreadable, without_nulls
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
@@ -329,7 +329,7 @@ def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> 
 def _saved(folder: Path) -> Iterable[dict[str, Any]]:
     import datasets
 
-    return datasets.load_from_disk(str(folder))
+    return unformatted(datasets.load_from_disk(str(folder)))
 
 
 def _load(*source: Any, **options: Any) -> Any:
@@ -363,12 +363,12 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
-    of_text = isinstance(first, Mapping) and field in first and not any(form in first for form in _FORMS)
-    return "text" if of_text else "instructions"
+    is_asked = isinstance(first, Mapping) and any(form in first for form in FORMS if form not in _ABOUT_A_TEXT)
+    return "text" if isinstance(first, Mapping) and field in first and not is_asked else "instructions"
 
 
-_FORMS = ("instruction", "messages", "conversations", "prompt")
-"""Keys by which a row with a text is one of instructions. Others, such as question, may be about a text."""
+_ABOUT_A_TEXT = ("query", "question", "problem")
+"""Keys of a form that may also stand beside a text, in a corpus."""
 
 
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:

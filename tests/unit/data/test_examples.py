@@ -2,6 +2,8 @@ import json
 from collections import Counter
 from typing import Any
 
+import datasets
+import numpy as np
 import pandas as pd
 import pytest
 from hostile import refuses
@@ -220,15 +222,59 @@ class TestKeysThatChangeARow:
         (tmp_path / "spaces.csv").write_text("prompt,completion,label\na,x, true\nb,y, False\n")
         assert [each.outputs for each in read_examples(tmp_path / "spaces.csv")] == [("x",)]
 
+    @pytest.mark.parametrize(
+        ("written", "separator"),
+        [(json.dumps, ","), (json.dumps, "\t"), (str, ","), (lambda value: str(np.array(value, dtype=object)), ",")],
+        ids=["JSON", "TSV", "pandas", "numpy"],
+    )
+    @pytest.mark.parametrize(
+        ("columns", "count"),
+        [
+            ({"messages": [USER, ANSWER, USER, AGAIN]}, 3),
+            ({"conversations": [{"from": "human", "value": "}  {"}, {"from": "gpt", "value": 'It\'s "so".'}]}, 1),
+            ({"prompt": [USER], "completion": [ANSWER]}, 1),
+            ({"prompt": [USER, AGAIN, USER], "chosen": [ANSWER]}, 3),
+            ({"chosen": [USER, ANSWER]}, 1),
+        ],
+        ids=lambda columns: "-".join(columns) if isinstance(columns, dict) else "",
+    )
+    def test_cells_of_tables_are_chats(self, columns, count, written, separator, tmp_path):
+        """As JSON, as pandas writes a list, and as the datasets library does, an array without commas."""
+        table = pd.DataFrame({key: [written(value)] for key, value in columns.items()})
+        path = tmp_path / ("a.csv" if separator == "," else "a.tsv")
+        table.to_csv(path, index=False, sep=separator)
+        [found] = read_examples(path)
+        assert found == learned(columns)
+        assert len(found.messages) == count
+
+    def test_a_set_of_chats_as_the_datasets_library_writes_csv(self, tmp_path):
+        rows = {"messages": [[USER, {**ANSWER, "content": "{1}\n {2}"}]], "tools": [[TOOL]]}
+        datasets.Dataset.from_dict(rows).to_csv(tmp_path / "a.csv")
+        assert read_examples(tmp_path / "a.csv") == [learned({key: value[0] for key, value in rows.items()})]
+
+    def test_answers_of_plain_prompts_stay_texts(self, tmp_path):
+        """Which may be JSON themselves, of messages too."""
+        row = {"prompt": "[1, 2] as JSON?", "completion": json.dumps([USER, ANSWER])}
+        pd.DataFrame([row]).to_csv(tmp_path / "a.csv", index=False)
+        [found] = read_examples(tmp_path / "a.csv")
+        assert (found.raw_prompt, found.outputs) == (row["prompt"], (row["completion"],))
+
+    @pytest.mark.parametrize("cell", ["[{'role': 'user', 'content': f()}]", "[{'role'", "{}", "[" * 9999])
+    def test_cells_that_are_no_chats(self, cell):
+        refuses('"messages" is ', learned, {"messages": cell})
+
     @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"messages": [USER, ANSWER]}, PAIR])
     @pytest.mark.parametrize("key", ["label", "kto_tag"])
     def test_answers_that_are_labeled_bad(self, row, key):
         assert learned({**row, key: True}) == learned(row)
-        for bad in (False, "False", "false"):
+        for good in ("True", " yes", "desirable", "good", "chosen"):
+            assert learned({**row, key: good}) == learned(row)
+        for bad in (False, "False", "false", "no", "Undesirable", "bad", "rejected"):
             with pytest.raises(LeftOut, match=f"{key} is false"):
                 learned({**row, key: bad})
         assert parse_row({**row, key: False}, "x:1", needs_answer=False) == learned(row), "a prompt has no bad answer"
-        assert learned({**row, key: "sports"}) == learned(row), "a label of another kind"
+        for other in ("sports", "maybe", "1", 0, 3, -1.0, ""):
+            refuses(f'x:1: "{key}" is {json.dumps(other)}; say by true or false', learned, {**row, key: other})
 
     @pytest.mark.parametrize(
         ("row", "example"),

@@ -1,4 +1,6 @@
+import json
 import re
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -19,6 +21,8 @@ EXAMPLES = [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
 COLUMNS = {key: [row[key] for row in ROWS] for key in ROWS[0]}
 TABLE = datasets.Dataset.from_list(ROWS)
 CHAT = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello.", "thinking": "Hm."}]
+COLUMNS_OF_CHAT = {"role": ["user", "assistant"], "content": ["Hi.", "Hello."], "thinking": [None, "Hm."]}
+TEXT = datasets.Value("string")
 ANSWERED = Example("", "", ("Hello.",), messages=(Turn("user", "Hi."),), answer_fields={"thinking": "Hm."})
 
 
@@ -71,7 +75,21 @@ def test_rows(data, tmp_path):
         pd.DataFrame({"messages": [CHAT, CHAT]}),
         pd.DataFrame({"messages": [np.array(CHAT, dtype=object)] * 2}),
         [{"messages": np.array(CHAT, dtype=object), "label": np.bool_(True)}] * 2,
-        datasets.Dataset.from_dict({"messages": [CHAT, CHAT], "label": [True, True]}).with_format("numpy"),
+        *(
+            datasets.Dataset.from_dict({"messages": [CHAT, CHAT], "label": [True, True]}).with_format(kind)
+            for kind in ("numpy", "torch", "pandas", "arrow")
+        ),
+        *(
+            datasets.Dataset.from_dict({"messages": [CHAT, CHAT]}).to_iterable_dataset().with_format(kind)
+            for kind in ("numpy", "torch", "pandas", "arrow")
+        ),
+        [{"messages": COLUMNS_OF_CHAT}] * 2,
+        [{"messages": {key: np.array(values, dtype=object) for key, values in COLUMNS_OF_CHAT.items()}}] * 2,
+        [{"messages": json.dumps(COLUMNS_OF_CHAT)}] * 2,
+        datasets.Dataset.from_dict(
+            {"messages": [COLUMNS_OF_CHAT] * 2},
+            features=datasets.Features({"messages": datasets.Sequence(dict.fromkeys(COLUMNS_OF_CHAT, TEXT))}),
+        ),
         datasets.Dataset.from_dict({"messages": [CHAT, CHAT]}),
         pa.table({"messages": [CHAT, CHAT]}),
         of_polars("DataFrame", "iter_rows", [{"messages": [{**CHAT[0], "thinking": None}, CHAT[1]]}] * 2),
@@ -81,6 +99,21 @@ def test_rows(data, tmp_path):
 def test_chats(data, tmp_path):
     assert examples_of(data) == [ANSWERED] * 2
     assert read_examples(write_rows(data, tmp_path)) == [ANSWERED] * 2
+
+
+def test_the_format_of_a_set_is_of_no_account(tmp_path):
+    table = TABLE.with_format("torch", columns=["instruction", "output"])
+    table.save_to_disk(tmp_path / "saved")
+    assert examples_of(table) == read_examples(tmp_path / "saved") == [replace(EXAMPLES[0], input=""), EXAMPLES[1]]
+    assert all(type(each.outputs[0]) is str for each in examples_of(TABLE.with_format("numpy")))
+    upper = TABLE.with_transform(lambda rows: {key: [str(each).upper() for each in rows[key]] for key in rows})
+    assert [each.outputs for each in examples_of(upper)] == [("3",), ("HI.",)]
+
+
+def test_nulls_that_a_row_gives_stay():
+    tool = {"function": {"name": "f", "parameters": {"default": None}}}
+    [found] = examples_of([{"messages": CHAT, "tools": [tool]}])
+    assert found.tools == ({"function": {"name": "f", "parameters": {"default": None}}},)
 
 
 @pytest.mark.parametrize(
