@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.chats import as_the_template_reads
+from llmdistill.models.chat_templates import as_the_template_reads
 
 _MARK = "\ue000"  # a character for private use, which no template writes
 

@@ -7,13 +7,12 @@ comparing what they write: of a chat with and without its answer, and once per t
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any, Literal
 
@@ -22,12 +21,22 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.examples import Example, Turn
 from llmdistill.errors import UserError
 from llmdistill.messages import logger
+from llmdistill.models.chat_templates import (
+    ANSWER,
+    OTHER_ANSWER,
+    QUESTION,
+    Frame,
+    Message,
+    as_the_template_reads,
+    frame_of,
+    render,
+    shared_length,
+    without_begun_mark,
+    without_overlap,
+)
 
 Turns = Literal["all", "last"]
-Message = dict[str, Any]
 
-_QUESTION, _ANSWER, _OTHER_ANSWER, _REASONING = "xq7", "yr8", "zs9", "wp6"
-"""Made-up texts, which begin and end differently, so that a comparison ends where a text does."""
 _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -50,35 +59,6 @@ class AnsweredChat:
     """As the template reads them."""
     options: Mapping[str, Any]
     """Further arguments of the template."""
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What a template writes around the texts of a chat."""
-
-    header: str = ""
-    """Begins the turn of the assistant, if the template does not do so for add_generation_prompt."""
-    prompt: str = ""
-    """Begins the turn of the assistant in a prompt, such as ``<|im_start|>assistant\\n<think>\\n``."""
-    tail: str = ""
-    """All that follows the last answer, such as ``<|im_end|>\\n``."""
-    last: str = ""
-    """The end of the last turn, such as ``<|im_end|>``; empty if the template writes none."""
-    inner: str = ""
-    """The end of an older turn of the assistant; not always that of the last one (gpt-oss)."""
-    separator: str = ""
-    """From the end of an older answer to the next text of the user, which begins with `inner`."""
-    opening: str = ""
-    """The token that begins the next turn, which is the end of a turn if the template writes no other (GLM)."""
-    writes_answers: bool = True
-    plain: str = ""
-    """Between a prompt and its answer without reasoning, such as ``<|channel|>final<|message|>``."""
-    before_reasoning: str = ""
-    """Between a prompt and its reasoning."""
-    after_reasoning: str = ""
-    """Between reasoning and the answer, such as ``\n</think>\n\n``; empty if the template has no reasoning."""
-    reasoning_key: str | None = None
-    """The key of a message under which the template reads reasoning; None if it reads none."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +129,12 @@ class _Chat:
     tokenizer: PreTrainedTokenizerBase
     messages: list[Message]
     text: str = field(init=False)
-    frame: _Frame = field(init=False)
+    frame: Frame = field(init=False)
     _prompts: dict[int, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.text = self._rendered(self.messages)
-        self.frame = _frame(self.tokenizer, self.example)
+        self.frame = frame_of(self.tokenizer, self.example.template_options)
 
     def answered(
         self, parts: list[tuple[int, int]], places: Sequence[int], *, is_marked: bool, has_end: bool
@@ -187,7 +167,7 @@ class _Chat:
         before, after = self.messages[:place], self.messages[place + 1 :]
         others = [
             self._rendered([*before, {"role": "assistant", "content": content}, *after])
-            for content in (_ANSWER, _OTHER_ANSWER)
+            for content in (ANSWER, OTHER_ANSWER)
         ]
         answer = shared_length(self.text, *others)
         common = shared_length(self.text, prompt)
@@ -247,13 +227,13 @@ class _Chat:
         """Where an older answer ends that is rendered as this message while nothing is after it; 0 if unclear."""
         # Whoever is next, the text is equal up to the header of the next turn. A turn of the user after it may change
         # the turn itself, as reasoning is left out before it.
-        until, question = [*self.messages[:place], message], {"role": "user", "content": _QUESTION}
+        until, question = [*self.messages[:place], message], {"role": "user", "content": QUESTION}
         for next_header, following in (
             (self.frame.prompt, lambda: _prompt(self.tokenizer, until, self.example)),
             (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._rendered([*until, question])),
         ):
             equal = self.text[: shared_length(self.text, following())]
-            end = len(_without_overlap(_whole(equal), next_header).rstrip())
+            end = len(without_overlap(without_begun_mark(equal), next_header).rstrip())
             if end > begin and end >= answered:
                 return end
         return 0
@@ -273,7 +253,7 @@ def read_reply(text: str, tokenizer: PreTrainedTokenizerBase, example: Example |
     """Split what was written after a prompt into the answer and its reasoning, in the form of the template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return Reply(text)
-    frame = _frame(tokenizer, example)
+    frame = frame_of(tokenizer, example.template_options if example else None)
     # A model does not always write the spaces around the marks.
     start = next((each for each in _with_and_without_spaces(frame.before_reasoning) if text.startswith(each)), None)
     if frame.after_reasoning and start is not None:
@@ -293,30 +273,6 @@ def _with_and_without_spaces(text: str) -> tuple[str, str]:
     return text, text.strip()
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that ends an answer in a chat: what the chat template writes after it, else the end token.
-
-    The two differ in some models, such as Gemma, whose turns end with <end_of_turn> and whose texts with <eos>. With
-    GLM's template it is the token that begins the next turn. The end may be an ordinary token, but not several.
-    """
-    end: int = tokenizer.eos_token_id
-    if getattr(tokenizer, "chat_template", None) is None:
-        return end
-    frame = _frame(tokenizer)
-    last = frame.last or frame.opening
-    ids: list[int] = tokenizer(last, add_special_tokens=False, verbose=False)["input_ids"] if last else []
-    if len(ids) == 1:
-        return ids[0]
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((index for index in ids if index in added), end)
-
-
-def shared_length(*sequences: Sequence[Any]) -> int:
-    """Return how far sequences are equal from their beginning."""
-    whole: Any = sequences
-    return len(os.path.commonprefix(whole))  # noqa: RUF071  # of any sequences, although it is among the paths
-
-
 def _checked(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
@@ -330,165 +286,25 @@ def _messages(turns: Sequence[Turn]) -> list[Message]:
     return [turn.as_message() for turn in turns]
 
 
-def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Return messages with their texts as lists of parts for the roles of which the template writes no plain string.
-
-    So are the templates of some models that see images too (Idefics, SmolVLM, LLaVA); others read both.
-    """
-    in_parts = _roles_in_parts(tokenizer, _template(tokenizer))
-    return [
-        {**each, "content": [{"type": "text", "text": each["content"]}]} if each["role"] in in_parts else each
-        for each in messages
-    ]
-
-
-@lru_cache(maxsize=64)
-def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[str]:
-    def writes(content: object, role: str, before: Sequence[Message], after: Sequence[Message] = ()) -> bool:
-        chat = [*before, {"role": role, "content": content}, *after]
-        with suppress(Exception):  # a template can raise anything
-            return _ANSWER in str(tokenizer.apply_chat_template(chat, tokenize=False))
-        return False
-
-    def in_parts(role: str, *others: Sequence[Message]) -> bool:
-        return not writes(_ANSWER, role, *others) and writes([{"type": "text", "text": _ANSWER}], role, *others)
-
-    parts: Any = [{"type": "text", "text": _QUESTION}]
-    found = {"user"} if in_parts("user", []) else set()
-    asked = {"role": "user", "content": parts if found else _QUESTION}
-    found |= {"assistant"} if in_parts("assistant", [asked]) else set()
-    found |= {"system"} if in_parts("system", [], [asked]) else set()
-    call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
-    calling = {"role": "assistant", "content": parts if "assistant" in found else "", "tool_calls": [call]}
-    found |= {"tool"} if in_parts("tool", [asked, calling]) else set()
-    return frozenset(found)
-
-
 def _options(example: Example) -> dict[str, Any]:
     return {**({"tools": [dict(tool) for tool in example.tools]} if example.tools else {}), **example.template_options}
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], example: Example) -> str:
     text = _rendered(tokenizer, messages, example, asks=True)
-    return text + _frame(tokenizer, example).header
+    return text + frame_of(tokenizer, example.template_options).header
 
 
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], example: Example, *, asks: bool = False
 ) -> str:
-    options = {**_options(example), "add_generation_prompt": asks}
     try:
-        return str(tokenizer.apply_chat_template(as_the_template_reads(messages, tokenizer), tokenize=False, **options))
+        return render(tokenizer, messages, _options(example), asks=asks)
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
             f"{place_of(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
         ) from error
-
-
-def _frame(tokenizer: PreTrainedTokenizerBase, example: Example | None = None) -> _Frame:
-    options = {} if example is None else dict(example.template_options)
-    given = json.dumps(options, default=str) if options else "{}"
-    return _frame_of(tokenizer, _template(tokenizer), tokenizer.eos_token, given)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else json.dumps(template)
-
-
-@lru_cache(maxsize=64)
-def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, options: str) -> _Frame:
-    """Find what a template writes around texts by two chats; empty of a template that refuses them."""
-
-    def rendered(*contents: str, asks: bool = False, **fields: str) -> str:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
-        messages[-1] |= fields
-        example = Example("", "", (), template_options=json.loads(options))
-        return _rendered(tokenizer, messages, example, asks=asks)
-
-    try:
-        asked, plain = (rendered(_QUESTION, asks=each) for each in (True, False))
-        answered, other = rendered(_QUESTION, _ANSWER), rendered(_QUESTION, _OTHER_ANSWER)
-    except UserError:  # which is said of the chats themselves
-        return _Frame()
-    header, before = "", answered[: shared_length(answered, other)]
-    if asked == plain and before.startswith(plain):
-        # A space at its end would be a token of its own in a prompt, and is part of the first one of an answer.
-        header = before[len(plain) :].rstrip(" ")
-        header = header if header.strip() else ""
-    prompt = header or asked[len(_whole(asked[: shared_length(asked, plain)])) :]
-    tail = answered.rpartition(_ANSWER)[2]
-    inner = separator = ""
-    try:
-        longer = rendered(_QUESTION, _ANSWER, _OTHER_ANSWER, _ANSWER)
-        next_asked = rendered(_QUESTION, _ANSWER, asks=True)
-    except UserError:
-        pass
-    else:
-        separator = longer.partition(_ANSWER)[2].partition(_OTHER_ANSWER)[0]
-        following = next_asked.rpartition(_ANSWER)[2] + header
-        inner = _without_overlap(separator[: shared_length(separator, following)], prompt)
-        # A template that begins the turn of the assistant in any case shows it nowhere apart.
-        mark = re.search(r"(<[^<>]*>|\[[^\[\]]*\])$", inner)
-        if mark and not prompt and mark[0] in longer.partition(_QUESTION)[0]:
-            inner = inner[: mark.start()]
-        inner = inner.rstrip()
-    last = inner if inner and tail.startswith(inner) else _first_end(tail, tokenizer)
-    special = (each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
-    opening = "" if last else max(filter(separator.startswith, special), key=len, default="")
-    asked += header
-    plain = answered[len(asked) :].partition(_ANSWER)[0] if answered.startswith(asked) else ""
-    return _Frame(
-        header,
-        prompt,
-        tail,
-        last,
-        inner or opening,
-        separator,
-        opening,
-        writes_answers=_ANSWER in answered,
-        plain=plain if plain.strip() else "",
-        **_reasoning(asked, partial(rendered, _QUESTION, _ANSWER)),
-    )
-
-
-def _reasoning(asked: str, answered: Callable[..., str]) -> dict[str, Any]:
-    """Find how a template writes the reasoning of an answer, which is rendered with the further keys of its message."""
-    for key in ("reasoning_content", "thinking", "reasoning"):
-        try:
-            text = answered(**{key: _REASONING})
-        except UserError:
-            continue
-        if text.startswith(asked) and _REASONING in text[len(asked) :]:
-            before, _, after = text[len(asked) :].partition(_REASONING)
-            return {
-                "before_reasoning": before,
-                "after_reasoning": after.partition(_ANSWER)[0],
-                "reasoning_key": key,
-            }
-    # Of a prompt that begins reasoning, the template may leave it out of the whole conversation (DeepSeek-R1).
-    mark = re.search(r"<(\w+)>\s*$", asked)
-    return {"after_reasoning": f"</{mark[1]}>"} if mark else {}
-
-
-def _first_end(tail: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of a turn in what follows the last answer: all up to a token that stands apart, as the <eos> of Phi-3."""
-    tokens = "|".join(re.escape(each.content) for each in tokenizer.added_tokens_decoder.values() if each.content)
-    apart = re.search(rf"(?<=\S)\s+(?:{tokens})+\s*$", tail) if tokens else None
-    return (tail if apart is None else tail[: apart.start()]).rstrip()
-
-
-def _whole(text: str) -> str:
-    """Leave out a mark that has only begun at the end of a text, such as ``<|`` of ``<|user|>``."""
-    return re.sub(r"[<\[{][^<>\[\]{}\s]*$", "", text)
-
-
-def _without_overlap(text: str, following: str) -> str:
-    """Leave out the end of a text with which `following` begins."""
-    length = next(n for n in range(min(len(text), len(following)), -1, -1) if text.endswith(following[:n]))
-    return text[: len(text) - length]
 
 
 def _is_marked(tokenizer: PreTrainedTokenizerBase, example: Example) -> bool:

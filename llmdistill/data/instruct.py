@@ -15,7 +15,7 @@ import pyarrow as pa
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chats import AnsweredChat, Turns, end_of_turn, place_of, render_answered, shared_length
+from llmdistill.data.chats import AnsweredChat, Turns, place_of, render_answered
 from llmdistill.data.collate import Encoded, sample_id
 from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_rows
 from llmdistill.data.prompts import (
@@ -41,6 +41,7 @@ from llmdistill.data.store import (
     tokenizer_fingerprint,
 )
 from llmdistill.errors import UserError
+from llmdistill.models.chat_templates import end_of_turn, shared_length
 from llmdistill.models.unembedded import check_rows
 
 _FORMAT = 7

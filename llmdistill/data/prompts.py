@@ -10,10 +10,11 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from llmdistill.data.chats import end_of_turn, place_of, render_chats
+from llmdistill.data.chats import place_of, render_chats
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
+from llmdistill.models.chat_templates import end_of_turn
 
 MINILLM, CHAT = "minillm", "chat"
 """Values of `data.prompt`; any other is a text with the field {instruction}, and usually {input}."""

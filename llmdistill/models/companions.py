@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from llmdistill.errors import UserError
 from llmdistill.files import leads_out, read_json, write_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
+from llmdistill.models.chat_templates import end_of_turn
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
 GENERATION_FILE = "generation_config.json"
@@ -73,7 +74,8 @@ def copy_companions(source: Path | str, target: Path) -> None:
     """Copy the companions that the folder of a model does not have yet; for an adapter also those of its base.
 
     `source` is a folder or a hub name. If both adapter and base have a tokenizer, the adapter's is copied, and no file
-    of the base's tokenizer is mixed in. The target's generation settings get the end token of its tokenizer.
+    of the base's tokenizer is mixed in. The target's generation settings get the end token of its tokenizer, and the
+    end of a turn of its chat template.
     """
     folder = downloaded(source)
     _copy(folder, target, (GENERATION_FILE, *_TOKENIZER))
@@ -141,15 +143,18 @@ def read_generation_settings(folder: Path) -> GenerationConfig | None:
 
 
 def _end_with_the_tokenizer(folder: Path) -> None:
-    """Let generation end with the end token of the tokenizer, with which the answers of the training data end."""
+    """Let generation end with the tokens that end the answers of training data, so that served students stop there: the
+    end token of the tokenizer, and what its chat template writes at the end of a turn.
+    """
     settings = read_generation_settings(folder)
     if settings is None or not (folder / "tokenizer_config.json").is_file():
         return
-    end = load_tokenizer(folder).eos_token_id
+    tokenizer = load_tokenizer(folder)
     named = settings.eos_token_id
     ends = [] if named is None else named if isinstance(named, list) else [named]
-    if end is not None and end not in ends:
-        settings.eos_token_id = [*ends, end] if ends else end
+    new = [end for end in dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]) if end not in [*ends, None]]
+    if new:
+        settings.eos_token_id = [*ends, *new] if len([*ends, *new]) > 1 else new[0]
         settings.save_pretrained(folder)
 
 

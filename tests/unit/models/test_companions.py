@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from chat_templates import TEMPLATES, chatting
 from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model
 from transformers import AutoModel, GenerationConfig
@@ -33,6 +34,32 @@ def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_
     assert settings["eos_token_id"] == expected
     assert (settings["temperature"], settings["do_sample"]) == (0.25, True)
     assert manifest_damage(tmp_path / "student") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("ordinary_end", "</turn>"),
+        ("glm", "<|user|>"),
+        ("channels", "<|return|>"),
+        ("chatml", "<|im_end|>"),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("ends", [None, 1, [1, 3]])
+def test_a_student_stops_where_the_chat_template_ends_a_turn(tmp_path, template, end, ends):
+    teacher = tmp_path / "teacher"
+    tokenizer = chatting(TEMPLATES[template or "chatml"])
+    tokenizer.chat_template = tokenizer.chat_template if template else None
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(teacher)
+    tokenizer.save_pretrained(teacher)
+    GenerationConfig(eos_token_id=ends).save_pretrained(teacher)
+    compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
+    # As transformers' generate and vLLM read it.
+    found = GenerationConfig.from_pretrained(tmp_path / "student").eos_token_id
+    expected = [*([] if ends is None else [1] if ends == 1 else ends), tokenizer.eos_token_id]
+    expected += [tokenizer.convert_tokens_to_ids(end)] if end else []
+    assert found == (expected if len(expected) > 1 else expected[0])
 
 
 def sentence_encoder(folder, *, linear=False):

@@ -1,0 +1,224 @@
+"""What a chat template writes around the texts of a chat, how a turn ends, and in which form it reads texts.
+
+Templates are programs, so this is found by comparing what they write of chats of made-up texts, once per template.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+QUESTION, ANSWER, OTHER_ANSWER, _REASONING = "xq7", "yr8", "zs9", "wp6"
+"""Made-up texts, which begin and end differently, so that a comparison ends where a text does."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around the texts of a chat."""
+
+    header: str = ""
+    """Begins the turn of the assistant, if the template does not do so for add_generation_prompt."""
+    prompt: str = ""
+    """Begins the turn of the assistant in a prompt, such as ``<|im_start|>assistant\\n<think>\\n``."""
+    tail: str = ""
+    """All that follows the last answer, such as ``<|im_end|>\\n``."""
+    last: str = ""
+    """The end of the last turn, such as ``<|im_end|>``; empty if the template writes none."""
+    inner: str = ""
+    """The end of an older turn of the assistant; not always that of the last one (gpt-oss)."""
+    separator: str = ""
+    """From the end of an older answer to the next text of the user, which begins with `inner`."""
+    opening: str = ""
+    """The token that begins the next turn, which is the end of a turn if the template writes no other (GLM)."""
+    writes_answers: bool = True
+    plain: str = ""
+    """Between a prompt and its answer without reasoning, such as ``<|channel|>final<|message|>``."""
+    before_reasoning: str = ""
+    """Between a prompt and its reasoning."""
+    after_reasoning: str = ""
+    """Between reasoning and the answer, such as ``\n</think>\n\n``; empty if the template has no reasoning."""
+    reasoning_key: str | None = None
+    """The key of a message under which the template reads reasoning; None if it reads none."""
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that ends an answer in a chat: what the chat template writes after it, else the end token.
+
+    The two differ in some models, such as Gemma, whose turns end with <end_of_turn> and whose texts with <eos>. With
+    GLM's template it is the token that begins the next turn. The end may be an ordinary token, but not several.
+    """
+    end: int = tokenizer.eos_token_id
+    if getattr(tokenizer, "chat_template", None) is None:
+        return end
+    frame = frame_of(tokenizer)
+    last = frame.last or frame.opening
+    ids: list[int] = tokenizer(last, add_special_tokens=False, verbose=False)["input_ids"] if last else []
+    if len(ids) == 1:
+        return ids[0]
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((index for index in ids if index in added), end)
+
+
+def shared_length(*sequences: Sequence[Any]) -> int:
+    """Return how far sequences are equal from their beginning."""
+    whole: Any = sequences
+    return len(os.path.commonprefix(whole))  # noqa: RUF071  # of any sequences, although it is among the paths
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], options: Mapping[str, Any], *, asks: bool = False
+) -> str:
+    """Return what the template writes of messages; `asks` begins the turn of the assistant after them.
+
+    A template can raise anything.
+    """
+    given = as_the_template_reads(messages, tokenizer)
+    return str(tokenizer.apply_chat_template(given, tokenize=False, **{**options, "add_generation_prompt": asks}))
+
+
+def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """Return messages with their texts as lists of parts for the roles of which the template writes no plain string.
+
+    So are the templates of some models that see images too (Idefics, SmolVLM, LLaVA); others read both.
+    """
+    in_parts = _roles_in_parts(tokenizer, _template(tokenizer))
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} if each["role"] in in_parts else each
+        for each in messages
+    ]
+
+
+@lru_cache(maxsize=64)
+def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[str]:
+    def writes(content: object, role: str, before: Sequence[Message], after: Sequence[Message] = ()) -> bool:
+        chat = [*before, {"role": role, "content": content}, *after]
+        with suppress(Exception):  # a template can raise anything
+            return ANSWER in str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return False
+
+    def in_parts(role: str, *others: Sequence[Message]) -> bool:
+        return not writes(ANSWER, role, *others) and writes([{"type": "text", "text": ANSWER}], role, *others)
+
+    parts: Any = [{"type": "text", "text": QUESTION}]
+    found = {"user"} if in_parts("user", []) else set()
+    asked = {"role": "user", "content": parts if found else QUESTION}
+    found |= {"assistant"} if in_parts("assistant", [asked]) else set()
+    found |= {"system"} if in_parts("system", [], [asked]) else set()
+    call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
+    calling = {"role": "assistant", "content": parts if "assistant" in found else "", "tool_calls": [call]}
+    found |= {"tool"} if in_parts("tool", [asked, calling]) else set()
+    return frozenset(found)
+
+
+def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> Frame:
+    """Return what the template writes around texts with these further arguments."""
+    given = json.dumps(options, default=str) if options else "{}"
+    return _frame_of(tokenizer, _template(tokenizer), tokenizer.eos_token, given)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template)
+
+
+@lru_cache(maxsize=64)
+def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, options: str) -> Frame:
+    """Find what a template writes around texts by two chats; empty of a template that refuses them."""
+
+    def rendered(*contents: str, asks: bool = False, **fields: str) -> str:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
+        messages[-1] |= fields
+        return render(tokenizer, messages, json.loads(options), asks=asks)
+
+    try:
+        asked, plain = (rendered(QUESTION, asks=each) for each in (True, False))
+        answered, other = rendered(QUESTION, ANSWER), rendered(QUESTION, OTHER_ANSWER)
+    except Exception:  # which is said of the chats themselves
+        return Frame()
+    header, before = "", answered[: shared_length(answered, other)]
+    if asked == plain and before.startswith(plain):
+        # A space at its end would be a token of its own in a prompt, and is part of the first one of an answer.
+        header = before[len(plain) :].rstrip(" ")
+        header = header if header.strip() else ""
+    prompt = header or asked[len(without_begun_mark(asked[: shared_length(asked, plain)])) :]
+    tail = answered.rpartition(ANSWER)[2]
+    inner = separator = ""
+    try:
+        longer = rendered(QUESTION, ANSWER, OTHER_ANSWER, ANSWER)
+        next_asked = rendered(QUESTION, ANSWER, asks=True)
+    except Exception:
+        pass
+    else:
+        separator = longer.partition(ANSWER)[2].partition(OTHER_ANSWER)[0]
+        following = next_asked.rpartition(ANSWER)[2] + header
+        inner = without_overlap(separator[: shared_length(separator, following)], prompt)
+        # A template that begins the turn of the assistant in any case shows it nowhere apart.
+        mark = re.search(r"(<[^<>]*>|\[[^\[\]]*\])$", inner)
+        if mark and not prompt and mark[0] in longer.partition(QUESTION)[0]:
+            inner = inner[: mark.start()]
+        inner = inner.rstrip()
+    last = inner if inner and tail.startswith(inner) else _first_end(tail, tokenizer)
+    special = (each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
+    opening = "" if last else max(filter(separator.startswith, special), key=len, default="")
+    asked += header
+    plain = answered[len(asked) :].partition(ANSWER)[0] if answered.startswith(asked) else ""
+    return Frame(
+        header,
+        prompt,
+        tail,
+        last,
+        inner or opening,
+        separator,
+        opening,
+        writes_answers=ANSWER in answered,
+        plain=plain if plain.strip() else "",
+        **_reasoning(asked, partial(rendered, QUESTION, ANSWER)),
+    )
+
+
+def _reasoning(asked: str, answered: Callable[..., str]) -> dict[str, Any]:
+    """Find how a template writes the reasoning of an answer, which is rendered with the further keys of its message."""
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        try:
+            text = answered(**{key: _REASONING})
+        except Exception:
+            continue
+        if text.startswith(asked) and _REASONING in text[len(asked) :]:
+            before, _, after = text[len(asked) :].partition(_REASONING)
+            return {
+                "before_reasoning": before,
+                "after_reasoning": after.partition(ANSWER)[0],
+                "reasoning_key": key,
+            }
+    # Of a prompt that begins reasoning, the template may leave it out of the whole conversation (DeepSeek-R1).
+    mark = re.search(r"<(\w+)>\s*$", asked)
+    return {"after_reasoning": f"</{mark[1]}>"} if mark else {}
+
+
+def _first_end(tail: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end of a turn in what follows the last answer: all up to a token that stands apart, as the <eos> of Phi-3."""
+    tokens = "|".join(re.escape(each.content) for each in tokenizer.added_tokens_decoder.values() if each.content)
+    apart = re.search(rf"(?<=\S)\s+(?:{tokens})+\s*$", tail) if tokens else None
+    return (tail if apart is None else tail[: apart.start()]).rstrip()
+
+
+def without_begun_mark(text: str) -> str:
+    """Leave out a mark that has only begun at the end of a text, such as ``<|`` of ``<|user|>``."""
+    return re.sub(r"[<\[{][^<>\[\]{}\s]*$", "", text)
+
+
+def without_overlap(text: str, following: str) -> str:
+    """Leave out the end of a text with which `following` begins."""
+    length = next(n for n in range(min(len(text), len(following)), -1, -1) if text.endswith(following[:n]))
+    return text[: len(text) - length]
