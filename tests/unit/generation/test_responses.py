@@ -2,20 +2,24 @@
 
 import contextlib
 import json
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from chat_templates import TEMPLATES
 from damage import flip
 from hostile import refuses
 from references import greedy_answer
 from transformers import GenerationConfig, LlamaConfig
 
 from llmdistill.config import ResponseConfig
+from llmdistill.data.instruct import Limits, open_examples, store_examples
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import answers_file, responses
@@ -27,7 +31,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
 
 from stand_in_vllm import StandInLLM, install
-from support import ThreadRanks
+from support import ThreadRanks, write_rows
 
 END = 0
 LIMITS = {"max_prompt_length": 60, "max_length": 70}
@@ -105,6 +109,52 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     assert record["settings"]["dtype"] == "fp32"
     assert json.loads(side_file(output).read_text()) == record
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
+
+
+@pytest.mark.parametrize("reasoning", ["keep", "drop"])
+def test_a_student_learns_the_tokens_that_a_reasoning_teacher_wrote(reasoning, tmp_path, monkeypatch):
+    """From the answers in a file to the tokens of training: with a template as Qwen3's, and with an instruction."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(locate("embedded:teacher"), teacher)
+    tokenizer = load_tokenizer(teacher)
+    tokenizer.chat_template = TEMPLATES["closed"].replace("<|im_end|>", tokenizer.eos_token)
+    tokenizer.save_pretrained(teacher)
+    question = "Where does Anna live?"
+    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    chat = [*chat, {"role": "user", "content": question}]
+    data = write_rows(tmp_path / "data.jsonl", [{"instruction": question, "input": ""}, {"messages": chat}])
+    thought, written = tokenizer("<think>\nHm.\n</think>\n\n", add_special_tokens=False)["input_ids"], {}
+    real = responses.answer_batch
+
+    def reasoned(engine, prompt_ids, plan, number, seed):
+        for index, ids in real(engine, prompt_ids, plan, number, seed).items():
+            written[index] = [
+                *thought,
+                *(each for each in ids if each != tokenizer.eos_token_id),
+                tokenizer.eos_token_id,
+            ]
+        return written
+
+    monkeypatch.setattr(responses, "answer_batch", reasoned)
+    limits = {"max_prompt_length": 180, "max_length": 190}
+    settings = ResponseConfig(decoding="greedy", engine="hf", prompt="chat", reasoning=reasoning, **limits)
+    generate_responses(str(teacher), str(data), tmp_path / "answers.jsonl", settings)
+    stored = store_examples(
+        tmp_path / "answers.jsonl",
+        tokenizer,
+        Limits(max_prompt_length=500, max_length=600, prompt="chat"),
+        cache_dir=tmp_path,
+    )
+    asked = [[{"role": "user", "content": question}], chat]
+    for index, (item, messages) in enumerate(zip(open_examples(stored).items, asked, strict=True)):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        ids = written[index]
+        if reasoning == "drop":  # the template writes an empty block
+            ids = [*tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"], *ids[len(thought) :]]
+        learned = item.ids[item.borders[0] : item.borders[1]]
+        assert tokenizer.decode(learned) == tokenizer.decode(ids)
+        assert (item.ids[: item.borders[0]], learned) == (prompt, ids)
+        assert len(item.borders) == 2, "the earlier answer is given"
 
 
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(generate, tmp_path, monkeypatch):
