@@ -205,6 +205,26 @@ _EMBEDDING = re.compile(
     r"\.(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)(?:\.base_layer|\.modules_to_save)?\.weight$"
 )
 """The names that architectures give their token embedding and LM head."""
+_OF_EMBEDDING = re.compile(_EMBEDDING.pattern.partition(")")[0] + r")\.")
+
+
+def unties_embeddings(folder: Path) -> bool:
+    """Whether the LM head is no longer the token embedding once an adapter is merged: it changes one, or each by
+    itself.
+    """
+    settings = read_json(folder / CONFIG_FILE)
+    if settings.get("ensure_weight_tying") or not (folder / WEIGHTS_FILE).is_file():
+        return False
+    try:
+        with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
+            names = [name for name in file.keys() if _OF_EMBEDDING.search(name)]  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError):  # which is said where the weights are read
+        return False
+    # A whole matrix may also be saved as it is in the base, or with more rows; peft changes single tokens in both.
+    whole = {found[1] for name in names if (found := _EMBEDDING.search(name))}
+    adapted = (name for name in names if not _EMBEDDING.search(name) and "trainable_tokens" not in name)
+    saved = {str(name).rpartition(".")[2] for name in settings.get("modules_to_save") or ()}
+    return not whole.isdisjoint(saved) or any(adapted)
 
 
 def _untie(model: PreTrainedModel) -> None:

@@ -13,14 +13,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
-from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base
+from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base, unties_embeddings
 from llmdistill.models.config_check import check_builds, check_parts, check_values
 from llmdistill.models.families import FAMILIES, is_causal
 from llmdistill.models.weight_files import check_weight_files
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of the model in a folder or on the hub; for a peft adapter, the config of its base.
+    """The config of the model in a folder or on the hub; for a peft adapter, the config of the merged model.
 
     Raises UserError if the folder does not exist, has no config.json or an invalid one, if the model is neither a
     decoder nor an encoder of text, or if the hub has no such name or cannot be reached.
@@ -31,6 +31,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         rows = embedding_rows(adapter)
         if rows:  # the adapter may have been trained with more tokens
             config.vocab_size = next(iter(rows.values()))
+        if config.tie_word_embeddings and unties_embeddings(adapter):
+            config.tie_word_embeddings = False
         return config
     if folder is not None:
         _check_config_file(folder / "config.json")

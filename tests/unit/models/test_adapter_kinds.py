@@ -97,6 +97,7 @@ def test_logits_are_those_of_peft(save, tmp_path, kind, tied):
     head, table = stock.get_output_embeddings().weight, stock.get_input_embeddings().weight
     is_one = tied and kind not in UNTYING
     assert ((head is table), stock.config.tie_word_embeddings) == (is_one, is_one)
+    assert load_config(adapter).tie_word_embeddings == is_one
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("whole", False), ("whole", True), ("adapted", True)])
@@ -105,7 +106,26 @@ def test_embeddings_that_were_resized_come_from_the_adapter(save, kind, tied):
     assert load_config(adapter).vocab_size == 64
     loaded = load_model(adapter, dtype=torch.float32)
     assert loaded.config.vocab_size == 64
+    assert load_config(adapter).tie_word_embeddings == loaded.config.tie_word_embeddings
     torch.testing.assert_close(outputs(loaded), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj"]], ids=["experts", "experts and linears"])
+def test_adapters_of_parameters_that_are_no_linears(targets, tmp_path):
+    """The stacked weights of experts, which peft adapts by `target_parameters`."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=targets, target_parameters=stacks))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = outputs(model.eval())
+    assert (outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "base")) - expected).abs().max() > 0.01
+    found = outputs(load_model(tmp_path / "adapter", dtype=torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_that_cannot_be_merged(save):
