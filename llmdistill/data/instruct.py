@@ -23,6 +23,7 @@ from llmdistill.data.prompts import (
     PROMPT_WITH_INPUT,
     PROMPT_WITHOUT_INPUT,
     as_chat,
+    check_chat_keys,
     is_chat,
     render_chats,
     render_prompt,
@@ -132,6 +133,7 @@ def encode_prompts(
         UserError: as in `render_prompt`; a prompt is too long and limits.long_prompts is "error"; or no prompt is left,
             unless may_be_empty.
     """
+    check_chat_keys(examples, limits.prompt)
     plain = [render_prompt(each, prompt=limits.prompt) for each in examples if not is_chat(each, limits.prompt)]
     plain_ids = iter(_prompts(plain, tokenizer))
     chats = render_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer)
@@ -214,6 +216,7 @@ def encode(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    check_chat_keys(examples, limits.prompt)
     chats = iter(_encode_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer, limits))
     plain = [each for each in examples if not is_chat(each, limits.prompt)]
     prompts = iter(_prompts([render_prompt(each, prompt=limits.prompt) for each in plain], tokenizer))

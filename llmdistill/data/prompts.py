@@ -82,16 +82,18 @@ def describe_prompt(prompt: str) -> str:
     return f"a text of one's own (data.prompt={text if len(text) <= 80 else text[:77] + '...'})"
 
 
-def is_chat(example: Example, prompt: str) -> bool:
-    """Whether an example is put by the chat template.
-
-    Raises UserError if an instruction has a key, such as system, that the resolved prompt has no place for.
-    """
-    if example.chat_key and prompt != CHAT:
+def check_chat_keys(examples: Sequence[Example], prompt: str) -> None:
+    """Raise a UserError for an instruction with a key, such as system, that the resolved prompt has no place for."""
+    example = next((each for each in examples if each.chat_key), None)
+    if example is not None and prompt != CHAT:
         raise UserError(
             f'{place_of(example)}"{example.chat_key}" has a place in a chat template alone, but the prompt is '
             f"{describe_prompt(prompt)}; set data.prompt to chat, or take the key out of the rows"
         )
+
+
+def is_chat(example: Example, prompt: str) -> bool:
+    """Whether an example is put by the chat template, if the resolved prompt is this one."""
     return bool(example.messages) or (prompt == CHAT and example.raw_prompt is None)
 
 
@@ -113,6 +115,7 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
         UserError: a chat template is needed, and there is none or it refuses the messages; or the example has an input,
             and the text has no field for it.
     """
+    check_chat_keys([example], prompt)
     if is_chat(example, prompt):
         return render_chats([as_chat(example)], tokenizer)[0]
     if example.raw_prompt is not None:

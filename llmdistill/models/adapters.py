@@ -147,7 +147,7 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         merged.config.tie_word_embeddings = was_tied  # which peft has set to false for the copies
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))}); train it again, or give "
+            f"{folder}: the adapter cannot be merged into its base ({_shortened(str(error))}); train it again, or give "
             "the base alone"
         ) from error
     _tie_again(merged)
@@ -386,10 +386,10 @@ def _matches(name: str, target: str) -> bool:
 
 def _does_not_fit(folder: Path, base: PreTrainedModel, reason: str) -> UserError:
     return UserError(
-        f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_one_line(reason)}): "
+        f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shortened(reason)}): "
         f"correct base_model_name_or_path in {CONFIG_FILE}"
     )
 
 
-def _one_line(text: str) -> str:
+def _shortened(text: str) -> str:
     return shorten(text, 300, placeholder=" ...")

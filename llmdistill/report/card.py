@@ -138,8 +138,8 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     pipeline, _ = _task(folder, config)
     factors, bits = _factors(config), bits_of(config)
     params = count_parameters(build_reference(config))
-    title, scores = _one_line(title), []
-    for name, values in ((_one_line(name), values) for name, values in story.scores.items()):
+    title, scores = _without_line_breaks(title), []
+    for name, values in ((_without_line_breaks(name), values) for name, values in story.scores.items()):
         kind = re.sub(r"[^\w/.-]+", "-", name).lower()
         scores += [EvalResult(pipeline, kind, name, metric, round(value, 4)) for metric, value in values.items()]
     data = ModelCardData(
@@ -147,8 +147,8 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         base_model=teacher.hub,
         library_name=_library(folder, config),
         pipeline_tag=pipeline,
-        tags=["llmdistill", *map(_one_line, story.tags)],
-        datasets=list(map(_one_line, story.datasets)) or None,
+        tags=["llmdistill", *map(_without_line_breaks, story.tags)],
+        datasets=list(map(_without_line_breaks, story.datasets)) or None,
         model_name=title if story.scores else None,
         eval_results=scores or None,
     )
@@ -178,7 +178,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
 
 
-def _one_line(text: str) -> str:
+def _without_line_breaks(text: str) -> str:
     """A text as the header of a card takes it, which a line of three dashes would end."""
     return " ".join(text.split())
 

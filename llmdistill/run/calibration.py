@@ -176,9 +176,11 @@ def measure_weights_on(
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
         try:
-            return weigh(source, settings, method)
+            found = weigh(source, settings, method)
         finally:
             moved.to(own)
+        _say_which_allocation(found, aside=True)
+        return found
 
 
 def _kept(
@@ -327,9 +329,15 @@ def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: f
     }
     write_json(folder / WEIGHTING_FILE, values)
     say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    _say_which_allocation(found)
+
+
+def _say_which_allocation(found: Weighted, *, aside: bool = False) -> None:
+    """Print which allocation the check on held-out data chose, if there was one."""
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
         say(
             f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
-            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}"
+            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}",
+            aside=aside,
         )

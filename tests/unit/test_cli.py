@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -103,7 +104,11 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     output = str(tmp_path / "student")
     data = ["--calibration.data", "embedded:train", "--calibration.examples", "8", "--calibration.held_out", "4"]
     assert main(["compress", "--model", "embedded:teacher", "--output", output, *BY_LOSS, *data, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    captured = capsys.readouterr()
+    told = json.loads(captured.out.splitlines()[-1])
+    found = re.search(r"on held-out data: (\S+) with ranks by predicted loss, (\S+) with one rank", captured.err)
+    chosen = "the ranks" if float(found[1]) <= float(found[2]) else "one rank"
+    assert f"the student takes {chosen}" in captured.err
     assert len(loaded) == 1  # the teacher, once
     student = AutoModelForCausalLM.from_pretrained(output)
     assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
