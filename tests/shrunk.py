@@ -1,5 +1,6 @@
 """Models of every type of decoder and encoder in transformers, shrunk by rule with what is peculiar to each."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 320
 WIDTH, HEADS, LENGTH = 32, 4, 128
+AS_DECODER = " as a decoder"
 
 _SIZES: list[tuple[int, str]] = [
     (VOCABULARY, "vocab_size"),
@@ -73,19 +75,31 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 
 
+@cache
 def model_types() -> dict[str, Any]:
-    """The class that builds each model type: masked for those that are encoders, causal for the others."""
-    return {
-        name: AutoModelForMaskedLM if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES else AutoModelForCausalLM
-        for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES})
-        if name in CONFIG_MAPPING_NAMES
-    }
+    """The class that builds each model type: masked for those that are encoders, causal for the others.
+
+    Encoders that can be decoders, and the decoders of models that have an encoder too, come a second time.
+    """
+    causal, masked = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    names = [name for name in sorted({*causal, *masked}) if name in CONFIG_MAPPING_NAMES]
+    types = {name: AutoModelForMaskedLM if name in masked else AutoModelForCausalLM for name in names}
+    both = [name for name in names if name in causal and causal[name] != masked.get(name, causal[name])]
+    decoders = {*both, *(name for name in names if name in causal and _has_encoder(name))}
+    return types | {f"{name}{AS_DECODER}": AutoModelForCausalLM for name in sorted(decoders)}
+
+
+def _has_encoder(name: str) -> bool:
+    try:
+        return bool(AutoConfig.for_model(name).is_encoder_decoder)
+    except Exception:  # the default config of some contradicts itself
+        return False
 
 
 def of_text_alone(name: str) -> bool:
     """Whether the default config of a type is that of one model of text."""
     try:
-        config = AutoConfig.for_model(name)
+        config = AutoConfig.for_model(name.removesuffix(AS_DECODER))
         return config.get_text_config() is config
     except Exception:  # the default config of some contradicts itself
         return False
@@ -189,6 +203,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 def shrunk_config(name: str) -> PreTrainedConfig:
     """The small config of a model type: every size of its default config made small, and the layers it needs to have
     one of each kind."""
+    name, decoder = name.removesuffix(AS_DECODER), name.endswith(AS_DECODER)
     whole = AutoConfig.for_model(name)
     values = {key: value for key, value in whole.to_dict().items() if value is not None}
     settings = {
@@ -224,6 +239,7 @@ def shrunk_config(name: str) -> PreTrainedConfig:
     )
     settings["vocab_size"] = VOCABULARY
     settings |= {key: value for key, value in _TOKENS.items() if key in values}
+    settings |= {"is_decoder": True, "is_encoder_decoder": False} if decoder else {}
     return AutoConfig.for_model(name, **(settings | _OVERRIDES.get(name, {})))
 
 

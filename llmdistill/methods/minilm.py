@@ -72,7 +72,7 @@ def build_minilm(
     causal = layers.same_direction(teacher, student, method="minilm")
     layers.check_scores(settings.attention, teacher, student, method="minilm")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
-    widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
+    widths = of_student.num_kv_heads * of_student.value_dim, of_teacher.num_kv_heads * of_teacher.value_dim
     hidden_widths = of_student.hidden_size, of_teacher.hidden_size
     wrong = next((width for width in hidden_widths if width % of_student.num_heads != 0), None)
     if settings.hidden_relation > 0 and wrong is not None:

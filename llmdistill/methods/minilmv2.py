@@ -126,6 +126,8 @@ def _width(shape: Shape, sides: Sides) -> int:
     """The width of both sides after the side with fewer heads is repeated."""
     if "hidden" in sides:
         return shape.hidden_size
+    if sides == ("value", "value"):
+        return shape.value_dim * shape.num_kv_heads
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
 
 

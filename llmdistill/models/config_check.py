@@ -68,7 +68,8 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
             if most > 0 and not fits:
                 what = f"no divisor of {most} experts" if name == "n_group" else f"no number from 1 to {most}"
                 raise _wrong(file, key, value, what)
-        is_dropout = _DROPOUTS.search(name) and isinstance(usual.get(path), int | float)
+        # ESM's token_dropout is true or false.
+        is_dropout = _DROPOUTS.search(name) and type(usual.get(path)) in (int, float)
         if is_dropout and not (number and 0 <= value <= 1):
             raise _wrong(file, key, value, "no number from 0 to 1")
         if name.endswith("_token_id") and isinstance(value, int) and value >= 2**31:

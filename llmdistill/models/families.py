@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
 from llmdistill.models.general import causal_by_classes, find_layers
+from llmdistill.models.traced import Traced, traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -232,8 +233,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
 one at runtime before a model is loaded. Its attention module must use transformers' attention interface, and pass the
-layer's `sliding_window` to it if there is one, or have `projections`; the entry defines everything else. A model
-without an entry is trained by the terms on its output alone (`models.general`)."""
+layer's `sliding_window` to it if there is one, or have `projections`; the entry defines everything else. The parts of
+a model without an entry are traced (`models.traced`); if that fails, it is trained by the terms on its output alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,31 +246,48 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Features of a head of queries and keys."""
+    value_dim: int
+    """Features of a head of values."""
     intermediate_size: int
     windows: tuple[int | None, ...]
     """Sliding attention window of each layer in tokens, including the token itself; None for full attention."""
 
 
 def has_family(config: PreTrainedConfig) -> bool:
-    """Whether the architecture of a config has an entry, so that its inner tensors can be compared."""
-    return config.model_type in FAMILIES
+    """Whether the architecture of a config has an entry; an encoder that is set to be a decoder is another one."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and (family.causal or not getattr(config, "is_decoder", False))
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model's config. Raises UserError if it has no entry, or if an encoder sets is_decoder."""
-    if not has_family(config):
+    """The family of a model's config: its entry, or what is traced. Raises UserError if its layers cannot be tapped."""
+    if has_family(config):
+        return FAMILIES[config.model_type]
+    found = _traced_parts(config)
+    return Family(
+        layers=found.layers,
+        embedding=None,
+        attention=found.attention,
+        ffn_up=found.ffn_up,
+        ffn_gate=found.ffn_gate,
+        ffn_down=found.ffn_down,
+        causal=causal_by_classes(config),
+        makes_mask=True,
+        scores_are_products=found.scores_are_products,
+    )
+
+
+def _traced_parts(config: PreTrainedConfig) -> Traced:
+    causal_by_classes(config)  # is it of a supported kind?
+    try:
+        return traced(config)
+    except UserError as error:
         raise UserError(
-            f"{config.model_type} has no entry in FAMILIES of llmdistill/models/families.py, so nothing can use its "
-            f"inner tensors or sizes (those that have: {', '.join(FAMILIES)}): take method sft, kd or seqkd, on-policy "
-            "data too, and a student by SVD, Kronecker products, LoRA or student.model"
-        )
-    family = FAMILIES[config.model_type]
-    if not family.causal and getattr(config, "is_decoder", False):
-        raise UserError(
-            f"config.json: is_decoder is true for a {config.model_type}, which is supported as an encoder only: "
-            "set it to false or take a decoder architecture"
-        )
-    return family
+            f"{config.model_type} has no entry in FAMILIES of llmdistill/models/families.py, and {error}, so nothing "
+            "can use its inner tensors: take method sft, kd or seqkd, on-policy data too, and a student by SVD, "
+            "Kronecker products, LoRA or student.model"
+        ) from None
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
@@ -317,9 +335,12 @@ def is_head(model: PreTrainedModel, name: str) -> bool:
 
 def shape_of(config: PreTrainedConfig) -> Shape:
     """The sizes of a model, from its config alone."""
+    if not has_family(config):
+        found = _traced_parts(config)
+        return Shape(**{each.name: getattr(found, each.name) for each in fields(Shape)})
     num_layers, num_heads, hidden_size = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     intermediate_size = getattr(config, family_of(config).ffn_size)
-    head_dim = getattr(config, "head_dim", None)
+    head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds is None:  # Mistral has no layer types: all its layers slide
@@ -329,7 +350,8 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=hidden_size // num_heads if head_dim is None else head_dim,
+        head_dim=head_dim,
+        value_dim=head_dim,
         intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
 from llmdistill.config import StudentConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
@@ -67,8 +69,9 @@ def _check_teacher_head(plan: Plan) -> None:
     """Raise a UserError if a term needs the output of a bare encoder, which the teacher's config shows."""
     models, method = plan.models, plan.method
     name = (models.teacher.architectures or [""])[0]
+    bare = MODEL_MAPPING_NAMES.get(models.teacher.model_type, "")  # several of Funnel
     needs_none = models.causal or plan.before is not None or not method.needs_teacher or plan.task.head is not None
-    if needs_none or models.teacher_head == "none" or not name.endswith("Model"):
+    if needs_none or models.teacher_head == "none" or name not in ({bare} if isinstance(bare, str) else bare):
         return
     terms = [term.name for term in method.token_terms if term.divergence is not None]
     terms += [term.name for term in method.sequence_terms if term.needs_teacher]

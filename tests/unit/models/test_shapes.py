@@ -9,7 +9,7 @@ from tiny import SETTINGS, shaken, tiny_config
 from transformers import AutoConfig, AutoModel, AutoModelForPreTraining, BertConfig, RobertaForSequenceClassification
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
+from llmdistill.models.families import FAMILIES, family_of, is_causal, layers_of, shape_of
 from llmdistill.models.layer_maps import mapped_layers, uniform_map
 from llmdistill.models.load import auto_class, build_meta
 from llmdistill.models.shapes import (
@@ -80,9 +80,12 @@ def test_sliding_windows():
     assert shape_of(mixed).windows == (None, 7)
 
 
-def test_an_encoder_as_decoder_is_refused():
-    with pytest.raises(UserError, match="is_decoder"):
-        family_of(BertConfig(is_decoder=True))
+def test_an_encoder_as_decoder_is_a_family_of_its_own():
+    config = BertConfig(is_decoder=True, num_hidden_layers=2)
+    assert is_causal(config)
+    assert family_of(config).causal
+    assert family_of(config).makes_mask
+    assert not is_causal(BertConfig())
 
 
 def test_notation():
