@@ -32,7 +32,7 @@ import llmdistill
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, layer_stacks
 from llmdistill.factorize.install import is_factorized
-from llmdistill.models.families import family_of, is_causal, shape_of
+from llmdistill.models.families import FAMILIES, family_of, is_causal, shape_of
 from llmdistill.models.load import load_model
 
 STEPS = ("svd", "full rank", "gradients", "loss", "kd", "makd", "export")
@@ -292,18 +292,29 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
     return {line["type"]: line for line in map(json.loads, lines)}
 
 
+def summary(line: dict[str, Any]) -> str:
+    """What became of a type, in a few words."""
+    if "stock" in line:
+        return "transformers does not run it"
+    if line["svd"].startswith("refused: "):
+        reason = line["svd"].removeprefix("refused: ").partition(":")[0]
+        return "refused, since it " + reason.partition(" ")[2].partition(", ")[0]
+    failed = [step for step in STEPS if not line.get(step, "").startswith("right")]
+    if failed == ["makd"] and line.get("makd", "").startswith("refused: "):
+        return "right but for MaKD"
+    if failed:
+        return "not right: " + ", ".join(failed)
+    return "right, MaKD too" if line["makd"] == "right" else "right, MaKD without its attention term"
+
+
 def write_table(results: dict[str, dict[str, Any]]) -> None:
-    """Write what became of the types into docs/students.md, between the marks there."""
-    outcomes: dict[str, list[str]] = {"right": [], "refused": [], "stock": []}
+    """Write what became of the types without an entry into docs/students.md, between the marks there."""
+    types: dict[str, list[str]] = {}
     for name, line in sorted(results.items()):
-        steps = [value for step, value in line.items() if step in STEPS and step != "makd"]
-        if "stock" in line:
-            outcomes["stock"].append(name)
-        elif all(value == "right" for value in steps):
-            outcomes["right"].append(name)
-        elif line["svd"].startswith("refused: "):
-            outcomes["refused"].append(name)
-    table = "".join(f"| {key} | {', '.join(f'`{name}`' for name in names)} |\n" for key, names in outcomes.items())
+        if name not in FAMILIES:
+            types.setdefault(summary(line), []).append(name)
+    rows = ((key, ", ".join(f"`{name}`" for name in types[key])) for key in sorted(types, reverse=True))
+    table = "".join(f"| {key} | {names} |\n" for key, names in rows)
     before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
     text = f"{before}{MARKS[0]}\n| outcome | types |\n|---|---|\n{table}{MARKS[1]}{after}"
@@ -323,7 +334,9 @@ def main() -> None:
     if arguments.write:
         write_table(done)
         return
-    import_module("llmdistill.run.loss")  # once, and not in each process
+    for module in ("run.loss", "run.calibration", "factorize.weigh", "factorize.export"):
+        import_module(f"llmdistill.{module}")  # once, and not in each process
+    run_type("llama", ("svd", "export"))  # what is imported late
     for name in arguments.types or [name for name in model_types() if name not in done]:
         process = multiprocessing.get_context("fork").Process(
             target=_child, args=(name, str(arguments.results), arguments.steps)

@@ -37,6 +37,8 @@ POSITIONS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "positi
 MODELS: dict[str, dict[str, Any]] = {
     "opt": {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
     "mistral": {**GROUPED, "sliding_window": 3},
+    "gemma": GROUPED,
+    "gemma2": {**GROUPED, "sliding_window": 3, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**GROUPED, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo": {**GROUPED, "clip_qkv": 0.5},
     "qwen2_moe": SHARED,

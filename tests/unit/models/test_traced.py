@@ -74,13 +74,16 @@ def test_taps_of_all_types(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def check_taps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taps are equal, bit by bit, to what torch's attention was called with and to the modules' outputs."""
+    """Taps are equal, bit by bit, to what torch's attention was called with and to the modules' outputs.
+
+    They are compared with copies, so that a tap shows if its tensor is changed in place later.
+    """
     model = shrunk_model(name)
     family, shape, causal = family_of(model.config), shape_of(model.config), is_causal(model.config)
     plain, calls = functional.scaled_dot_product_attention, []
 
     def watched(query, key, value, attn_mask=None, is_causal=False, scale=None, **settings):
-        calls.append((query, key, value, attn_mask, is_causal, scale))
+        calls.append((query.clone(), key.clone(), value.clone(), attn_mask, is_causal, scale))
         return plain(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, **settings)
 
     inputs = {"input_ids": IDS, "attention_mask": MASK} | ({"use_cache": False} if causal else {})
@@ -91,7 +94,7 @@ def check_taps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for part, within in parts.items():
 
             def keep(_module, _args, output, place=(part, index)):
-                outputs[place] = output[0] if isinstance(output, tuple) else output
+                outputs[place] = (output[0] if isinstance(output, tuple) else output).clone()
 
             handles.append(layer.get_submodule(within).register_forward_hook(keep))
     with monkeypatch.context() as patch:
