@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from shrunk import model_types, shrunk_model
+from shrunk import AS_DECODER, model_types, shrunk_model
 from sweep import STEPS, run_type
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +25,8 @@ PECULIAR = {
     **QUICK,
     "bloom": "fused queries, keys and values, and ALiBi",
     "ctrl": "no attention interface",
-    "deepseek_v3": "latent attention and experts",
+    "deepseek_v2": "latent attention, and experts in some layers",
+    "esm": "a dropout that is true or false",
     "fnet": "no attention",
     "funnel": "lists of lists of layers",
     "longformer": "linears that no short text reaches",
@@ -33,6 +34,8 @@ PECULIAR = {
     "xlnet": "no limit of positions",
 }
 """Type -> what is peculiar."""
+TRACED = ["arcee", "mixtral", f"bart{AS_DECODER}"]
+"""Types whose inner tensors are found without an entry: linears, experts, and the decoder of another model."""
 RIGHT_OR_REFUSED = ("right", "refused: ")
 
 
@@ -40,6 +43,20 @@ RIGHT_OR_REFUSED = ("right", "refused: ")
 def test_a_student_is_loaded_taught_and_exported(name: str) -> None:
     steps = ("svd", "loss", "export")
     assert run_type(name, steps) | {"seconds": None} == {"type": name, **dict.fromkeys(steps, "right"), "seconds": None}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_student_of_traced_layers_learns_by_makd(name: str) -> None:
+    found = run_type(name, ("svd", "makd"))
+    assert (found["svd"], found["makd"]) == ("right", "right")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flaubert", f"roberta{AS_DECODER}"])
+def test_a_whole_run(name: str) -> None:
+    """Flaubert's class with a head is named as if it had none; an encoder may be a decoder."""
+    found = run_type(name, ("svd", "distill"))
+    assert (found["svd"], found["distill"]) == ("right", "right")
 
 
 @pytest.mark.slow
