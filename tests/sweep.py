@@ -299,20 +299,23 @@ def summary(line: dict[str, Any]) -> str:
     if line["svd"].startswith("refused: "):
         reason = line["svd"].removeprefix("refused: ").partition(":")[0]
         return "refused, since it " + reason.partition(" ")[2].partition(", ")[0]
-    failed = [step for step in STEPS if not line.get(step, "").startswith("right")]
-    if failed == ["makd"] and line.get("makd", "").startswith("refused: "):
-        return "right but for MaKD"
-    if failed:
+    failed = [step for step in STEPS if step in line and not line[step].startswith("right")]
+    untried = [step for step in STEPS if step not in line]
+    if failed and (failed != ["makd"] or line["makd"].startswith("wrong")):
         return "not right: " + ", ".join(failed)
+    if untried:
+        return "right, not tried: " + ", ".join(untried)
+    if failed:
+        return "right but for MaKD"
     return "right, MaKD too" if line["makd"] == "right" else "right, MaKD without its attention term"
 
 
 def write_table(results: dict[str, dict[str, Any]]) -> None:
     """Write what became of the types without an entry into docs/students.md, between the marks there."""
     types: dict[str, list[str]] = {}
-    for name, line in sorted(results.items()):
+    for name in model_types():
         if name not in FAMILIES:
-            types.setdefault(summary(line), []).append(name)
+            types.setdefault(summary(results[name]) if name in results else "not tried", []).append(name)
     rows = ((key, ", ".join(f"`{name}`" for name in types[key])) for key in sorted(types, reverse=True))
     table = "".join(f"| {key} | {names} |\n" for key, names in rows)
     before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
