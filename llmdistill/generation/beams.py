@@ -101,9 +101,11 @@ def search(
     return texts
 
 
-def goes_on(model: PreTrainedModel) -> bool:
-    """Whether an encoder's forward pass takes the keys and values of earlier tokens, as BERT's and RoBERTa's do."""
-    return "past_key_values" in inspect.signature(model.base_model.forward).parameters
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """The argument in which an encoder takes the keys and values of earlier tokens, as BERT does; None without one."""
+    taken = inspect.signature(model.base_model.forward).parameters
+    # transformers 5.24 renamed past_key_values.
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
 
 
 class MaskedSteps:
@@ -111,9 +113,11 @@ class MaskedSteps:
 
     def __init__(self, model: PreTrainedModel, sources: Sequence[Sequence[int]], marks: Marks, beams: int) -> None:
         """Compute the keys and values of the sources, each given with its special tokens."""
-        assert goes_on(model), f"{model.config.model_type} models take no keys and values"
+        argument = cache_argument(model)
+        assert argument is not None, f"{model.config.model_type} models take no keys and values"
         self._model, self._marks = model, marks
         self._cache = DynamicCache()
+        self._before = {argument: self._cache}
         self._first = first_position(model.config)
         real_BS = padding_mask(sources).bool().to(model.device)
         batch, width = real_BS.shape
@@ -154,7 +158,7 @@ class MaskedSteps:
             input_ids=tokens_NQ,
             attention_mask=seen_N1QT,
             position_ids=self._first + place_NQ,
-            past_key_values=self._cache,
+            **self._before,
             **segments,
         )
 

@@ -16,7 +16,7 @@ from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.data.targets import TARGETS, EncodedTarget, Marks, MaskedTargets, TargetExample, encode_targets
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.generation.beams import goes_on, write_targets
+from llmdistill.generation.beams import cache_argument, write_targets
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
@@ -90,7 +90,7 @@ class Writing(Benchmark):
                 f"{key} {reference}: on {WRITING_TASKS[self.key].title} an encoder learns to write; give one, or "
                 f"let the {config.model_type} learn the texts as instructions (data.kind instructions)"
             )
-        if not goes_on(build_meta(config)):
+        if cache_argument(build_meta(config)) is None:
             raise UserError(
                 f"{key} {reference}: a {config.model_type} takes no keys and values of earlier tokens, which writing "
                 "needs; give a BERT, RoBERTa or XLM-R"
