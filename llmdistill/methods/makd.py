@@ -91,7 +91,11 @@ def build_makd(
     aspects = [each for each in MATRIX_TERMS if not each.startswith("ffn_") or getattr(family, each) is not None]
     inner = [
         *(layers.mse_term(aspect, pair, scale=settings.scale) for aspect in aspects for pair in of_matrices),
-        *(layers.attention_term(pair, losses.attention_kl, causal=family.causal) for pair in of_layers),
+        *(
+            layers.attention_term(pair, losses.attention_kl, causal=family.causal)
+            for pair in of_layers
+            if settings.attention > 0  # else windows to both sides do not matter
+        ),
         *(layers.mse_term("hidden", pair, scale=settings.scale) for pair in of_layers),
     ]
     places = positions_of(settings.positions, causal=family.causal)
