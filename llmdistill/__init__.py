@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from llmdistill import losses
     from llmdistill.api import Distilled, compress, distill, evaluate, export, sizes
     from llmdistill.errors import UserError
-    from llmdistill.run.hf_trainer import DistillationTrainer
-    from llmdistill.run.loss import DistillationLoss, LossOutput
+    from llmdistill.training.distillation_loss import DistillationLoss, LossOutput
+    from llmdistill.training.hf_trainer import DistillationTrainer
 
 __version__ = "0.6.0"
 
 _MODULES = {
-    "DistillationLoss": "llmdistill.run.loss",
-    "DistillationTrainer": "llmdistill.run.hf_trainer",
-    "LossOutput": "llmdistill.run.loss",
+    "DistillationLoss": "llmdistill.training.distillation_loss",
+    "DistillationTrainer": "llmdistill.training.hf_trainer",
+    "LossOutput": "llmdistill.training.distillation_loss",
     "UserError": "llmdistill.errors",
 }
 """Public name -> the module from which it is loaded on first access; all others are loaded from llmdistill.api."""
@@ -58,7 +58,7 @@ __all__ = [
 
 # This module registers the student classes in transformers. It is loaded as soon as transformers is imported, or
 # immediately if transformers was imported before; it may also be the module that imports transformers.
-wrapt.register_post_import_hook(lambda _: import_module("llmdistill.factorize.hub"), "transformers.quantizers.auto")
+wrapt.register_post_import_hook(lambda _: import_module("llmdistill.students.hub"), "transformers.quantizers.auto")
 
 
 def __getattr__(name: str) -> Any:

@@ -28,25 +28,25 @@ from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
-from llmdistill.factorize.convert import compress_model
-from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.sizes import check_settings, summarize
-from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.run.artifacts import METRICS_FILE
-from llmdistill.run.calibration import measure_weights_on, split_calibration
-from llmdistill.run.card import ExportTo, export_with_card, save_compressed
-from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
-from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
+from llmdistill.students.convert import compress_model
+from llmdistill.students.search import needs_search, search
+from llmdistill.students.sizes import check_settings, summarize
+from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.windows import cut_windows, score_windows
+from llmdistill.training.calibration import measure_weights_on, split_calibration
+from llmdistill.training.card import ExportTo, export_with_card, save_compressed
+from llmdistill.training.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
+from llmdistill.training.plan import make_plans
+from llmdistill.training.run_folder import METRICS_FILE
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
@@ -101,7 +101,7 @@ def compress(
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
-            of W - W' and of W. `llmdistill.factorize.reconstruction.by_kind` sums them over the kinds of matrices.
+            of W - W' and of W. `llmdistill.students.reconstruction.by_kind` sums them over the kinds of matrices.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
             ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
             And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`. Or as
@@ -154,7 +154,7 @@ def sizes(
     search runs on `device`.
 
     Returns:
-        teacher_params, student_params, their ratio and more (see `factorize.sizes.summarize`); after a search also the
+        teacher_params, student_params, their ratio and more (see `students.sizes.summarize`); after a search also the
         `candidates`, best first, and the `settings` with which `compress` makes the best one.
 
     Raises:
@@ -267,7 +267,7 @@ def distill(
     Raises:
         UserError: a setting, a model or a row is invalid, or the training cannot go on.
     """
-    from llmdistill.experiments.distillation import distill_plans  # the other functions need no libraries of training
+    from llmdistill.studies.distillation import distill_plans  # the other functions need no libraries of training
 
     check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)

@@ -100,8 +100,8 @@ def compress(arguments: Sequence[str]) -> None:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     settings, unchanged = asdict(build(parsed, FactorizeConfig, prefix="--")), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
-    from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
-    from llmdistill.factorize.reconstruction import as_lines, by_kind
+    from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
+    from llmdistill.students.reconstruction import as_lines, by_kind
 
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
@@ -123,7 +123,7 @@ def compress(arguments: Sequence[str]) -> None:
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
     elif parsed.candidates:
-        from llmdistill.factorize.search import as_table
+        from llmdistill.students.search import as_table
 
         print_result(as_table(candidates, result["teacher_params"]) + "\n")
     shown = (

@@ -28,7 +28,7 @@ from llmdistill.runtime.terminal import exit_code
 # dry run does not wait for DeepSpeed or the libraries of the reports.
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
-    from llmdistill.run.plan import Plan
+    from llmdistill.training.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,11 +50,11 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     plans = make_plans(config, local_ranks(launcher) if launcher else None)
     tasks = None
     if plans[-1].config.tasks.names:
-        from llmdistill.experiments.two_stages import plan_tasks
+        from llmdistill.papers.two_stages import plan_tasks
 
         tasks = plan_tasks(plans)
     if flags.dry_run:
-        from llmdistill.run.describe import show
+        from llmdistill.planning.describe import show
 
         if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
             raise SystemExit(1)
@@ -63,9 +63,9 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     if tasks is not None:
         tasks.check_tokens()
 
-    from llmdistill.experiments.distillation import distill_plans
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
+    from llmdistill.studies.distillation import distill_plans
 
     with process_group(command_line.typed_command(script, arguments)) as world:
         quiet_libraries()
@@ -83,7 +83,7 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        from llmdistill.run import plan
+        from llmdistill.training import plan
 
         return plan.make_plans(config, ranks)
     finally:

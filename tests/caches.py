@@ -11,12 +11,12 @@ from llmdistill.batch import Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
-from llmdistill.run import cache
-from llmdistill.run.plan import Plan
-from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World
-from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.cached import CachedTeacher
+from llmdistill.step.tapped import request_of, tapped
+from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.training import cache
+from llmdistill.training.plan import Plan
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)

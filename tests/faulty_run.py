@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from llmdistill import train
-from llmdistill.run import assemble, checkpoints, job, trainer
-from llmdistill.teacher import live
+from llmdistill.teachers import live
+from llmdistill.training import assemble, checkpoints, job, trainer
 
 PLACES = {
     "loading": (live, "load_model"),

@@ -33,7 +33,7 @@ LATE_IMPORTS = (
     "torch.utils.tensorboard",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2", "roberta")),
 )
-OF_VLLM = ("llmdistill.factorize.vllm_plugin", "llmdistill.generation.vllm_worker")
+OF_VLLM = ("llmdistill.serving.vllm_plugin", "llmdistill.generation.vllm_worker")
 
 
 def import_everything() -> None:

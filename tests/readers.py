@@ -31,20 +31,21 @@ from llmdistill.generation.answers_file import read_batches
 from llmdistill.methods import METHODS
 from llmdistill.models.adapters import of_base
 from llmdistill.models.configs import load_config
+from llmdistill.papers import writing_files
+from llmdistill.papers.chunk_files import read_sentences
+from llmdistill.papers.xnli import read_xnli
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.run.callbacks.best import read_best
-from llmdistill.run.checkpoints import checkpoints
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.runtime.hosts import read_hosts
-from llmdistill.tasks import squad_files, writing_files
-from llmdistill.tasks.chunk_files import read_sentences
+from llmdistill.tasks import squad_files
 from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 from llmdistill.tasks.out_of_domain import read_set, table_rows
-from llmdistill.tasks.xnli import read_xnli
-from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.training.callbacks.best import read_best
+from llmdistill.training.checkpoints import checkpoints
 
 
 @dataclass(frozen=True)

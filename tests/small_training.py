@@ -22,16 +22,16 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.run.forecast.cache import trace_cache
-from llmdistill.run.forecast.layout import CACHED, Layout, Sizes, Zero
-from llmdistill.run.forecast.step import ForecastModels, trace_step
-from llmdistill.run.wiring import tapped
+from llmdistill.planning.cache import trace_cache
+from llmdistill.planning.layout import CACHED, Layout, Sizes, Zero
+from llmdistill.planning.step import ForecastModels, trace_step
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training
-from llmdistill.teacher.cached import Teacher
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.tapped import tapped
+from llmdistill.teachers.cached import Teacher
 
 TaughtBy = Callable[[TappedModel, Method], Teacher]
 """Puts something in the place of the live teacher."""

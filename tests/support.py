@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from llmdistill.batch import Batch
     from llmdistill.data.sampler import TrainLoader
-    from llmdistill.factorize.weigh import Source
+    from llmdistill.students.start.weigh import Source
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_JOB = "llmdistill/train.py"
@@ -246,9 +246,9 @@ def check_steps(made: Callable[[int], Any]) -> list[Any]:
 
 def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> Source:
     """The teacher and the data of a calibration in this process."""
-    from llmdistill.factorize.weigh import Source
     from llmdistill.runtime.distributed import World
-    from llmdistill.teacher.live import LiveTeacher
+    from llmdistill.students.start.weigh import Source
+    from llmdistill.teachers.live import LiveTeacher
 
     teacher = LiveTeacher(model, model)
     return Source(

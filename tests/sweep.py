@@ -30,10 +30,10 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import llmdistill
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, layer_stacks
-from llmdistill.factorize.install import is_factorized
 from llmdistill.models.families import FAMILIES, family_of, is_causal, shape_of
 from llmdistill.models.load import load_model
+from llmdistill.students.counting import build_reference, count_parameters, layer_linears, layer_stacks
+from llmdistill.students.install import is_factorized
 
 STEPS = ("svd", "full rank", "gradients", "loss", "kd", "makd", "export")
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]

@@ -18,10 +18,10 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.embedded import locate
-from llmdistill.factorize.convert import factorize
-from llmdistill.factorize.sizes import plan
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import attention_of
+from llmdistill.students.convert import factorize
+from llmdistill.students.sizes import plan
 
 WORDS = 60
 """Vocabulary of the models."""

@@ -43,9 +43,9 @@ def cache(arguments: Sequence[str]) -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.run.cache import make_cache
-    from llmdistill.run.plan import make_plans
     from llmdistill.runtime.distributed import process_group
+    from llmdistill.training.cache import make_cache
+    from llmdistill.training.plan import make_plans
 
     quiet_transformers()
     plan = make_plans(config)[0]

@@ -15,7 +15,11 @@ from llmdistill.config.command_line import build, parse_own, parse_run, recipe_n
 from llmdistill.config.marks import at_least
 from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import Stopped, UserError
-from llmdistill.experiments.variants import (
+from llmdistill.messages import logger, print_result
+from llmdistill.methods import METHODS
+from llmdistill.report.paper import table_names
+from llmdistill.runtime.launch import split_launcher_flags
+from llmdistill.studies.variants import (
     Suite,
     from_starts,
     load_methods,
@@ -24,10 +28,6 @@ from llmdistill.experiments.variants import (
     method_names,
     suite_names,
 )
-from llmdistill.messages import logger, print_result
-from llmdistill.methods import METHODS
-from llmdistill.report.paper import table_names
-from llmdistill.runtime.launch import split_launcher_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +112,12 @@ def compare(arguments: Sequence[str]) -> int:
     suite = choose_suite(settings, recipe.data.kind)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.experiments.collect import collect
-    from llmdistill.experiments.comparison import conduct
-    from llmdistill.experiments.launcher import Launcher
-    from llmdistill.experiments.study import Study
     from llmdistill.report.comparison import print_comparison, write_comparison
-    from llmdistill.run.plan import with_prompt
+    from llmdistill.studies.collect import collect
+    from llmdistill.studies.comparison import conduct
+    from llmdistill.studies.launcher import Launcher
+    from llmdistill.studies.study import Study
+    from llmdistill.training.plan import with_prompt
 
     name = flags.recipe or "own"
     name = name.replace("/", "-") if name in recipe_names() else Path(name).stem
@@ -175,7 +175,7 @@ def _listed(text: str) -> list[str]:
 
 def print_plan(study: Any, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
-    from llmdistill.experiments.comparison import describe_runs
+    from llmdistill.studies.comparison import describe_runs
 
     trials = [*map(study.base, study.starts), *(trial for _, trial in study.grid_trials())]
     counts = study.runs()

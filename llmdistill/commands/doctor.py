@@ -33,11 +33,11 @@ def doctor(arguments: Sequence[str]) -> int:
     config, _ = parse_run(words, METHODS)
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.run.checks import DiskNeed
-    from llmdistill.run.checkup import check_run
-    from llmdistill.run.plan import make_plans
+    from llmdistill.planning.checkup import check_run
     from llmdistill.runtime.devices import choose_accelerator
     from llmdistill.runtime.environment import check_machine, print_finding
+    from llmdistill.training.checks import DiskNeed
+    from llmdistill.training.plan import make_plans
 
     choose_accelerator()
     needed, found = None, []

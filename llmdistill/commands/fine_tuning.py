@@ -46,7 +46,7 @@ def evaluate(
     if launcher_flags and launch is not None and config.trials_at_once == 1:
         launch()
     # Imported here so that --help and errors in the arguments do not wait for transformers and DeepSpeed.
-    from llmdistill.experiments.fine_tuning.run import run
+    from llmdistill.papers.fine_tuning.run import run
 
     words = [*(word for word in arguments if not word.startswith("--local_rank")), *launcher_flags]
     run(config, command=f"{prog} {shlex.join(words)}", as_json=parsed.json, launcher_flags=launcher_flags)

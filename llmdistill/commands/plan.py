@@ -24,9 +24,9 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.run.forecast.cache import CacheForecast, Counts
-    from llmdistill.run.forecast.choices import LayoutChoice
-    from llmdistill.run.plan import Plan
+    from llmdistill.planning.cache import CacheForecast, Counts
+    from llmdistill.planning.choices import LayoutChoice
+    from llmdistill.training.plan import Plan
 
 
 def plan(arguments: Sequence[str]) -> None:
@@ -57,8 +57,8 @@ def plan(arguments: Sequence[str]) -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.run.forecast.cache import CacheAsked
-    from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
+    from llmdistill.planning.cache import CacheAsked
+    from llmdistill.planning.choices import DS_CONFIGS, make_choices, propose, reason
 
     quiet_transformers()
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")
@@ -109,7 +109,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
     """Return the plan of a run in the dtype of its device, from the configurations of its models alone."""
     from llmdistill.embedded import locate
     from llmdistill.models.configs import load_config
-    from llmdistill.run.plan import make_plan, make_plans
+    from llmdistill.training.plan import make_plan, make_plans
 
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=dtype))
@@ -121,10 +121,10 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
 
 def count_data(plan: Plan) -> Counts | None:
     """Read and count the training set of a run; None if the run can have no cache."""
-    from llmdistill.run.cache import count_examples
-    from llmdistill.run.checks import can_cache
-    from llmdistill.run.plan import make_plan
     from llmdistill.runtime.distributed import World
+    from llmdistill.training.cache import count_examples
+    from llmdistill.training.checks import can_cache
+    from llmdistill.training.plan import make_plan
 
     if not can_cache(plan):
         return None
@@ -216,9 +216,9 @@ def _as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], *, every: bool) -> None:
     """Print the run, the choices, and of the best choice of each ds_config the memory by part and the step."""
+    from llmdistill.planning.choices import best_of_each, gigabytes
+    from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
-    from llmdistill.run.forecast.choices import best_of_each, gigabytes
-    from llmdistill.run.forecast.layout import Duration
 
     train, sizes, cache = plan.config.train, plan.models.sizes, _cache_of(choices)
     print_result(
@@ -274,7 +274,7 @@ def about_machine(machine: MachineConfig) -> str:
 
 def about_cache(cache: CacheForecast) -> str:
     """Return the size of a cache and the time to make it as lines for the terminal."""
-    from llmdistill.run.forecast.choices import gigabytes
+    from llmdistill.planning.choices import gigabytes
 
     said = f"{cache.settings.content}, {cache.bytes_per_token:,.0f} bytes a token"
     if cache.counts is None:

@@ -18,7 +18,7 @@ _ANY_RECIPE = "minilm/6x384"
 """The recipe whose teacher and settings of fine-tuning hold for a table that trains no student."""
 
 if TYPE_CHECKING:
-    from llmdistill.experiments.table_study import TableStudy
+    from llmdistill.papers.table_study import TableStudy
     from llmdistill.report.paper import PublishedTable, TableRow
 
 
@@ -36,11 +36,11 @@ def compare_table(
     """
     quiet_transformers()
     # Imported here so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.experiments.launcher import Launcher
-    from llmdistill.experiments.table_study import TableStudy, conduct, rows_to_run
+    from llmdistill.papers.published import PublishedReport, print_published, write_published
+    from llmdistill.papers.table_study import TableStudy, conduct, rows_to_run
     from llmdistill.report.paper import load_table
-    from llmdistill.report.published import PublishedReport, print_published, write_published
     from llmdistill.report.record import describe_versions, make_record
+    from llmdistill.studies.launcher import Launcher
 
     table = load_table(parsed.suite)
     chosen = rows_to_run(table, rows)

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     config: type[SideBySideConfig]
     """Its settings."""
     module: str
-    """The module of `llmdistill.experiments` with its SUITE, which is imported after the arguments are parsed, so that
+    """The module of `llmdistill.studies` with its SUITE, which is imported after the arguments are parsed, so that
     --help does not wait for torch."""
     description: str
 
@@ -90,7 +90,7 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
-    found = import_module(f"llmdistill.experiments.{entry.module}").SUITE
+    found = import_module(f"llmdistill.studies.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")

@@ -16,12 +16,12 @@ from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.kd import KD
 from llmdistill.methods.kroneckerbert import KRONECKERBERT
 from llmdistill.methods.makd import MAKD
-from llmdistill.methods.method import Method, Terms, combine
 from llmdistill.methods.minilm import MINILM
 from llmdistill.methods.minilmv2 import MINILMV2
 from llmdistill.methods.sft import SEQKD, SFT, UNTRAINED
 from llmdistill.methods.tinybert import TINYBERT
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method, Terms, combine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,10 +11,10 @@ from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import LayerPair, layer_term, same_direction, weighted
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

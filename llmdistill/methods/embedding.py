@@ -15,9 +15,9 @@ from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import same_direction
-from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

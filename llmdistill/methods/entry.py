@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from llmdistill.config import RunConfig
-    from llmdistill.methods.method import Method
     from llmdistill.objective import Objective
+    from llmdistill.step.method import Method
 
 Build = Callable[[Any, "PreTrainedConfig", "PreTrainedConfig", "Objective"], "Method"]
 """Builds a method from its settings, the teacher's config, the student's config, and the objective (the targets that

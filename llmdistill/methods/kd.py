@@ -11,9 +11,9 @@ from llmdistill.config.marks import OVER_0, takes
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.layers import same_direction
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 _MIXED = takes(lambda value: 0 < value < 1, "give a number between 0 and 1, both excluded")
 _RATIO = takes(lambda value: 0 < value <= 1, "give a number over 0 and up to 1 (method sft has no teacher)")

@@ -12,10 +12,10 @@ from llmdistill.config.marks import OVER_0
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, like_pairs, mse_term, weighted
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.method import Terms
 from llmdistill.models.families import family_of, is_causal, shape_of
 from llmdistill.models.layer_maps import mapped_layers
+from llmdistill.step.method import Terms
 
 Scale = Literal["token", "plain"]
 """How squared errors of features are scaled: token divides the error of a token by the mean square of the teacher's

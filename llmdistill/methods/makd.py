@@ -11,10 +11,10 @@ from llmdistill.errors import UserError
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset, check_settings
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import SoftPositions, label_terms, positions_of, soft_terms
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

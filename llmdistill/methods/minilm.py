@@ -15,9 +15,9 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
-from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 _TERMS = ("attention", "value_relation", "value_mse", "hidden_relation", "hidden_mse")
 """All terms, in the order of the log. The weight of each term is a setting of the same name."""

@@ -14,9 +14,9 @@ from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
 from llmdistill.methods.layers import last_or_mapped, relation_term, same_direction
-from llmdistill.methods.method import Method
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from llmdistill.batch import Batch, LossSum, Outputs, Positions
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import Tensor
-from llmdistill.methods.method import Terms
 from llmdistill.objective import Objective
+from llmdistill.step.method import Terms
 
 SoftPositions = Literal["masked", "all"]
 """The tokens of an encoder whose predictions are compared with the teacher's."""

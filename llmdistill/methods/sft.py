@@ -5,10 +5,10 @@ from __future__ import annotations
 from llmdistill.config import RunConfig
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms
 from llmdistill.models.families import is_causal
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:

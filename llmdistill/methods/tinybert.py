@@ -11,10 +11,10 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.method import Method
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.step.method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

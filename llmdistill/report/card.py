@@ -19,8 +19,6 @@ from transformers import PreTrainedConfig
 from llmdistill.artifacts import CARD, PLACE
 from llmdistill.data.prompts import CHAT, MINILLM, PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, recorded_prompt
 from llmdistill.embedded import locate
-from llmdistill.factorize.counting import build_reference, count_parameters
-from llmdistill.factorize.hub import NAME
 from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.gguf import RECORD, origin
@@ -28,6 +26,8 @@ from llmdistill.models.quantized import bits_of
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import TitledTable
+from llmdistill.students.counting import build_reference, count_parameters
+from llmdistill.students.hub import NAME
 
 USE = "## How to load it"
 """Heading of the last part of a card, which is another one for an export."""

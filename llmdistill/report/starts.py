@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from llmdistill.artifacts import read_record
 from llmdistill.config.student import Form
-from llmdistill.factorize.svd import factor_params
 from llmdistill.report.panels import panel_grid
 from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, new_figure
+from llmdistill.students.svd import factor_params
 
 WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""

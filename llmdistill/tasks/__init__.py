@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _GLUE = "llmdistill.tasks.glue:Glue"
 _SQUAD = "llmdistill.tasks.squad:Squad"
-_WRITING = "llmdistill.tasks.writing:Writing"
+_WRITING = "llmdistill.papers.writing:Writing"
 _KINDS = {"instructions", "text", "sentences"}
 
 TASKS: dict[str, type[Task] | str] = {
@@ -26,7 +26,7 @@ TASKS: dict[str, type[Task] | str] = {
     "text": "llmdistill.tasks.text:Text",
     "sentences": "llmdistill.tasks.sentences:Sentences",
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
-    "xnli": "llmdistill.tasks.xnli:Xnli",
+    "xnli": "llmdistill.papers.xnli:Xnli",
     **dict.fromkeys(("squad1", "squad2", "mlqa"), _SQUAD),
     **dict.fromkeys(("questiongeneration", "summarization", "xsum", "cnndailymail"), _WRITING),
 }

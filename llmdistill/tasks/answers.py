@@ -19,7 +19,6 @@ from llmdistill.data.prompts import describe_prompt, resolve_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
-from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
@@ -28,6 +27,7 @@ from llmdistill.models.gguf import origin
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
+from llmdistill.students.counting import count_parameters
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import reference_words, rouge_l
 from llmdistill.tasks.windows import score_windows, windows_of

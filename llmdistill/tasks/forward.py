@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Outputs, TapRequest
 from llmdistill.data.sampler import scoring_batches
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
 from llmdistill.objective import Pooling
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
 
 Forward = Callable[[Batch], Outputs]
 Item = TypeVar("Item", bound=Sized)

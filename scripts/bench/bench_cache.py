@@ -29,13 +29,13 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
-from llmdistill.run.cache import make_cache
-from llmdistill.run.plan import make_plan
-from llmdistill.run.teachers import make_teacher
-from llmdistill.run.wiring import request_of, tapped
 from llmdistill.runtime.distributed import World
-from llmdistill.teacher.cache_folder import CacheFolder
-from llmdistill.teacher.cached import CachedTeacher, Teacher
+from llmdistill.step.tapped import request_of, tapped
+from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cached import CachedTeacher, Teacher
+from llmdistill.training.cache import make_cache
+from llmdistill.training.plan import make_plan
+from llmdistill.training.teachers import make_teacher
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
 """Contents of the caches that are measured, by method."""

@@ -31,17 +31,17 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
-from llmdistill.factorize import cuts, measure, weigh
-from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.sampled import watch_reads
-from llmdistill.factorize.svd import largest_rank
-from llmdistill.factorize.weighted import weighted_svd
 from llmdistill.models.configs import load_config
-from llmdistill.models.passes import in_parts, rows_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
-from llmdistill.teacher.live import LiveTeacher
+from llmdistill.step.passes import in_parts, rows_of
+from llmdistill.students.counting import build_reference, layer_linears
+from llmdistill.students.start import cuts, measure, weigh
+from llmdistill.students.start.moments import Moments
+from llmdistill.students.start.sampled import watch_reads
+from llmdistill.students.start.weighted import weighted_svd
+from llmdistill.students.svd import largest_rank
+from llmdistill.teachers.live import LiveTeacher
 
 LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
 """Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""

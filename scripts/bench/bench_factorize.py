@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.factorize.convert import compress
-from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.svd import truncated_svd
 from llmdistill.runtime.terminal import quiet_libraries
+from llmdistill.students.convert import compress
+from llmdistill.students.counting import build_reference, layer_linears
+from llmdistill.students.svd import truncated_svd
 
 LLAMA = {
     "hidden_size": 2048,

@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM
 
 import llmdistill  # also lets transformers load students
 from llmdistill.embedded import locate
-from llmdistill.factorize.counting import build_reference
-from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.models.configs import load_config
+from llmdistill.serving.onnx_export import export_onnx
+from llmdistill.students.counting import build_reference
 
 SHARE = 0.8
 RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")

@@ -38,13 +38,6 @@ from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sources import kind_of, read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
-from llmdistill.factorize.calibration_folder import KeptFactors
-from llmdistill.factorize.counting import count_parameters, layer_linears
-from llmdistill.factorize.install import matrix
-from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.svd import factor_params, largest_rank
-from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
@@ -52,13 +45,20 @@ from llmdistill.progress import progress
 from llmdistill.report.panels import plot_size
 from llmdistill.report.plots import method_styles
 from llmdistill.report.score import PERPLEXITY
-from llmdistill.run.calibration import calibration_batches
 from llmdistill.runtime.distributed import World
+from llmdistill.students.counting import count_parameters, layer_linears
+from llmdistill.students.install import matrix
+from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.moments import Moments
+from llmdistill.students.start.weigh import Source, choose_ranks, measured, weigh
+from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
+from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
 from llmdistill.tasks.answers import score_sets
 from llmdistill.tasks.base import Models
 from llmdistill.tasks.windows import cut_windows, score_windows
-from llmdistill.teacher.live import LiveTeacher
+from llmdistill.teachers.live import LiveTeacher
+from llmdistill.training.calibration import calibration_batches
 
 STARTS = {
     "plain, one rank": ("none", "uniform"),

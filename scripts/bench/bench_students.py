@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import recipe_path
-from llmdistill.factorize.install import install
-from llmdistill.factorize.sizes import plan
 from llmdistill.generation.decode import Decoding, HuggingFaceEngine
+from llmdistill.students.install import install
+from llmdistill.students.sizes import plan
 
 SHARE = 0.8
 

@@ -24,9 +24,6 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
-from llmdistill.factorize.install import install
-from llmdistill.factorize.modules import LowRankLinear
-from llmdistill.factorize.sizes import plan
 from llmdistill.methods import build_method
 from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
@@ -34,11 +31,14 @@ from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.tinybert import TinybertConfig
 from llmdistill.models.load import fuse_gelu
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.run.trainer import Trainer
-from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch, student_ds_config
+from llmdistill.step.tapped import tapped
+from llmdistill.students.install import install
+from llmdistill.students.modules import LowRankLinear
+from llmdistill.students.sizes import plan
+from llmdistill.training.trainer import Trainer
 
 IGNORE = -100
 

@@ -102,12 +102,12 @@ def read(folder: Path) -> None:
     import torch
 
     from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize.sizes import summarize
     from llmdistill.models.companions import take_generation_settings
     from llmdistill.models.configs import load_config
     from llmdistill.models.families import has_family, max_positions, shape_of
     from llmdistill.models.load import load_model
     from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
+    from llmdistill.students.sizes import summarize
 
     config = load_config(folder)
     if has_family(config):

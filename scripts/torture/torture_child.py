@@ -29,17 +29,17 @@ from rank_server import run_program
 from safetensors import SafetensorError
 
 MARKS = {
-    "start": "llmdistill.experiments.distillation:claim_folder",
-    "factorizing": "llmdistill.run.assemble:measure_weights",
-    "calibrating": "llmdistill.factorize.weigh:measured",
-    "caching": "llmdistill.teacher.shards:_taught",
-    "training": "llmdistill.run.trainer:global_counts",
-    "saving": "llmdistill.run.checkpoints:save_file",
-    "student": "llmdistill.run.assemble:save_student",
-    "scoring": "llmdistill.run.job:load_model",
+    "start": "llmdistill.studies.distillation:claim_folder",
+    "factorizing": "llmdistill.training.assemble:measure_weights",
+    "calibrating": "llmdistill.students.start.weigh:measured",
+    "caching": "llmdistill.teachers.shards:_taught",
+    "training": "llmdistill.training.trainer:global_counts",
+    "saving": "llmdistill.training.checkpoints:save_file",
+    "student": "llmdistill.training.assemble:save_student",
+    "scoring": "llmdistill.training.job:load_model",
     "generating": "llmdistill.generation.responses:answer_batch",
-    "comparing": "llmdistill.experiments.launcher:_start",
-    "exporting": "llmdistill.factorize.export:merge",
+    "comparing": "llmdistill.studies.launcher:_start",
+    "exporting": "llmdistill.serving.export:merge",
 }
 """The function whose calls begin each phase, where the phase looks it up."""
 _PHASES = (

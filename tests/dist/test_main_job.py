@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmdistill.run.checkpoints import checkpoints
+from llmdistill.training.checkpoints import checkpoints
 
 from support import interrupted_copy, largest_difference, logged, weights
 

@@ -13,7 +13,7 @@ from support import largest_difference, logged
 
 SAME = 1e-5
 """Adam divides a gradient by its size, so where it is nearly 0 five steps of 1e-3 make more of what was rounded. In
-fp64 the gradients are the same to 1e-12 (tests/unit/teacher/test_translated.py)."""
+fp64 the gradients are the same to 1e-12 (tests/unit/teachers/test_translated.py)."""
 DATA = ("--data.train", "embedded:valid", "--data.max_prompt_length", "200", "--data.max_length", "300")
 DATA += ("--data.long_prompts", "drop")
 

@@ -17,10 +17,10 @@ from tiny import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.factorize.convert import compress
 from llmdistill.models.load import load_model
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import init_distributed
+from llmdistill.students.convert import compress
 
 
 def anonymous():

@@ -19,7 +19,7 @@ from tiny import tiny_model
 from llmdistill.models.load import load_model
 from llmdistill.models.sharded import gathered as kept_whole
 from llmdistill.runtime.distributed import init_distributed
-from llmdistill.teacher.live import load_teacher
+from llmdistill.teachers.live import load_teacher
 
 GROUPS = {"node": [[0, 1], [2, 3]], "zero3": [[0, 1, 2, 3]]}
 

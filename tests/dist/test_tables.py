@@ -93,7 +93,7 @@ def test_models_of_one_set_are_scored_on_another(bring, compare, tmp_path):
 
     _, results = compare(tmp_path / "table", *words, "--tasks.out_of_domain.IMDb.data", str(file))
 
-    # The accuracies themselves are compared in tests/unit/experiments/fine_tuning/test_further.py.
+    # The accuracies themselves are compared in tests/unit/papers/fine_tuning/test_further.py.
     study = json.loads((tmp_path / "table" / "tasks" / "teacher" / "results.json").read_text(encoding="utf-8"))
     found = {row["key"]: row["measured"] for row in results["rows"]}["teacher"]["figures"]
     assert found[0] is found[2] is None  # the sets of the tasks that were not asked for

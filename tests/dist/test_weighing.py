@@ -13,12 +13,12 @@ import torch
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.kronecker import KroneckerShape
-from llmdistill.factorize.measure import GIB, Measurement
 from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import World, init_distributed, on_every
-from llmdistill.teacher.live import load_teacher
+from llmdistill.students.counting import build_reference, layer_linears
+from llmdistill.students.kronecker import KroneckerShape
+from llmdistill.students.start.measure import GIB, Measurement
+from llmdistill.teachers.live import load_teacher
 
 
 def batch(rows):

@@ -9,9 +9,9 @@ from sweep import STEPS, run_type
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from llmdistill.factorize.counting import layer_linears
 from llmdistill.models.families import layers_name
 from llmdistill.models.general import is_linear
+from llmdistill.students.counting import layer_linears
 
 QUICK = {
     "falcon": "its linears are a subclass of nn.Linear",

@@ -28,7 +28,7 @@ from llmdistill.batch import Batch
 from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
-from llmdistill.factorize.weighted import WeightedSVD
+from llmdistill.students.start.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
 

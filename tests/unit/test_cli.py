@@ -60,7 +60,7 @@ def test_the_package_is_the_command(monkeypatch, capsys):
 
 def test_launcher_flags_of_glue_reach_each_trial(monkeypatch):
     started = []
-    monkeypatch.setattr("llmdistill.experiments.fine_tuning.run.run", lambda config, **more: started.append(more))
+    monkeypatch.setattr("llmdistill.papers.fine_tuning.run.run", lambda config, **more: started.append(more))
     words = ["evaluate", "--suite", "glue", "--model", "m", "--tasks", "RTE", "--num_gpus", "4"]
     main([*words, "--trials_at_once", "2"])
     assert [each["launcher_flags"] for each in started] == [["--num_gpus", "4"]]

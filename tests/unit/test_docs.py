@@ -29,8 +29,8 @@ from llmdistill.commands import cache as cache_command
 from llmdistill.commands import compare
 from llmdistill.commands.published_table import configs_of
 from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names, run_parser
-from llmdistill.experiments.table_study import rows_to_run
 from llmdistill.methods import METHODS
+from llmdistill.papers.table_study import rows_to_run
 from llmdistill.report.paper import load_table, table_names
 from llmdistill.runtime.ds_config import ds_config_path
 from llmdistill.runtime.launch import split_launcher_flags

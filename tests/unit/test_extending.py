@@ -13,7 +13,7 @@ import torch
 
 from llmdistill.methods import METHODS
 from llmdistill.models.families import FAMILIES
-from llmdistill.models.taps import Recorder
+from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
 

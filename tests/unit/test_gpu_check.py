@@ -31,7 +31,7 @@ def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
 
 
 def test_a_wait_belongs_to_the_innermost_library():
-    step = ("llmdistill.run.trainer:train_step", "deepspeed.runtime.engine:_take_model_step")
+    step = ("llmdistill.training.trainer:train_step", "deepspeed.runtime.engine:_take_model_step")
     norm = (*step, "deepspeed.runtime.zero.stage_1_and_2:step", "torch._tensor:item")
     loss = (step[0], "llmdistill.losses.matrix:mse", "torch._tensor:item")
     mask = (step[0], "transformers.masking_utils:mask")

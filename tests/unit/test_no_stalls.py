@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, BertForPreTraining, PreTrainedMod
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import TrainConfig
 from llmdistill.methods import METHODS, build_method
-from llmdistill.models import packed
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
-from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
+from llmdistill.step import packed
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
+from llmdistill.training.trainer import Trainer
 
 WORLD = World(rank=0, size=1, device=torch.device("meta"))
 FAMILIES = ("llama", "mistral", "gpt2", "bert")

@@ -10,10 +10,10 @@ from transformers import BertConfig, LlamaConfig
 from llmdistill import cli
 from llmdistill.commands.plan import notes, resolve
 from llmdistill.config.command_line import parse_run
-from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
-from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
+from llmdistill.planning.step import between, build_models, full_batch, trace_step
 from llmdistill.runtime.launch import split_launcher_flags
+from llmdistill.students.counting import build_reference, count_parameters
 
 MACHINE = ("--gpus", "2", "--gpu_memory", "24GB")
 

@@ -24,11 +24,11 @@ from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.data.examples import parse_row
 from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
-from llmdistill.factorize.sizes import summarize
 from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.layer_maps import mapped_layers
-from llmdistill.models.shapes import parse_shape
+from llmdistill.students.shapes import parse_shape
+from llmdistill.students.sizes import summarize
 from llmdistill.tasks import task_key
 
 pytestmark = pytest.mark.slow

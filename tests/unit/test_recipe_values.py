@@ -22,11 +22,11 @@ from llmdistill.config.command_line import parse_run, run_parser, to_dict
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import flattened
 from llmdistill.config.tasks import FineTuningConfig
-from llmdistill.experiments.fine_tuning.study import TaskStudy
-from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
 from llmdistill.models.families import layers_of
-from llmdistill.run.plan import make_plans
+from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.students.counting import build_reference, count_parameters
+from llmdistill.training.plan import make_plans
 
 ROWS: list[dict[str, Any]]
 FINE_TUNING: list[dict[str, Any]]

@@ -13,16 +13,16 @@ from transformers import GenerationConfig, PreTrainedModel
 import llmdistill
 from llmdistill.config import FactorizeConfig, LoraConfig, ResponseConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress_model
-from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.export import merge
-from llmdistill.factorize.install import is_factorized
 from llmdistill.generation import responses
 from llmdistill.generation.decode import inference, new_tokens
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
+from llmdistill.serving.export import merge
+from llmdistill.students.convert import compress_model
+from llmdistill.students.counting import count_parameters
+from llmdistill.students.install import is_factorized
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/students.md"
 COLUMNS = ("KD", "generate", "LoRA", "SVD", "MaKD", "relations", "export")

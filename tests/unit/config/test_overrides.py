@@ -5,8 +5,8 @@ import pytest
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse_run, to_dict
 from llmdistill.config.strict import flattened
-from llmdistill.factorize.sizes import check_settings
 from llmdistill.methods import METHODS
+from llmdistill.students.sizes import check_settings
 
 BASE = "student: {method: svd, factorize: {target_params: 34%, weighting: gradients, allocation: loss}}"
 KEPT = {"rank": None, "target_params": "34%", "weighting": "gradients", "allocation": "loss"}

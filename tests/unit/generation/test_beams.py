@@ -10,9 +10,9 @@ from torch import Tensor
 from llmdistill.config import WritingConfig
 from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
 from llmdistill.generation.beams import MaskedSteps, penalty, search, write_targets
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
 
 PAD, START, END, MASK = range(4)
 WORDS = 9

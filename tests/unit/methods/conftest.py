@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedC
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs
 from llmdistill.methods import Method
 from llmdistill.models.families import family_of, shape_of
-from llmdistill.models.forward import TappedModel
-from llmdistill.models.taps import Recorder
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
 
 
 def config_of(name: str, depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from llmdistill.config import FactorizeConfig, LoraConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress, factorize
-from llmdistill.factorize.export import export_dense
-from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model, merge_adapter
-from llmdistill.models.taps import Recorder
+from llmdistill.serving.export import export_dense
+from llmdistill.step.taps import Recorder
+from llmdistill.students.convert import compress, factorize
+from llmdistill.students.kinds import Factorization
 
 TOKENS = torch.arange(24).view(2, 12)
 LORA = LoraConfig(rank=3, alpha=6.0)

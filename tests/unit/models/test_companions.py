@@ -13,7 +13,7 @@ from word_models import save_tokenizer
 from llmdistill.artifacts import manifest_damage
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
-from llmdistill.factorize.convert import compress, make_student
+from llmdistill.students.convert import compress, make_student
 
 
 @pytest.mark.parametrize(("kind", "ends", "expected"), [

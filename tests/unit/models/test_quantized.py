@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import llmdistill
 from llmdistill.config import QuantizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import count_parameters
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import save_student
+from llmdistill.students.counting import count_parameters
 
 pytest.importorskip("torchao")
 

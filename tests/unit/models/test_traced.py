@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, is_causal, shape_of
-from llmdistill.models.taps import Recorder
 from llmdistill.models.traced import traced
+from llmdistill.step.taps import Recorder
 
 IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

@@ -6,9 +6,9 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.factorize.convert import factorize
-from llmdistill.factorize.sizes import plan
 from llmdistill.report.checkpoint import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
+from llmdistill.students.convert import factorize
+from llmdistill.students.sizes import plan
 
 MODELS = {
     # The modules that are embeddings or belong to the head, from the model's own structure.

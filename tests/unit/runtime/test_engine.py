@@ -12,12 +12,12 @@ from tiny import tiny_model
 from transformers import PreTrainedModel, get_scheduler
 
 from llmdistill.config import FactorizeConfig, LoraConfig, TrainConfig
-from llmdistill.factorize.convert import compress
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
-from llmdistill.run.checkpoints import load_checkpoint, save_checkpoint
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import build_engine, learning_rate, parameter_groups, save_student
+from llmdistill.students.convert import compress
+from llmdistill.training.checkpoints import load_checkpoint, save_checkpoint
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 LORA = LoraConfig(rank=2, alpha=4.0)

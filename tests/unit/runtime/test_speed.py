@@ -3,12 +3,12 @@ import torch
 from tiny import WORDS, tiny_config, tiny_model
 from transformers import BertConfig, PreTrainedModel
 
-from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.install import install
-from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.load import build_meta
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import measure_speed, parameter_split
+from llmdistill.students.counting import count_parameters
+from llmdistill.students.install import install
+from llmdistill.students.kinds import Factorization
 
 
 @pytest.mark.parametrize(("depth", "width", "embedding", "transformer"), [(12, 768, 23.4, 85.1), (3, 384, 11.7, 5.3)])

@@ -6,11 +6,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.factorize.install import install
-from llmdistill.factorize.sizes import plan
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.models.taps import Recorder
 from llmdistill.runtime.tracing import Tracer, on_gpu
+from llmdistill.step.taps import Recorder
+from llmdistill.students.install import install
+from llmdistill.students.sizes import plan
 
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

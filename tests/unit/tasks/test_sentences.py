@@ -21,11 +21,11 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
-from llmdistill.run import calibration
-from llmdistill.run.wiring import tapped
 from llmdistill.runtime.distributed import World
+from llmdistill.step.tapped import tapped
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import Sentences
+from llmdistill.training import calibration
 
 from support import write_rows
 

@@ -18,15 +18,15 @@ from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.run import assemble
-from llmdistill.run.calibration import calibration_batches
-from llmdistill.run.describe import describe, estimate, headline
-from llmdistill.run.plan import Plan, make_plan
+from llmdistill.planning.describe import describe, estimate, headline
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.text import Text
 from llmdistill.tasks.windows import TextTests
+from llmdistill.training import assemble
+from llmdistill.training.calibration import calibration_batches
+from llmdistill.training.plan import Plan, make_plan
 
 TOKENS = [f"w{number}" for number in range(20)]
 SIZES = {"vocab_size": 25, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16}

@@ -1,0 +1,152 @@
+"""The results of a study of benchmarks: results.json, the table on the terminal, and report.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmdistill.report.pages import write_page
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
+from llmdistill.studies.trials import Choice, Result, by_settings
+from llmdistill.tasks.benchmark import Benchmark
+from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
+from llmdistill.tasks.glue_files import GLUE
+
+NAMES: dict[Convention, str] = {
+    "makd": "MaKD's",
+    "minilmv2": "MiniLMv2's",
+    "minilm": "MiniLM's",
+    "kroneckerbert": "KroneckerBERT's",
+}
+"""The averages that a table may show: the protocol's own, else the first, whose columns of GLUE all exist, and rather
+one whose SQuAD 2.0 was run too."""
+
+
+def summarize(data: Benchmark, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+    """Return a task's part of results.json, as plain JSON values."""
+    students = [result.metrics["student"] for result in choice.results if result.metrics is not None]
+    metrics = [student["dev"] for student in students]
+    thresholds = [student["threshold"] for student in students if "threshold" in student]
+    return {
+        "metric": data.metrics[0],
+        "shown": list(data.shown),
+        "main_column": data.main_column,
+        **_settings(choice.results),
+        "seeds": [result.trial.seed for result in choice.results],
+        "best_run": choice.best.trial.folder.name,
+        "dev": {
+            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in metrics[0][column]}
+            for column in metrics[0]
+        },
+        "threshold": over_seeds(thresholds) if thresholds else None,
+        "chance": data.chance,
+        "grid": [
+            {
+                **_settings(group),
+                **spread([each.metrics["student"]["score"] for each in group if each.metrics is not None]).to_dict(),
+            }
+            for group in by_settings(results)
+            if len(group) == len(choice.results)
+        ],
+        "examples": dict(data.sizes),
+        "seconds": sum(result.metrics["run"]["seconds"] for result in results if result.metrics is not None),
+    }
+
+
+def _settings(group: Sequence[Result]) -> dict[str, Any]:
+    """Return the settings of a group of trials by the last part of their keys."""
+    return {key.rpartition(".")[2]: value for key, value in group[0].trial.settings.items()}
+
+
+def dev_columns(scored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns on dev of several tasks with their metrics."""
+    return {column: metrics for each in scored for column, metrics in each["dev"].items()}
+
+
+def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each paper's average and the plain average, for the model and for the teacher if there is one."""
+    columns = dev_columns(tasks.values())
+    means = {column: {key: value["mean"] for key, value in metrics.items()} for column, metrics in columns.items()}
+    found = {"model": _averages(tasks, means)}
+    if all(task["teacher"] is not None for task in tasks.values()):
+        found["teacher"] = _averages(tasks, dev_columns(task["teacher"] for task in tasks.values()))
+    return found
+
+
+def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    plain = statistics.fmean(scores[task["main_column"]][task["metric"]] for task in tasks.values())
+    # The conventions for test sets do not apply to dev scores.
+    dev = [name for name in CONVENTIONS if not name.endswith("_test")]
+    return {"plain": plain, **{name: average_of(scores, name) for name in dev}}
+
+
+def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
+    found = results["averages"][role]
+    own = results["protocol"]
+    names = sorted(NAMES.items(), key=lambda item: item[0] != own)
+    for convention, name in names:
+        if found[convention]["overall"] is not None and not found[convention]["missing"]:
+            return f"average ({name})", found[convention]["overall"]
+    for convention, name in names:
+        if not set(found[convention]["missing"]) - {SQUAD2}:
+            lacks = ", without SQuAD 2.0" if found[convention]["missing"] else ""
+            return f"average ({name}{lacks})", found[convention]["glue"]
+    count = len(results["tasks"])
+    return (f"average of these {count}" if count > 1 else "average"), found["plain"]
+
+
+def shown_metrics(task: Mapping[str, Any], column: str) -> list[str]:
+    """Return the metrics of a column that tables show; a further set has the accuracy alone, whatever the task."""
+    return [each for each in task["shown"] if each in task["dev"][column]] or list(task["dev"][column])
+
+
+def results_table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each of the baseline and the teacher, if they exist, and the model."""
+    columns = [
+        (task, column, metric)
+        for task in results["tasks"].values()
+        for column in task["dev"]
+        for metric in shown_metrics(task, column)
+    ]
+    has_average, has_speed = len(results["tasks"]) > 1, len(results["params"]) > 1 and results["speed"] is not None
+    header = ["", "params", "embedding", "transformer", *(f"{column} {metric}" for _, column, metric in columns)]
+    header += [_shown_average(results, "model")[0]] * has_average + ["speed-up"] * has_speed
+    rows = []
+    for role, sizes in results["params"].items():
+        row = [role, *(f"{sizes[part]:,}" for part in ("total", "embedding", "transformer"))]
+        row += [_score(task, column, metric, role) for task, column, metric in columns]
+        if has_average:
+            row.append("" if role == "baseline" else f"{_shown_average(results, role)[1]:.1f}")
+        if has_speed:
+            row.append(f"{results['speed'][role]['speedup']:.2f}x")
+        rows.append(row)
+    seeds = count_seeds(max(len(task["seeds"]) for task in results["tasks"].values()))
+    limit = "" if results["limit"] is None else f", only {results['limit']} training examples"
+    return TitledTable(f"{_named(results)} dev sets x 100, {seeds}{limit}", header, rows)
+
+
+def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
+    if role == "model":
+        return show_seeds(task["dev"][column][metric])
+    return f"{task['teacher']['dev'][column][metric]:.1f}" if role == "teacher" else ""
+
+
+def _named(results: Mapping[str, Any]) -> str:
+    tasks = results["tasks"]
+    return "GLUE" if set(tasks) <= set(GLUE) else ", ".join(tasks)
+
+
+def write_report(folder: Path, results: Mapping[str, Any]) -> None:
+    table = results_table(results)
+    write_page(
+        folder / "report.md",
+        "fine_tuning.md.j2",
+        **results,
+        title=f"{_named(results)}: {results['model']}",
+        legend=table.title,
+        table=table,
+        all_tasks=list(GLUE),
+        record=results["run"],
+    )

@@ -1,0 +1,202 @@
+"""Runs the study: checks all settings first, then runs the tasks one after the other and writes the report."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from llmdistill.artifacts import read_result, write_result
+from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.errors import UserError
+from llmdistill.files import check_writable, file_name, write_json
+from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import print_result
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_causal, shape_of
+from llmdistill.models.load import Head, load_model
+from llmdistill.papers.fine_tuning.protocols import BEST, short_names, teacher_of
+from llmdistill.papers.fine_tuning.results import averages, results_table, write_report
+from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.report.record import describe_hardware, make_record
+from llmdistill.report.tables import print_table
+from llmdistill.runtime.distributed import World, on_main, process_group
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.launch import launched_ranks
+from llmdistill.runtime.speed import measure_speed, parameter_split
+from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
+from llmdistill.studies.launcher import InProcess, Launcher
+from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
+from llmdistill.tasks.glue_files import GLUE
+from llmdistill.training.job import run_config
+
+
+def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
+    """Fine-tune, choose, measure and print; every rank of the launcher must call this function.
+
+    `command` is what the user typed, and `launcher_flags` are for runs that have their own processes. Raises UserError
+    for bad input, or if the folder belongs to a run with other settings.
+    """
+    quiet_transformers()
+    read_ds_config(config.ds_config)  # reports a mistake before waiting for the other ranks
+    check_writable(output_dir(config), "--output_dir")
+    # With --json, stdout contains only the result.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        if config.trials_at_once > 1:
+            if launched_ranks() > 1:
+                raise UserError(
+                    f"--trials_at_once {config.trials_at_once}: each trial has a launcher of its own, but this command "
+                    "itself runs on several ranks of a launcher: leave one of them out"
+                )
+            world, launcher = World.alone(), Launcher(tuple(launcher_flags), config.trials_at_once)
+            launcher.check()
+            results = evaluate(config, world, command=command, launcher=launcher)
+        else:
+            with process_group() as world:
+                quiet_libraries()
+                results = evaluate(config, world, command=command)
+    if not world.is_main:
+        return
+    if as_json:
+        print_result(results)
+        return
+    print_table(*results_table(results), turned=True)
+    root = output_dir(config)
+    print_result(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
+
+
+def evaluate(
+    config: FineTuningConfig, world: World, *, command: str, prefix: str = "--", launcher: Launcher | None = None
+) -> dict[str, Any]:
+    """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
+
+    `prefix` is that of the settings' names in error messages. A `launcher` runs each trial in its own process; by
+    default the trials run in this process group. Raises UserError as `run`.
+    """
+    studies = _prepare(config, prefix)
+    data = {name: study.benchmark.read_on_all(study.plan.models, world) for name, study in studies.items()}
+    first = next(iter(studies.values()))
+    runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
+    print_main(_headline(config, studies), world)
+    sizes = on_main(lambda: _measure(config, first, world), world)
+    tasks = {name: study.conduct(data[name], runner, world) for name, study in studies.items()}
+    results = {
+        "model": config.model,
+        "teacher": config.teacher,
+        "baseline": config.baseline,
+        "methods": config.methods(),
+        "protocol": config.protocol,
+        "limit": config.limit,
+        "params": sizes["params"],
+        "speed": sizes.get("speed"),
+        "speed_asked": sizes["asked"] if "speed" in sizes else None,
+        "tasks": tasks,
+        "averages": averages(tasks),
+        "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
+        "run": make_record(command, world.size),
+    }
+    if world.is_main:
+        write_json(first.root / "results.json", results)
+        write_report(first.root, results)
+    return results
+
+
+def output_dir(config: FineTuningConfig) -> Path:
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    name = file_name(config.model)
+    methods = config.methods()
+    return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
+
+
+def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
+    """Return the study of each task; the settings of all are checked before the first one runs."""
+    tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
+    for task in tasks:
+        found, key = named_benchmark(task)
+        found.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
+    studies = {
+        task: TaskStudy(
+            config=config,
+            task=task,
+            root=output_dir(config),
+            teacher=None if config.teacher is None else teacher_of(config.teacher, task, tasks, key=f"{prefix}teacher"),
+            drawn=_drawn(config, task, tasks, prefix),
+        )
+        for task in tasks
+    }
+    for study in studies.values():
+        assert study.plan is not None  # resolves and checks the settings
+    return studies
+
+
+def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:
+    """Return the models that t-SNE draws: the best models of the named earlier runs, then this run's best model."""
+    if config.tsne is None:
+        return {}
+    root, key = output_dir(config), f"{prefix}tsne_layer"
+    check_drawable(task, setting=f"{prefix}tsne")
+    benchmark, name = named_benchmark(task)
+    models = [teacher_of(folder, task, tasks, key=f"{prefix}tsne") for folder in config.tsne]
+    for path in models:
+        benchmark.check_fine_tuned(load_config(path), name, named=f"{prefix}tsne {path}")
+    for path in (*models, config.model):
+        check_layer(config.tsne_layer, load_config(path), named=path, key=key)
+    return dict(zip(short_names([*config.tsne, str(root)]), [*models, str(root / task / BEST)], strict=True))
+
+
+def check_drawable(task: str, *, setting: str) -> None:
+    if not named_benchmark(task)[0].has_classes:
+        raise UserError(f"{setting}: t-SNE draws the classes of examples, and {task} has none; leave it out for {task}")
+
+
+def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key: str) -> None:
+    num_layers = shape_of(config).num_layers
+    if layer is not None and layer > num_layers:
+        raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
+
+
+def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str:
+    runs = {name: study.protocol.num_trials for name, study in studies.items()}
+    counted = ", ".join(f"{name} {count}" for name, count in runs.items())
+    plan = next(iter(studies.values())).plan
+    teacher = "" if config.teacher is None else f" from {config.teacher}"
+    terms = ", ".join(plan.method.weights)
+    classifier = "; the classifier starts as the teacher's" if plan.models.copies_classifier else ""
+    return (
+        f"Model       {config.model}\n"
+        f"Method      {' + '.join(config.methods())}{teacher} (terms: {terms}){classifier}\n"
+        f"Runs        {sum(runs.values())} by the protocol {config.protocol}: {counted}\n"
+        f"Output      {output_dir(config)}"
+    )
+
+
+def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[str, Any]:
+    """Count the parameters by part and, if asked for, time forward passes; kept in a file and not measured again.
+
+    Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
+    The speed-ups are relative to the first model.
+    """
+    named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
+    models = {role: path for role, path in named.items() if path is not None}
+    file, dtype, device = study.root / "sizes.json", study.plan.models.dtype, world.device
+    batch = {"batch_size": study.protocol.batch_size, "length": study.protocol.max_length}
+    asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
+    if config.speed:
+        asked |= {**batch, "hardware": describe_hardware(1)}
+    kept = read_result(file, asked)
+    if kept is not None:
+        return kept
+    loaded = {}
+    for role, path in models.items():
+        head: Head = "sequence" if is_causal(load_config(path)) else "none"
+        loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
+    found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
+    if config.speed:
+        repeats = 20 if device.type == "cuda" else 5
+        found["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
+    return write_result(file, asked, found)

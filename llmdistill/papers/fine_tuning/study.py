@@ -1,0 +1,255 @@
+"""The study of one task: scores the teacher, runs a grid of fine-tuning runs, and chooses the best settings on dev."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from llmdistill.artifacts import RESULT_FILE, new_proven_folder, read_result, write_result
+from llmdistill.batch import Aspect
+from llmdistill.config import (
+    DataConfig,
+    GenerationConfig,
+    RunConfig,
+    StudentConfig,
+    TaskConfig,
+    TeacherConfig,
+    TrainConfig,
+    WritingConfig,
+)
+from llmdistill.config.command_line import build, to_dict
+from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import ffn_aspect
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.papers.fine_tuning.protocols import (
+    BEST,
+    SHARED,
+    FineTuningProtocol,
+    metric_of,
+    protocol_of,
+    recipe_of,
+)
+from llmdistill.papers.fine_tuning.results import summarize
+from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.terminal import print_main
+from llmdistill.studies.launcher import Runner
+from llmdistill.studies.trials import (
+    Choice,
+    Progress,
+    Result,
+    Trial,
+    changed_values,
+    choose,
+    may_be_best,
+    points,
+    trial_title,
+)
+from llmdistill.tasks.base import ScoredModel
+from llmdistill.tasks.benchmark import Benchmark
+from llmdistill.training.plan import Plan, make_plan
+from llmdistill.training.run_folder import finished_metrics
+
+SUBMISSION = "predictions"
+
+
+def dev_score(result: Result) -> float:
+    assert result.metrics is not None
+    return float(result.metrics["student"]["score"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskStudy:
+    config: FineTuningConfig
+    task: str
+    """The title of the task, such as RTE or SQuAD2."""
+    root: Path
+    teacher: str | None
+    drawn: Mapping[str, str] = field(default_factory=dict)
+    """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
+    pending: Mapping[str, PreTrainedConfig] = field(default_factory=dict)
+    """The configurations of models that may not exist yet, by path."""
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.task
+
+    @cached_property
+    def protocol(self) -> FineTuningProtocol:
+        return protocol_of(self.config, self.task)
+
+    @property
+    def benchmark(self) -> Benchmark:
+        assert isinstance(self.plan.task, Benchmark)
+        return self.plan.task
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the first trial, checked from configurations alone; the other trials differ only in numbers."""
+        return make_plan(self.trials()[0].config, pending=self.pending)
+
+    def trials(self) -> list[Trial]:
+        """Return all trials; the trials that differ only in the seed are adjacent."""
+        seeds = self.protocol.seeds
+        return [self._trial(settings, seed) for settings in points(self.protocol.grid) for seed in seeds]
+
+    def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
+        config, (rate, epochs) = self.config, settings.values()
+        methods, ratio = config.methods(), self.protocol.warmup_ratio
+        changes = {
+            **settings,
+            "train.global_batch_size": self.protocol.batch_size,
+            "train.micro_batch_size": config.micro_batch_size,
+            # Without a ratio the steps of the task's recipe are the warm-up.
+            **({} if ratio is None else {"train.warmup_ratio": ratio, "train.warmup_steps": 0}),
+            "train.weight_decay": self.protocol.weight_decay,
+            "method": methods[0],
+            "also": methods[1:],
+        }
+        sections = {name: part for name, part in config.method_settings.items() if name in methods}
+        run = self._run(f"lr-{rate:g}-epochs-{epochs}-seed-{seed}", seed, "student", sections)
+        run = build(changed_values(run, {**changes, **config.run_settings}), RunConfig, METHODS)
+        return Trial(trial_title(self.task, settings, seed), settings, seed, run)
+
+    def _teacher_trial(self) -> Trial:
+        seed = self.protocol.seeds[0]
+        # What a score depends on must be the same for the teacher: windows and languages, but not the training.
+        data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
+        run = build(changed_values(self._run("teacher", seed, "teacher", {}), data), RunConfig, METHODS)
+        return Trial(f"{self.task} teacher", {}, seed, run)
+
+    def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
+        config, recipe = self.config, recipe_of(self.task)
+        # A run saves no checkpoints, because an interruption loses only this short run; that of a recipe is long.
+        train = TrainConfig(schedule="linear", log_every=None, save_every=None) if recipe is None else recipe.train
+        task = TaskConfig(
+            name=self.task,
+            writing=WritingConfig() if recipe is None else recipe.data.task.writing,
+            dir=config.data_dir,
+            metric=metric_of(config.protocol, self.task),
+            limit=config.limit,
+            copy_classifier=config.copy_classifier,
+            out_of_domain=config.out_of_domain,
+        )
+        return RunConfig(
+            ds_config=config.ds_config,
+            output_dir=str(self.folder / name),
+            seed=seed,
+            method="none",
+            teacher=TeacherConfig(model=self.teacher),
+            student=StudentConfig(model=config.model),
+            data=DataConfig(kind="task", max_length=self.protocol.max_length, task=task),
+            train=replace(train, dtype=config.dtype),
+            scoring=GenerationConfig(models=[scored]),
+            method_settings=sections,
+        )
+
+    def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
+        """Score the teacher, run the unfinished trials, keep the best model and write its answers.
+
+        `data` is the benchmark with its examples. Every rank must call this method. Raises UserError if the folder
+        belongs to a run with other settings, scoring the teacher fails, or no settings have a score for every seed.
+        """
+        trials = self.trials()
+        # All folders are checked first, so that a mistake in the settings is reported before hours of training.
+        on_main(lambda: [finished_metrics(trial.config) for trial in trials], world)
+        teacher, warnings = None, []
+        if self.teacher is not None:
+            (scored,) = runner.run([self._teacher_trial()])
+            if scored.metrics is None:
+                raise UserError(str(scored.error))
+            teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
+        with self._progress(data.metrics[0], len(trials)) as shown:
+            results = runner.run(trials, shown)
+        failures = [
+            f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in results if each.metrics is None
+        ]
+        choice = choose(results, dev_score)
+        if choice is None or len(choice.results) < len(self.protocol.seeds):
+            raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
+        self._keep(choice, data, runner, world)
+        tsne = None
+        if self.drawn:
+            aspect = ffn_aspect(self.config.method_settings)
+            figure = self.figure(self.drawn, aspect, self.folder, "tsne", world)
+            tsne = {"file": f"{self.task}/tsne.png", **figure}
+        return {
+            **summarize(data, choice, results),
+            **{key: getattr(self.protocol, key) for key in SHARED},
+            "terms": dict(self.plan.method.weights),
+            "teacher": teacher,
+            "predictions": self._submit(data, world),
+            "tsne": tsne,
+            "warnings": [*warnings, *failures],
+        }
+
+    def _progress(self, metric: str, total: int) -> Progress:
+        """Return what prints the scores of the trials, and removes models that can no longer be the best."""
+        ended: list[Result] = []
+
+        def drop(result: Result) -> None:
+            ended.append(result)
+            leaders = {each.trial.folder for each in may_be_best(ended, dev_score, len(self.protocol.seeds))}
+            for folder in {each.trial.folder for each in ended} - leaders:
+                if not self.config.keep_models:
+                    shutil.rmtree(folder / "student", ignore_errors=True)
+
+        return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
+
+    def _keep(self, choice: Choice, data: Benchmark, runner: Runner, world: World) -> None:
+        """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
+        best, trial = self.folder / BEST, choice.best.trial
+        student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
+        has_model = (best / "config.json").is_file
+        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None, world):
+            return
+        if not on_main((student / "config.json").is_file, world):
+            print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more", world)
+            on_main(lambda: shutil.rmtree(trial.folder), world)
+            (again,) = runner.run([trial])
+            if again.metrics is None:
+                raise UserError(f"{trial.folder}: {again.error}")
+
+        def keep() -> None:
+            for name in data.submissions.values():  # the files of the previous best model
+                (self.root / SUBMISSION / name).unlink(missing_ok=True)
+            shutil.rmtree(best, ignore_errors=True)
+            with new_proven_folder(best) as partial_folder:
+                shutil.copytree(student, partial_folder, dirs_exist_ok=True)
+                write_result(partial_folder / RESULT_FILE, asked, {})
+            if not self.config.keep_models:
+                shutil.rmtree(student)
+
+        on_main(keep, world)
+
+    def _submit(self, data: Benchmark, world: World) -> list[str]:
+        """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
+        paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
+        missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
+        if missing:
+            tokenizer: Any = load_tokenizer(self.config.model)
+            model = load_model(
+                self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head
+            )
+            best = ScoredModel(
+                model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
+            )
+            for split in missing:
+                data.submit(split, best, paths[split])
+        return [str(path.relative_to(self.root)) for path in paths.values()]
+
+    def figure(
+        self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
+    ) -> dict[str, Any]:
+        """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""
+        from llmdistill.papers.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
+
+        return on_main(lambda: draw(self, models, aspect, folder, name, world.device), world)

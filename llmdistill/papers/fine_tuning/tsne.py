@@ -1,0 +1,167 @@
+"""Plots the hidden states of fine-tuned models on a task's dev set with t-SNE (KroneckerBERT Figure 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+
+from llmdistill.artifacts import read_result, write_result
+from llmdistill.batch import Aspect
+from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
+from llmdistill.data.sampler import scoring_batches
+from llmdistill.fingerprints import fingerprint
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_causal, shape_of
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.progress import progress
+from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
+from llmdistill.tasks.classification import targets_of
+from llmdistill.tasks.glue import Glue
+
+EXAMPLES = 1000
+"""Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
+
+_BATCH_SIZE = 32
+_PERPLEXITY = 30.0
+"""scikit-learn's default; lower if there are few examples."""
+
+_MAX_PANELS = 4  # side by side
+
+
+def draw(
+    study: TaskStudy, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, device: torch.device
+) -> dict[str, Any]:
+    """Plot each model's hidden states on the dev set side by side; one rank calls this function.
+
+    `models` are fine-tuned on the task: folders or hub names by the titles of their panels. `aspect` are the features
+    of the layer, of the model's width. The plot is NAME.png and NAME.svg in the folder; NAME.json has every point, and
+    is not computed again.
+
+    Returns:
+        The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
+        features before t-SNE, from -1 to 1; None for a regression task.
+    """
+    assert isinstance(study.benchmark, Glue), "only classes and scores are drawn"
+    data, classes, file = study.benchmark.read_files(), study.benchmark.task.classes, folder / f"{name}.json"
+    layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
+    prints = {title: fingerprint(path) for title, path in models.items()}
+    asked = {
+        **{"models": prints, "layer": layer, "aspect": aspect},
+        **{"max_length": max_length, "examples": data.digest, "dtype": str(dtype)},
+    }
+    kept = read_result(file, asked)
+    if kept is not None and (folder / f"{name}.png").is_file():
+        return _summary(kept)
+    dev = data.sets["dev"].examples
+    rows = list(range(len(dev)))
+    if len(dev) > EXAMPLES:  # at random, as files are often sorted
+        rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
+    examples = [dev[row] for row in rows]
+    targets = targets_of(examples)
+    found, clouds = {}, []
+    for title, path in models.items():
+        number = middle_layer(path) if layer is None else layer
+        features = layer_features(
+            path, examples, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
+        )
+        points = embed(features)
+        apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
+        found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
+        note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
+        clouds.append(Panel(title, f"layer {number}{note}", points))
+    save_plot(plot_clusters(clouds, targets, classes), folder, name)
+    return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
+
+
+def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    models = {title: {key: model[key] for key in ("layer", "silhouette")} for title, model in result["models"].items()}
+    return {"examples": len(result["rows"]), "models": models}
+
+
+def middle_layer(path: str) -> int:
+    """Return the middle layer of a model, counted from 1: the 6th of 12."""
+    return max(1, shape_of(load_config(path)).num_layers // 2)
+
+
+@torch.no_grad()
+def layer_features(
+    path: str,
+    examples: Sequence[PairExample],
+    *,
+    layer: int,
+    aspect: Aspect,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> np.ndarray:
+    """Return a layer's features (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
+
+    A decoder's first token cannot represent the example, because it attends only to itself.
+    """
+    model = load_model(path, dtype=dtype, device=device, head="sequence")
+    tokenizer: Any = load_tokenizer(path)
+    items = encode_pairs(examples, tokenizer, max_length)
+    forward = TappedModel(model, Recorder(model, {aspect: frozenset({layer - 1})}))
+    features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
+    collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
+    for indices, batch in progress(scoring_batches(items, collate, batch_size=_BATCH_SIZE), "Features", "batches"):
+        features_BTW = getattr(forward(batch.to(device)).taps, aspect)[layer - 1]
+        where_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
+        chosen_BW = features_BTW[torch.arange(len(indices)), where_B.to(device)]
+        features[indices] = chosen_BW.float().cpu().numpy()
+    return features
+
+
+def embed(features: np.ndarray) -> np.ndarray:
+    """Return the points (rows, 2) of t-SNE, which are deterministic for given features."""
+    perplexity = min(_PERPLEXITY, max(1.0, (len(features) - 1) / 3))
+    points: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
+    return points
+
+
+@rc_context(STYLE)
+def plot_clusters(clouds: Sequence[Panel], targets: np.ndarray, classes: Sequence[str]) -> Figure:
+    """Plot the clouds (rows, 2) of the same examples side by side, colored by class or score (KroneckerBERT Figure 4).
+
+    `targets` (rows,) are indices of `classes`, or scores if there are no classes.
+    """
+    columns = min(len(clouds), _MAX_PANELS)
+    lines = -(-len(clouds) // columns)
+    figure = new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
+    panels = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
+    small: dict[str, Any] = {"s": max(4.0, min(20.0, 6000 / len(targets))), "alpha": 0.75, "linewidths": 0}
+    for axes, cloud in zip(panels, clouds, strict=False):
+        if classes:
+            for index, name in enumerate(classes):
+                look = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "label": name}
+                axes.scatter(*cloud.values[targets == index].T, **look, **small)
+        else:
+            axes.scatter(*cloud.values.T, c=targets, cmap="viridis", **small)
+        frame_panel(axes, cloud)
+        # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_box_aspect(1)
+    for axes in panels[len(clouds) :]:
+        axes.set_visible(False)
+    if classes:
+        # A bare number would be unclear in the legend.
+        names = [f"class {name}" if name.isdigit() else name for name in classes]
+        handles, _ = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), markerscale=2)
+    else:
+        figure.colorbar(panels[0].collections[0], ax=panels, label="score", shrink=0.7, aspect=24, pad=0.02)
+    return figure

@@ -1,0 +1,286 @@
+"""A run's second stage: fine-tunes the student on tasks with fine-tuned teachers (KroneckerBERT §3.7, Table 6).
+
+It is planned and checked before the first stage begins, and run after it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from llmdistill.config import RunConfig, command_line
+from llmdistill.config.tasks import FineTuningConfig, GridConfig
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.files import write_json
+from llmdistill.messages import print_result
+from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import ffn_aspect
+from llmdistill.models.configs import load_config
+from llmdistill.models.tokenizer import check_tokens
+from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
+from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics
+from llmdistill.papers.fine_tuning.run import check_drawable, check_layer, evaluate
+from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.report.pages import write_page
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, print_table, show_seeds
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.terminal import print_main
+from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
+from llmdistill.training.plan import Plan
+
+TEACHER = "teacher"
+"""The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
+
+ROWS = {
+    TEACHER: {"title": "teacher", "pretraining": "", "finetuning": "labels"},
+    "no_kd": {"title": "no KD in stage 2", "pretraining": "distilled", "finetuning": "labels"},
+    "no_pretraining": {"title": "no stage 1", "pretraining": "none", "finetuning": "distilled"},
+    "two_stages": {"title": "both stages", "pretraining": "distilled", "finetuning": "distilled"},
+}
+"""The texts of the rows, in the order of the table; the trainings are those of the first and of the second stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksPlan:
+    first: Plan
+    """The first run of the first stage; its teacher is the teacher of the whole command."""
+    last: Plan
+    """The last run of the first stage; its student is fine-tuned."""
+    tasks: list[str]
+    configs: Mapping[str, FineTuningConfig]
+    studies: Mapping[str, Mapping[str, TaskStudy]]
+    given: Mapping[str, str]
+    """Folder or hub name of each task's teacher; empty if the user named no teacher."""
+
+    @property
+    def folder(self) -> Path:
+        return self.last.folder / "tasks"
+
+    def describe(self) -> dict[str, Any]:
+        rows = {
+            row: {
+                "model": config.model,
+                "teacher": config.teacher,
+                "terms": dict(next(iter(self.studies[row].values())).plan.method.weights),
+                "runs": sum(study.protocol.num_trials for study in self.studies[row].values()),
+            }
+            for row, config in self.configs.items()
+        }
+        copied = any(study.plan.models.copies_classifier for row in self.studies.values() for study in row.values())
+        return {"names": self.tasks, "folder": str(self.folder), "copy_classifier": copied, "rows": rows}
+
+    def check_tokens(self) -> None:
+        """Raise UserError if the tokens of a teacher are not those of the student."""
+        student = self.last.models.tokenizer_path
+        for path in set(self.given.values()):
+            check_tokens(path, student)
+        if TEACHER in self.configs:
+            check_tokens(self.first.models.teacher_path, student)
+
+    def check_data(self, world: World) -> None:
+        """Read all data of the second stage, so that a mistake is a UserError before the hours of the first stage.
+
+        Every rank must call this method.
+        """
+        student = self.last.models.tokenizer_path
+        for studies in self.studies.values():
+            for study in studies.values():
+                plan = study.plan
+                plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student), world)
+
+    def run(self, world: World) -> None:
+        """Fine-tune every row on every task, and write and print the table; every rank must call this method.
+
+        Finished runs are not repeated. Raises UserError if some have other settings, or a run fails.
+        """
+        gc.collect()  # the engine of the first stage has reference cycles
+        results = {}
+        for row, config in self.configs.items():
+            print_main(f"\nTasks       {ROWS[row]['title']}", world)
+            results[row] = evaluate(config, world, command=world.command, prefix=self.last.config.tasks.prefix)
+        figures = self._draw(world) if self.last.config.tasks.tsne else {}
+        if world.is_main:
+            _show_rows(self.folder, collect(results, figures, run=str(self.last.folder)))
+            print_result(f"The table is in {self.folder / 'report.md'}, each row's own report in its folder there.")
+
+    def _draw(self, world: World) -> dict[str, Any]:
+        """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
+        rows = sorted(self.configs, key=list(ROWS).index)
+        aspect = ffn_aspect(self.last.config.method_settings)
+        figures = {}
+        for task, study in next(iter(self.studies.values())).items():
+            models = {ROWS[TEACHER]["title"]: self.given[task]} if task in self.given else {}
+            models |= {ROWS[row]["title"]: str(self.folder / row / task / BEST) for row in rows}
+            figure = study.figure(models, aspect, self.folder / "tsne", task, world)
+            figures[task] = {"file": f"tsne/{task}.png", **figure}
+        return figures
+
+
+def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
+    """Plan the second stage of a run from configurations alone, after the plans of the first; UserError if invalid."""
+    first, last = plans[0], plans[-1]
+    settings = last.config.tasks
+    if not last.trains:
+        raise UserError(
+            f"tasks.names is {settings.names}, but method {last.config.method} trains no student for a second stage: "
+            "take another method, or fine-tune a model by eval/glue.py"
+        )
+    tasks = find_benchmarks(settings.names, setting="tasks.names")
+    for task in tasks:
+        found, key = named_benchmark(task)
+        found.check_folder(settings.data_dir, key, setting="tasks.data_dir")
+        if settings.tsne:
+            check_drawable(task, setting="tasks.tsne")
+    configs = _row_configs(plans, tasks)
+    has_teacher = any(config.teacher is not None for config in configs.values())
+    named = settings.teacher if has_teacher else None
+    given = {} if named is None else {task: teacher_of(named, task, tasks, key="tasks.teacher") for task in tasks}
+    studies = {
+        row: {task: _study(config, task, first, last, given) for task in tasks} for row, config in configs.items()
+    }
+    for study in (study for row in studies.values() for study in row.values()):
+        assert study.plan is not None  # resolves and checks the settings
+    return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, studies=studies, given=given)
+
+
+def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
+    """Return the study of a row on a task; its model and its teacher may not exist yet."""
+    own = str(first.models.teacher_path)
+    student = first.models.teacher if config.model == own else last.models.student
+    if last.config.tasks.tsne:
+        check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
+    pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
+    teacher = None
+    if config.teacher is not None:
+        teacher = given.get(task, str(Path(config.teacher) / task / BEST))
+        if task in given:
+            benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
+        else:
+            pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
+    return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
+
+
+def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:
+    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it."""
+    plan, config = plans[-1], plans[-1].config
+    settings, folder = config.tasks, plan.folder / "tasks"
+    shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
+    shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
+    alone = {**shared, "method": "sft", "copy_classifier": None}
+    teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher
+    trained = str(plan.folder / "student")
+    given = plan.config.student.model
+    untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
+    learning = {**shared, "teacher": teacher, **_methods(config)}
+    rows = {
+        TEACHER: {**alone, "model": str(plans[0].models.teacher_path)},
+        "no_kd": {**alone, "model": trained},
+        "no_pretraining": {**learning, "model": untrained},
+        "two_stages": {**learning, "model": trained},
+    }
+    needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
+    return {
+        row: command_line.checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
+        for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
+    }
+
+
+def _methods(config: RunConfig) -> dict[str, Any]:
+    """Return the methods of the second stage with their settings; `tasks` overrides the settings of the run."""
+    settings = config.tasks
+    method = config.method if settings.method is None else settings.method
+    if not METHODS[method].needs_teacher:
+        raise UserError(
+            f"tasks.method: the run's method {method} has no teacher; say by which one the student learns from its "
+            "fine-tuned teachers, such as kroneckerbert or kd"
+        )
+    inherited = config.also if settings.method is None else []
+    also = inherited if settings.also is None else settings.also
+    unused = sorted(settings.settings.keys() - {method, *also})
+    if unused:
+        raise UserError(
+            f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])}); "
+            "leave it out, or add the method as tasks.also"
+        )
+    sections: dict[str, Any] = {
+        name: command_line.changed(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")
+        for name, part in config.method_settings.items()
+        if name in (method, *also)
+    }
+    return {"method": method, "also": also, "method_settings": sections}
+
+
+def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
+    """Return the rows of the results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
+    found = {
+        row: {
+            **ROWS[row],
+            "params": each["params"]["model"]["total"],
+            "dev": dev_columns(each["tasks"].values()),
+            "average": each["averages"]["model"]["plain"],
+        }
+        for row, each in results.items()
+    }
+    with_teacher = next((each for each in results.values() if each["teacher"] is not None), None)
+    if TEACHER not in found and with_teacher is not None:
+        found[TEACHER] = _given_teacher(with_teacher)
+    last = list(results.values())[-1]
+    columns = [
+        {"task": name, "column": column, "metric": metric, "train": task["examples"]["train"]}
+        for name, task in last["tasks"].items()
+        for column in task["dev"]
+        for metric in shown_metrics(task, column)
+    ]
+    return {
+        "name": run,
+        "columns": columns,
+        "rows": {row: found[row] for row in ROWS if row in found},
+        "figures": dict(figures),
+        "seeds": max(len(task["seeds"]) for task in last["tasks"].values()),
+        "limit": last["limit"],
+        "own_teacher": TEACHER in results,
+        "warnings": list(dict.fromkeys(warning for each in results.values() for warning in each["warnings"])),
+        "run": last["run"],
+    }
+
+
+def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
+    columns = dev_columns(task["teacher"] for task in results["tasks"].values())
+    dev = {name: {key: over_seeds([value]) for key, value in metrics.items()} for name, metrics in columns.items()}
+    return {
+        **ROWS[TEACHER],
+        "params": results["params"]["teacher"]["total"],
+        "dev": dev,
+        "average": results["averages"]["teacher"]["plain"],
+    }
+
+
+def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
+    """Write report.md and report.json, and print the table."""
+    write_json(folder / "report.json", table)
+    columns = table["columns"]
+    averaged = len({column["task"] for column in columns}) > 1
+    header = ["", "stage 1", "stage 2", "params"]
+    header += [f"{column['column']} {column['metric']} ({column['train']:,})" for column in columns]
+    rows = []
+    for row in table["rows"].values():
+        cells = [row["title"], row["pretraining"], row["finetuning"], f"{row['params']:,}"]
+        cells += [show_seeds(row["dev"][column["column"]][column["metric"]]) for column in columns]
+        rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
+    title = f"Dev sets x 100, {count_seeds(table['seeds'])}"
+    shown = TitledTable(title, [*header, "average"] if averaged else header, rows)
+    write_page(
+        folder / "report.md",
+        "two_stages.md.j2",
+        **table,
+        title=f"Two stages: {table['name']}",
+        legend=shown.title,
+        table=shown,
+        record=table["run"],
+    )
+    print_table(*shown, left=range(3))

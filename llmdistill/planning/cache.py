@@ -1,0 +1,206 @@
+"""The cache of a teacher's outputs in a forecast: what it keeps, a step that reads it, its size and its build time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.machine import MachineConfig, parse_bytes
+from llmdistill.methods import Method
+from llmdistill.planning.layout import TEACHER_ZERO, TEACHERS, Layout, Sizes, read_seconds
+from llmdistill.planning.step import ForecastModels, full_batch
+from llmdistill.runtime.tracing import Tracer, Work, on_gpu
+from llmdistill.step.tapped import request_of, tapped
+from llmdistill.teachers.cache_folder import CACHE_FILE, read_cache_record
+from llmdistill.teachers.rows import Request, place_of, to_outputs, to_rows
+from llmdistill.training.checks import check_top_k
+from llmdistill.training.plan import Plan
+
+Counts = Mapping[Positions, int]
+"""The number of positions of each kind in a batch or a training set."""
+_INDEX = 8 * (1 + len(POSITIONS))
+"""Bytes of an example's entries in a shard: its id, and where its rows of each kind begin."""
+_MOST_TEACHERS = 100
+"""A cache of more than so many times the bytes of the teacher is not proposed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTrace:
+    """What `llmdistill cache` keeps of a micro batch; in a step it is the teacher that reads the cache."""
+
+    settings: CacheConfig
+    request: Request
+    rows: Mapping[str, Tensor]
+    """The kept tensors of one micro batch, on the meta device, by the names of `teachers.rows`."""
+    head: HeadInputs | None
+    """The LM head that a training from the cache loads; None if the cache needs none."""
+    scaling: Mapping[int, float]
+    micro_batch: Counts
+    """The micro batch that was traced."""
+    work: Work
+    """The teacher's pass over it."""
+    peak: float
+    """The bytes of this pass above the teacher's weights."""
+
+    @property
+    def head_bytes(self) -> int:
+        """The bytes of the LM head that a training from the cache loads."""
+        tensors = () if self.head is None else (self.head.weight, self.head.bias)
+        return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+
+    def row_bytes(self, counts: Counts) -> int:
+        """Return the bytes of the rows of so many positions, which a training reads once an epoch."""
+        return sum(counts[place_of(name)] * each[:1].numel() * each.element_size() for name, each in self.rows.items())
+
+    def shard_bytes(self, counts: Counts) -> int:
+        """Return the bytes of the shards of so many positions, without their headers of some hundred bytes each."""
+        return self.row_bytes(counts) + _INDEX * counts["sequences"]
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Return the outputs for a batch on the meta device, made as `CachedTeacher` makes them."""
+        counts = count_positions(batch)
+
+        def read(name: str) -> Tensor:
+            rows = self.rows[name]
+            return rows.new_empty(counts[place_of(name)], *rows.shape[1:])
+
+        return to_outputs(
+            read, batch, self.request, top_k=self.settings.kept_top_k, head=self.head, scaling=self.scaling
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheAsked:
+    """The cache that a run may read; teacher.cache, if the run sets it, takes precedence."""
+
+    folder: str = "cache"
+    settings: CacheConfig = field(default_factory=CacheConfig)
+    counts: Counts | None = None
+    """The training set, if it was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheForecast:
+    """The cache of a run, its size, and its build time."""
+
+    folder: str
+    settings: CacheConfig
+    is_there: bool
+    """Whether the cache is there already."""
+    sharding: str
+    """The simplest teacher.sharding with which it can be built."""
+    fits: bool
+    """Whether the teacher fits with it."""
+    bytes_per_token: float
+    """Bytes of the shards for each token of the examples; the head comes on top."""
+    counts: Counts | None
+    """The training set; None if the number of its examples is not known."""
+    counted: bool
+    """Whether the training set was counted; else its examples are as long as they may be."""
+    bytes: int | None
+    """Bytes of the whole cache; None without `counts`."""
+    seconds: float | None
+    """Seconds to build it on the machine, without loading the teacher; None without `counts`."""
+    seconds_per_step: float
+    """The same, spread over the steps of the run; 0 if the cache is there."""
+    is_sensible: bool
+    """Whether it is there, or its size is known and neither out of proportion to the teacher nor to the disk."""
+
+
+def count_positions(batch: Batch, times: int = 1) -> Counts:
+    """Count the positions in so many batches like one with `label_rows`, on any device."""
+    tokens, labels = (times * len(batch.rows_at(place)) for place in ("tokens", "labels"))
+    return {"sequences": times * len(batch.input_ids), "tokens": tokens, "labels": labels}
+
+
+def trace_cache(
+    teacher: PreTrainedModel, method: Method, batch: Batch, settings: CacheConfig, vocabulary: int | None = None
+) -> CacheTrace:
+    """Trace the teacher's pass over a micro batch of `llmdistill cache`, both on the meta device."""
+    tracer, request = Tracer(), request_of(method)
+    tracer.ignore([*teacher.parameters(), *teacher.buffers()])
+    teacher.eval().requires_grad_(False)
+    wired = tapped(method, "teacher", teacher, vocabulary=vocabulary)
+    with on_gpu(), tracer, torch.no_grad():
+        outputs = wired.teach(batch, lm_head=method.teacher_positions)
+        rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
+    wired.remove()
+    head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
+    return CacheTrace(
+        settings=settings,
+        request=request,
+        rows=rows,
+        head=None if settings.kept_top_k is not None else head,
+        scaling=outputs.taps.scaling,
+        micro_batch=count_positions(batch),
+        work=tracer.work,
+        peak=sum(tracer.take_peak().values()),
+    )
+
+
+def forecast_cache(
+    plan: Plan, models: ForecastModels, asked: CacheAsked, sizes: Sizes, machine: MachineConfig
+) -> tuple[CacheTrace, CacheForecast]:
+    """Trace what a cache of a run keeps, and forecast its size and the time to make it on all GPUs of a machine.
+
+    Without a count of the training set, its examples are those of the run's steps, each seen once, or of one epoch, and
+    each is as long as it may be. Raises UserError if the number of tokens to keep is not below the vocabulary, or a
+    cache that is there is damaged.
+    """
+    named, train = plan.config.teacher.cache, plan.config.train
+    settings, folder = asked.settings, asked.folder if named is None else named
+    is_there = (Path(folder) / CACHE_FILE).is_file()
+    if is_there and named is not None:
+        settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
+    check_top_k(settings, plan.models.compared_tokens)
+    assert models.teacher is not None
+    batch = full_batch(plan, settings.micro_batch_size)
+    trace = trace_cache(models.teacher, plan.method, batch, settings, models.vocabulary)
+    example, counts = full_batch(plan, plan.task.rows_per_example), asked.counts
+    if counts is None and train.epochs is None:
+        counts = count_positions(example, train.steps * train.global_batch_size)
+    layout, fits = _teacher_that_fits(trace, sizes, machine)
+    each = counts or count_positions(example, train.global_batch_size)  # one step stands for an unknown number of them
+    passes = each["tokens"] / (machine.ranks * trace.micro_batch["tokens"])
+    seconds = passes * layout.pass_seconds(trace.work)
+    seconds += read_seconds(trace.row_bytes(each) / machine.ranks, machine)  # a disk is written as fast as it is read
+    steps = train.steps if train.epochs is None else train.epochs * each["sequences"] / train.global_batch_size
+    size = None if counts is None else trace.shard_bytes(counts) + trace.head_bytes
+    most = min(_MOST_TEACHERS * sizes.teacher_bytes, parse_bytes(machine.cache_space, field="cache_space"))
+    return trace, CacheForecast(
+        folder=folder,
+        settings=settings,
+        is_there=is_there,
+        sharding=str(layout.teacher),
+        fits=fits,
+        bytes_per_token=trace.shard_bytes(each) / max(1, each["tokens"]),
+        counts=counts,
+        counted=asked.counts is not None,
+        bytes=size,
+        seconds=None if counts is None else seconds,
+        seconds_per_step=0.0 if is_there else seconds / steps,
+        is_sensible=is_there or (size is not None and size <= most),
+    )
+
+
+def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[Layout, bool]:
+    """The layout with the simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
+    for sharding in shardings(machine):
+        layout = Layout(zero=TEACHER_ZERO, sizes=sizes, teacher=sharding, machine=machine)
+        needed = layout.reserved({"activations": trace.peak, **layout.resident_teacher})
+        if sum(needed.values()) <= machine.memory_bytes:
+            return layout, True
+    return layout, False
+
+
+def shardings(machine: MachineConfig) -> list[str]:
+    """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
+    differs = {"node": machine.nodes > 1 and machine.ranks_of_node > 1, "zero3": machine.ranks > 1}
+    return [each for each in TEACHERS if differs.get(each, True)]

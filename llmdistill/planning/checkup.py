@@ -1,0 +1,224 @@
+"""Checks a run before it is launched: its models on one real batch, in a single process and without DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, RunConfig
+from llmdistill.data.prompts import tokenizer_gaps
+from llmdistill.errors import UserError
+from llmdistill.methods import Method, build_method
+from llmdistill.methods.sft import make_sft
+from llmdistill.models.adapters import adapt
+from llmdistill.progress import progress
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import add_projectors
+from llmdistill.runtime.environment import Finding
+from llmdistill.step.loss_check import check_models, live_teachers
+from llmdistill.step.tapped import tapped
+from llmdistill.tasks.base import TaskData
+from llmdistill.teachers.cached import Teacher
+from llmdistill.training.assemble import load_student, prepare_student, share_of
+from llmdistill.training.callbacks.uneven_terms import alone, uneven_terms
+from llmdistill.training.plan import Plan, make_plans
+from llmdistill.training.resolved import RunModels
+from llmdistill.training.teachers import make_teacher, remote_teacher, run_teacher, teacher_server
+
+_SAME = 1e-2
+"""A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
+_GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
+
+
+@dataclass(frozen=True)
+class TermSize:
+    """One term of the loss in one step."""
+
+    value: float
+    """The unweighted term, averaged over its positions."""
+    gradient: float
+    """The norm of the gradient of the weighted term with respect to the student's parameters."""
+
+
+def check_run(config: RunConfig) -> Iterator[Finding]:
+    """Check a run on one micro batch of its training data, finding by finding; what stops the run ends the checks.
+
+    The student of these checks is made without calibration data, so that it is made in seconds.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plan = make_plans(_quick(config, folder))[0]  # of a run with assistants the first one's
+            world = World.alone()
+            data = plan.task.read(plan.models).prepared(world)
+            yield Finding("ok", "settings and data", data.report or "read")
+            asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
+            if asks and not plan.models.translates:
+                for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
+                    yield Finding("warning", "tokenizers", gap, _GAP_REMEDY)
+            if plan.trains:
+                yield from _check_models(plan, data, world)
+    except UserError as error:
+        yield Finding("failure", "the run", "it cannot start", str(error))
+
+
+def _quick(config: RunConfig, folder: str) -> RunConfig:
+    """The same run with at most 8 sequences in a batch, and a student that needs no measurement."""
+    student, size = config.student, config.train.global_batch_size
+    plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
+    layers = None if student.layers == "important" else student.layers
+    init = "slice" if student.init == "important" else student.init
+    few = max(number for number in range(1, 9) if size % number == 0)
+    whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}  # in one process
+    others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
+    return replace(
+        config,
+        output_dir=folder,
+        teacher=replace(config.teacher, others=others, **whole),
+        student=replace(student, factorize=plain, init=init, layers=layers),
+        train=replace(config.train, micro_batch_size=few),
+    )
+
+
+def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]:
+    batch = data.loader(share_of(plan, world)).micro_batches(0)[0]
+    batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
+    teacher = cache(lambda: make_teacher(plan, world))
+    student = load_student(plan, prepare_student(plan, world, teacher, data), plan.models.dtype)
+    student.to(world.device)  # type: ignore[arg-type]
+    adapt(student, plan.config.student, plan.config.seed)
+    model: PreTrainedModel | None = None
+    teaching: Teacher | None = None
+    vocabulary = plan.models.vocabulary
+    if plan.is_remote:
+        teacher_server(plan).check(plan.config.data.max_length)
+        yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")
+        teaching = remote_teacher(plan, world)
+    elif plan.method.needs_teacher:
+        model = teacher().model
+        if not plan.models.translates:
+            yield above_chance(plan.models, model, batch)
+        teaching = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data, world)
+    dry = term_sizes(plan.method, teaching, student, batch, vocabulary=vocabulary)
+    if model is not None and not plan.models.translates:
+        yield own_student(plan, model, batch, dry)
+    yield from dry_step(dry)
+
+
+def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
+    """Compare the teacher's loss on the labels with that of a guess at random."""
+    what = "teacher above chance"
+    if models.objective.sequences in ("scores", "embeddings") or models.teacher_head == "none":
+        return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
+    labels = make_sft(causal=models.causal, objective=models.objective)
+    with torch.no_grad():
+        found = term_sizes(labels, None, teacher, batch, gradients=False)
+    is_span = models.objective.sequences == "spans"
+    classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
+    guesses = {"label": ("labels", teacher.config.vocab_size), "sequence_label": ("targets", classes)}
+    said, worse = [], []
+    for name, size in found.items():
+        called, number = guesses[name]
+        chance = math.log(number)
+        said.append(f"cross-entropy of the {called} {size.value:.2f}, at random {chance:.2f}")
+        worse += [name] if not size.value < chance else []
+    remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
+    return Finding("failure" if worse else "ok", what, "; ".join(said), remedy if worse else None)
+
+
+def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
+    """Check that the terms that compare with the teacher have no gradient if the teacher is its own student.
+
+    Their values are zero too, but for a cross-entropy with the teacher's distribution, which is its entropy.
+    """
+    what = "teacher as its own student"
+    names, settings = plan.config.methods(), plan.config.method_settings
+    try:
+        method = build_method(names, settings, plan.models.teacher, plan.models.teacher, plan.models.objective)
+    except UserError:
+        return Finding("ok", what, "not applicable: the map of the layers is for another depth")
+    if method.projections:
+        return Finding("ok", what, "not applicable: learned matrices map the widths")
+    labels = {term.name for term in method.token_terms if term.divergence is None}
+    labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    sizes = term_sizes(method, tapped(method, "teacher", teacher), student, batch)
+    found = {name: size for name, size in sizes.items() if name not in labels}
+    shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in found.items() if name in dry}
+    largest = max(shares, key=lambda name: shares[name], default=None)
+    if largest is None:
+        return Finding("ok", what, "not applicable: no term compares with the teacher")
+    if shares[largest] == 0:
+        return Finding("ok", what, "no term has a gradient")
+    if shares[largest] < _SAME:
+        return Finding("ok", what, f"the gradient of each term is at most {shares[largest]:.1e} of the student's")
+    said = f"the gradient of the term {largest} is {shares[largest]:.1e} of the student's"
+    return Finding("failure", what, said, f"the term {largest} is wrong for this architecture: please report it")
+
+
+def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
+    """Say of each term how large it is in the first step, and which share of the gradient it has."""
+    total = sum(size.gradient for size in dry.values())
+    uneven = uneven_terms({name: size.gradient for name, size in dry.items()})
+    for name, size in dry.items():
+        share = size.gradient / total if total > 0 else 0.0
+        said = f"{size.value:.4g}, {share:.1%} of the gradient"
+        if not math.isfinite(size.value + size.gradient):
+            yield Finding("failure", f"term {name}", said, "it is not finite: check the models and their dtype")
+        elif size.gradient == 0:
+            remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
+            yield Finding("warning", f"term {name}", said, remedy)
+        elif name in uneven:
+            yield Finding("warning", f"term {name}", said, uneven[name][1])
+        else:
+            yield Finding("ok", f"term {name}", said)
+
+
+def term_sizes(
+    method: Method,
+    teacher: Teacher | None,
+    student: PreTrainedModel,
+    batch: Batch,
+    *,
+    vocabulary: int | None = None,
+    gradients: bool = True,
+) -> dict[str, TermSize]:
+    """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
+
+    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models. At the
+    end both models have no hooks any more.
+    """
+    student.eval()
+    projectors = add_projectors(student, method.projections, seed=0).to(student.device)
+    learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
+    if method.token_terms:
+        check_models(teacher, learner, batch, World.current())
+    divisors = batch.divisors()
+    parameters = [each for each in student.parameters() if each.requires_grad]
+    sizes: dict[str, TermSize] = {}
+    try:
+        for name in progress(method.weights, "Checking", "terms of the loss"):
+            with torch.no_grad():
+                taught = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
+            losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
+            value = float(losses.terms[name].sum / divisors[method.positions[name]])
+            sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
+    finally:
+        for each in (learner, *live_teachers(teacher).values()):
+            each.remove()
+    return sizes
+
+
+def _gradient_norm(total: Tensor, parameters: list[torch.nn.Parameter]) -> float:
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    norms = [each.float().norm() for each in found if each is not None]
+    return float(torch.stack(norms).norm()) if norms else 0.0

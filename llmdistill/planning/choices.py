@@ -1,0 +1,223 @@
+"""The settings that a training may be launched with, what each needs, and the one to propose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from llmdistill.config.machine import MachineConfig
+from llmdistill.errors import UserError
+from llmdistill.planning.cache import CacheAsked, CacheForecast, count_positions, forecast_cache, shardings
+from llmdistill.planning.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
+from llmdistill.planning.step import between, build_models, full_batch, trace_step
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import split_batch
+from llmdistill.training.checks import can_cache
+from llmdistill.training.plan import Plan
+
+DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+"""The shipped DeepSpeed configurations, the simplest first."""
+_ALIKE = 1.02
+"""Steps whose times differ by less are alike: the simpler setting is then proposed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutChoice(Layout):
+    """One way to launch a training."""
+
+    ds_config: str
+    """The name of a shipped DeepSpeed configuration."""
+    micro_batch_size: int
+    checkpointing: bool
+    memory: Mapping[str, float]
+    """Bytes of each rank, by part."""
+    flops: float
+    """FLOP of the matrix products of a step on each rank."""
+    duration: Duration
+    cache: CacheForecast | None = None
+    """The cache that is read in place of the teacher's pass; None unless the teacher is "cached"."""
+
+    @cached_property
+    def total(self) -> float:
+        """The bytes of each rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a GPU is enough."""
+        return self.total <= self.machine.memory_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether less memory stays free than should, so that an inexact forecast may decide."""
+        return self.total > (1 - self.machine.margin) * self.machine.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step with its share of the time to make the cache."""
+        return self.duration.seconds + (0.0 if self.cache is None else self.cache.seconds_per_step)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The settings of the run, by dotted key."""
+        settings: dict[str, Any] = {
+            "train.micro_batch_size": self.micro_batch_size,
+            "train.activation_checkpointing": self.checkpointing,
+        }
+        if self.cache is not None:
+            settings["teacher.cache"] = self.cache.folder
+        elif self.teacher is not None:
+            settings["teacher.sharding"] = self.teacher
+        return settings
+
+    def described(self) -> str:
+        """Name the choice in a few words."""
+        words = [self.ds_config, f"micro batches of {self.micro_batch_size}"]
+        words += ["activation checkpointing"] if self.checkpointing else []
+        words += [] if self.teacher is None else [f"teacher {self.teacher}"]
+        return ", ".join(words)
+
+
+def make_choices(
+    plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS, cache: CacheAsked | None = None
+) -> list[LayoutChoice]:
+    """Return every way to launch a run on a machine, from the configurations of its models alone.
+
+    `names` are those of shipped DeepSpeed configurations. The `cache` is considered in place of the teacher's pass if
+    the run can have one. Raises UserError if the global batch cannot be divided among the ranks, the student's sizes
+    are not known, or the settings of the cache are contradictory.
+    """
+    train, ranks = plan.config.train, machine.ranks
+    share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
+    sizes_of_batch = [size for size in range(1, share + 1) if share % size == 0]
+    models = build_models(plan)
+    sizes = Sizes.of(models.student, models.teacher)
+    ends = [(size, full_batch(plan, size * plan.task.rows_per_example)) for size in (1, share)]
+    teachers: list[str | None] = [None]
+    if models.teacher is not None:
+        teachers = [] if plan.is_cached else [*shardings(machine)]
+    kept, forecast = None, None
+    if can_cache(plan):
+        kept, forecast = forecast_cache(plan, models, cache or CacheAsked(), sizes, machine)
+        sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
+        teachers += [CACHED] if forecast.fits or plan.is_cached else []
+    traces = {
+        (on, cached): [
+            replace(trace_step(models, batch, checkpointing=on, cached=kept if cached else None), micro_batch_size=size)
+            for size, batch in ends
+        ]
+        for on in (False, True)
+        for cached in sorted({teacher == CACHED for teacher in teachers})
+    }
+    choices = []
+    for name, micro_batch_size in product(names, sizes_of_batch):
+        steps = share // micro_batch_size
+        zero = Zero.of(read_ds_config(name), accumulation_steps=steps)
+        if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
+            zero = replace(zero, bucket_size=min(zero.bucket_size, sizes.trained))
+        for checkpointing, teacher in product((False, True), teachers):
+            is_cached = teacher == CACHED
+            low, high = traces[checkpointing, is_cached]
+            trace = between(low, high, micro_batch_size)
+            work = trace.student.plus(trace.teacher)
+            read = kept.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and kept else 0
+            layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
+            choice = LayoutChoice(
+                **vars(layout),
+                ds_config=name,
+                micro_batch_size=micro_batch_size,
+                checkpointing=checkpointing,
+                memory=layout.peak_memory(trace.moments),
+                flops=steps * work.flops,
+                duration=layout.step_duration(work, read_bytes=read),
+                cache=forecast if is_cached else None,
+            )
+            choices.append(choice)
+    return choices
+
+
+def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> LayoutChoice:
+    """Return the fastest choice that fits, not tightly if possible; of those that are alike, the simplest.
+
+    The first ds_configs of the choices are the simplest. A `micro_batch_size` that the run asks for is kept if it fits.
+    Raises UserError, which says what is missing, if none fits.
+    """
+    fitting = _preferred(choices, micro_batch_size)
+    if not fitting:
+        raise UserError(missing(choices))
+    fastest = min(choice.seconds for choice in fitting)
+    alike = [choice for choice in fitting if choice.seconds <= _ALIKE * fastest]
+    simplest = list(dict.fromkeys(choice.ds_config for choice in choices))
+    return min(
+        alike,
+        key=lambda choice: (
+            simplest.index(choice.ds_config),
+            [None, *TEACHERS, CACHED].index(choice.teacher),
+            choice.checkpointing,
+            choice.total,
+        ),
+    )
+
+
+def _preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) -> list[LayoutChoice]:
+    """The choices that fit, without a senseless cache and not tightly if possible, and of these if possible those with
+    the micro batch size."""
+    fitting = [choice for choice in choices if choice.fits]
+    fitting = [choice for choice in fitting if choice.cache is None or choice.cache.is_sensible] or fitting
+    fitting = [choice for choice in fitting if not choice.tight] or fitting
+    return [choice for choice in fitting if micro_batch_size in (None, choice.micro_batch_size)] or fitting
+
+
+def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
+    """Return one choice of each kind: the fastest that fits, not tightly if possible, else that which needs least."""
+
+    def order(choice: LayoutChoice) -> tuple[bool, bool, float]:
+        return not choice.fits, choice.tight, choice.seconds if choice.fits else choice.total
+
+    kinds = dict.fromkeys(kind(choice) for choice in choices)
+    return [min((choice for choice in choices if kind(choice) == each), key=order) for each in kinds]
+
+
+def missing(choices: Sequence[LayoutChoice]) -> str:
+    """Say what the choice lacks that needs least, in one sentence."""
+    least = min(choices, key=lambda choice: choice.total)
+    available = least.machine.memory_bytes
+    part = max((name for name in least.memory if PARTS[name][1]), key=lambda name: least.memory[name])
+    over, weight = (gigabytes(each) for each in (least.total - available, least.memory[part]))
+    what, remedy = PARTS[part]
+    return (
+        f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
+        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {what} are {weight} GB: "
+        f"take {remedy}, or more memory"
+    )
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as a text in GB."""
+    return "0" if size == 0 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
+
+
+def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
+    """Say why a choice is proposed, in one sentence."""
+    others = _preferred(choices, micro_batch_size)
+    available = gigabytes(choice.machine.memory_bytes)
+    said = f"{gigabytes(choice.total)} of {available} GB, {choice.duration.seconds:.3g} s a step; "
+    if len(others) == 1:
+        said += "the only setting that fits"
+    else:
+        said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
+    if not choice.tight:
+        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.machine.margin:.0%} free"
+    if choice.micro_batch_size == micro_batch_size:
+        said += f" with the run's own micro batch size {micro_batch_size}"
+    if choice.cache is not None and choice.cache.seconds_per_step > 0:
+        said += f"; making the cache adds {choice.cache.seconds_per_step:.3g} s for each step"
+    if choice.checkpointing:
+        keys = ("ds_config", "teacher", "micro_batch_size")
+        plain = [each for each in choices if all(getattr(each, key) == getattr(choice, key) for key in keys)]
+        needed = max(each.total for each in plain)
+        said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
+    return said

@@ -1,0 +1,144 @@
+"""Descriptions of a plan, and the dry run of the main job, which shows them and with ``--check`` checks the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import about_recipe, to_dict
+from llmdistill.data.prompts import describe_prompt
+from llmdistill.files import byte_size
+from llmdistill.messages import print_result
+from llmdistill.runtime.environment import print_finding
+from llmdistill.training.checks import DiskNeed
+from llmdistill.training.plan import Plan
+
+
+def headline(plan: Plan, data_report: str) -> str:
+    """Describe the run in a few lines for the terminal."""
+    sizes, train, split = plan.models.sizes, plan.config.train, plan.split
+    teacher = plan.config.teacher.model
+    teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+    teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
+    teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
+    teacher_line += f", asked at {plan.config.teacher.url}; it is not scored" if plan.is_remote else ""
+    teacher_line += "".join(f"\n            {line}" for line in _other_teachers(plan))
+    task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
+    dtype = str(plan.models.dtype).removeprefix("torch.")
+    lora = plan.config.student.lora
+    adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
+    bits = plan.config.student.quantize.weights
+    adapted += "" if bits == "none" else f", linears in {bits}"
+    own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
+    prompt = plan.config.data.prompt
+    stage = plan.zero_stage
+    return (
+        f"Run folder  {plan.folder}\n"
+        f"Teacher     {teacher_line}\n"
+        f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
+        f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
+        f"Data        {task}, {data_report.rstrip('.')}{own}\n"
+        f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"
+        f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
+        f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
+        + "".join(f"\nNote        {note}" for note in plan.notes)
+    )
+
+
+def _other_teachers(plan: Plan) -> list[str]:
+    """Describe each of the other teachers, and what the weights are of."""
+    by_rows, lines = plan.config.teacher.average == "rows", []
+    for name, each in [*plan.models.teachers.items()][1:]:
+        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
+        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
+        lines.append(f"{each.settings.model}, {part}{read}")
+    averaged = plan.config.teacher.average.replace("_", " ")
+    average = f"the average of {averaged}, the first with weight {plan.config.teacher.weight:g}"
+    return [*lines, *([] if by_rows or not lines else [average])]
+
+
+def estimate(plan: Plan) -> dict[str, float] | None:
+    """Estimate the cost of the training for sequences of full length; None if train.epochs leaves the steps open.
+
+    The student's forward and backward pass cost three forward passes, the teacher's forward pass 2 FLOP per parameter
+    and token, at 30 % of the 312 TFLOP/s of an A100 in bf16.
+    """
+    train = plan.config.train
+    if train.epochs is not None:
+        return None
+    tokens = train.steps * train.global_batch_size * plan.config.data.max_length
+    of_teacher = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
+    flops = tokens * (3 * plan.models.sizes["forward_flops"] + of_teacher)
+    return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
+
+
+def cost(plan: Plan) -> str:
+    """Describe the estimate of the cost, and the room that the run takes on the disk, in one line."""
+    found = estimate(plan)
+    room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
+    if found is None:
+        return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
+    hours = f"{found['a100_hours']:.2g} hours of an A100"
+    return f"{found['tokens']:,} tokens at most, {found['flops']:.2g} FLOP, about {hours}; {room}"
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain JSON values."""
+    config = {**to_dict(plan.config), "output_dir": str(plan.folder)}
+    batch = {
+        "global_batch_size": plan.config.train.global_batch_size,
+        "ranks": plan.world_size,
+        "micro_batch_size": plan.split.micro_batch_size,
+        "accumulation_steps": plan.split.accumulation_steps,
+    }
+    notes, epochs = list(plan.notes), plan.config.train.epochs
+    if epochs is not None:
+        config["train"]["steps"] = None
+        notes.append(f"the steps of train.epochs {epochs}, and so the cost, are known once the training set is read")
+    return {
+        **plan.models.sizes,
+        "batch": batch,
+        "terms": dict(plan.method.weights),
+        "estimate": estimate(plan),
+        "disk_bytes": DiskNeed.of(plan).total,
+        "notes": notes,
+        "config": config,
+        "ds_config": plan.ds_config,
+    }
+
+
+def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | None, flags: argparse.Namespace) -> int:
+    """Print what a command would run, and return 1 if a check fails, else 0.
+
+    The last of the plans is the run's own; `tasks` is the second stage as plain JSON values, and `flags` are those of
+    `parse_run`.
+    """
+    found = []
+    if not flags.json:
+        plan = plans[-1]
+        told = [about_recipe(flags), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
+        if len(plans) > 1:
+            told.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
+        if plan.config.tasks.names:
+            told.append(f"After       fine-tuning on {', '.join(plan.config.tasks.names)}")
+        print_result("\n".join(told))
+    if flags.check:
+        from llmdistill.planning.checkup import check_run
+        from llmdistill.runtime.terminal import quiet_transformers
+
+        quiet_transformers()
+        for finding in check_run(config):
+            found.append(finding)
+            if not flags.json:
+                print_finding(finding)
+    if flags.json:
+        values = describe(plans[-1])
+        values["notes"] = [*flags.notes, *values["notes"]]
+        values |= {"assistants": [describe(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
+        values |= {} if tasks is None else {"tasks": tasks}
+        values |= {"check": [asdict(finding) for finding in found]} if flags.check else {}
+        print_result(values)
+    return int(any(finding.state == "failure" for finding in found))

@@ -1,0 +1,219 @@
+"""Traces one training step of a run on the meta device: the run's own forward and backward passes, without weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.methods import Method
+from llmdistill.models.adapters import adapt, cast_parameters
+from llmdistill.models.load import Head, build_meta, install_saved
+from llmdistill.runtime.engine import add_projectors, set_training
+from llmdistill.runtime.tracing import Tracer, Work, on_gpu
+from llmdistill.step.learning import HeadLosses
+from llmdistill.step.tapped import tapped
+from llmdistill.students.counting import build_reference
+from llmdistill.students.install import install
+from llmdistill.students.sizes import plan as plan_factorization
+from llmdistill.students.sizes import plan_embedding
+from llmdistill.tasks.base import Task
+from llmdistill.teachers.cached import Teacher
+from llmdistill.training.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastModels:
+    """The models of a run on the meta device."""
+
+    student: PreTrainedModel
+    projectors: nn.ModuleDict
+    teacher: PreTrainedModel | None
+    """None if no term of the method needs one."""
+    method: Method
+    vocabulary: int | None = None
+    """The number of logits that both models share; None if their vocabularies are the same."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory of a step up to one moment of the backward pass, gradients of parameters left out."""
+
+    gradients: int
+    """Number of elements of the parameters whose gradients are complete."""
+    live: Mapping[str, float]
+    """The most bytes since the moment before, by part: activations, taps (what losses on layers keep of both models)
+    and head (the LM head and its losses)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """The memory and the work of the forward and backward pass of one micro batch on one rank."""
+
+    micro_batch_size: int
+    moments: Sequence[Moment]
+    student: Work
+    teacher: Work
+
+
+def build_models(plan: Plan) -> ForecastModels:
+    """Build the models of a run on the meta device; a UserError if only weights or data tell the student's sizes."""
+    student = _build(plan.models.student, plan.models.student_head, plan.task)
+    settings = plan.config.student
+    if settings.model is None:
+        reference, factorize = build_reference(plan.models.student), settings.factorize
+        if settings.shape is not None:
+            install(student, plan_embedding(reference, factorize, settings.method))
+        else:  # ranks that data will choose have the same number of parameters as uniform ones
+            uniform = replace(factorize, allocation="uniform")
+            install(student, plan_factorization(reference, uniform, settings.method))
+    cast_parameters(student, plan.models.dtype)
+    adapt(student, settings, plan.config.seed)
+    teacher = None
+    if plan.method.needs_teacher:
+        teacher = _build(plan.models.teacher, plan.models.teacher_head, plan.task)
+        cast_parameters(teacher, plan.models.teacher_dtype)
+    with torch.device("meta"):
+        projectors = add_projectors(student, plan.method.projections, plan.config.seed)
+    return ForecastModels(
+        student=student, projectors=projectors, teacher=teacher, method=plan.method, vocabulary=plan.models.vocabulary
+    )
+
+
+def _build(config: PreTrainedConfig, head: Head, task: Task) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    if task.num_outputs is not None:
+        config.num_labels = task.num_outputs
+    if config.pad_token_id is None:  # a decoder with a classifier needs one, and any will do
+        config.pad_token_id = 0
+    model = build_meta(config, head)
+    install_saved(model)
+    task.configure(model)
+    return model
+
+
+def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
+    """Return a micro batch with as many tokens and labels as a batch of the run can have, on the meta device."""
+    data, length = plan.config.data, plan.config.data.max_length
+    ids = torch.zeros(micro_batch_size, length, dtype=torch.int64)
+    labels = ids.clone()
+    if not plan.models.causal and data.kind == "text":
+        labels[:, math.ceil(data.text.mask_share * length) :] = -100
+    targets = {
+        None: None,
+        "classes": ids[:, 0],
+        "scores": ids[:, 0].float(),
+        "embeddings": ids[:, 0],
+        "spans": ids[:, :2],
+    }[plan.models.objective.sequences]
+    packed = data.kind == "instructions" and data.packing
+    batch = Batch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        labels=labels,
+        token_type_ids=torch.zeros_like(ids),
+        position_ids=torch.arange(length).expand_as(ids) if packed else None,
+        targets=targets,
+    ).with_label_rows(shift=plan.method.shift)
+    # Texts fill their rows; other batches are padded, and then an encoder's attention needs a mask.
+    return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
+
+
+def trace_step(
+    models: ForecastModels, batch: Batch, *, checkpointing: bool, cached: Teacher | None = None
+) -> StepTrace:
+    """Trace the forward passes of both models and the backward pass of the student on one micro batch.
+
+    Afterwards the student is in training mode. With `checkpointing` it recomputes its activations. A `cached` teacher
+    is read in place of its pass.
+    """
+    student, method, tracer = models.student, models.method, Tracer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
+        if not checkpointing:
+            student.gradient_checkpointing_disable()
+        set_training(student, checkpointing=checkpointing)
+    moments: list[Moment] = []
+
+    def complete(parameter: Tensor) -> None:
+        parameter.grad = None  # where it goes depends on the ZeRO stage
+        moments.append(Moment((moments[-1].gradients if moments else 0) + parameter.numel(), tracer.take_peak()))
+
+    hooked: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(complete)
+        for parameter in student.parameters()
+        if parameter.requires_grad
+    ]
+    wired = partial(tapped, method, vocabulary=models.vocabulary)
+    learner = wired("student", student, projectors=models.projectors)
+    hooked.append(learner)
+    teacher = cached
+    tracer.ignore(_tensors(student))
+    if models.teacher is not None:
+        models.teacher.eval().requires_grad_(False)
+        tracer.ignore(_tensors(models.teacher))
+        if cached is None:
+            teacher = live = wired("teacher", models.teacher)
+            hooked.append(live)
+    teacher_outputs, of_teacher = None, Work()
+    in_head = patch.object(HeadLosses, "__call__", tracer.part("head")(HeadLosses.__call__))
+    with on_gpu(), tracer, in_head:
+        if teacher is not None:
+            with torch.no_grad(), tracer.part("taps"):
+                teacher_outputs = teacher.teach(batch, lm_head=method.teacher_positions)
+            of_teacher = tracer.work
+        terms = method.running(teacher_outputs, batch)
+        del teacher_outputs
+        watched = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
+        learner.learn(batch, replace(terms, layer_terms=watched)).total.backward()
+        del terms
+    moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
+    for each in hooked:
+        each.remove()
+    return StepTrace(
+        micro_batch_size=len(batch.input_ids),
+        moments=moments,
+        student=tracer.work.plus(of_teacher, -1.0),
+        teacher=of_teacher,
+    )
+
+
+def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
+    """Return the trace of another micro batch: everything that a step keeps or computes grows in proportion to it."""
+    if low.micro_batch_size == high.micro_batch_size:
+        return low
+    share = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
+    assert len(low.moments) == len(high.moments), "two traces of one step complete the same gradients"
+
+    def bytes_between(one: Moment, other: Moment) -> Moment:
+        parts = one.live.keys() | other.live.keys()
+        live = {name: one.live.get(name, 0) * (1 - share) + other.live.get(name, 0) * share for name in parts}
+        return Moment(one.gradients, live)
+
+    return StepTrace(
+        micro_batch_size=micro_batch_size,
+        moments=[bytes_between(*pair) for pair in zip(low.moments, high.moments, strict=True)],
+        student=Work().plus(low.student, 1 - share).plus(high.student, share),
+        teacher=Work().plus(low.teacher, 1 - share).plus(high.teacher, share),
+    )
+
+
+def model_bytes(model: nn.Module | None) -> int:
+    """Return the bytes of a model's parameters and buffers; 0 without a model."""
+    return 0 if model is None else sum(each.untyped_storage().nbytes() for each in _tensors(model))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model; what is shared counts once."""
+    found = {id(each.untyped_storage()): each for each in (*model.parameters(), *model.buffers())}
+    return list(found.values())

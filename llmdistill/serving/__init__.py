@@ -1,0 +1,1 @@
+"""What leaves: dense, ONNX, few bits, and the plugin of vLLM."""

@@ -1,0 +1,301 @@
+"""Exports a model to ONNX with its factors kept, compared with the model itself and measured beside the dense model."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from llmdistill.artifacts import new_proven_folder
+from llmdistill.errors import UserError, to_install
+from llmdistill.models.companions import copy_companions
+from llmdistill.models.load import load_model
+from llmdistill.models.quantized import dequantize
+from llmdistill.progress import Activity, progress
+from llmdistill.serving.export import Describe, merge
+from llmdistill.students.counting import count_parameters
+from llmdistill.students.experts import has_experts
+from llmdistill.students.install import is_factorized
+
+TOLERANCE = 1e-5
+"""Largest allowed difference of an output from that of the model in fp64, as a share of the largest output (and of 1 at
+least). Where the model itself is farther from it in fp32, twice its distance is allowed: SmolLM2-135M at 60 % of its
+parameters is at 5.6e-5, and its ONNX at 6.0e-6."""
+FILE, INT8_FILE = "model.onnx", "model_int8.onnx"
+_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+_LARGE = 1_900_000_000
+"""In bytes: above this the weights lie beside the graph in model.onnx.data, because a protobuf holds 2 GiB."""
+_SEQUENCES, _TOKENS, _REPEATS = 8, 128, 9
+_Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+@torch.no_grad()
+def export_onnx(
+    model_dir: Path | str, out_dir: Path | str, *, int8: bool = False, describe: Describe | None = None
+) -> dict[str, Any]:
+    """Write a model as model.onnx in fp32, with its tokenizer and a config.json that says nothing of factors.
+
+    An encoder takes input_ids, attention_mask and, where it has any, token_type_ids. A decoder takes position_ids and
+    past_key_values.N.key and .value (B, heads, tokens before, head width) too, and gives present.N.key and .value; with
+    no tokens before, it reads a prompt. Batch and tokens are free. `int8` also writes model_int8.onnx, whose matrices
+    are quantized as it runs (dynamically); weights of few bits become floats before. `describe` adds a card, see
+    `export.Describe`.
+
+    Returns:
+        output, params, bytes, largest_difference of an output from the model's in fp64, and milliseconds of a pass
+        over 8 sequences of 128 tokens, for decoders also milliseconds_per_token of one sequence after 128 tokens. With
+        int8 the same as int8_*, and for a factorized model as dense_*, of the model with its factors multiplied out.
+
+    Raises:
+        UserError: a package is missing, the model cannot be loaded or has experts, `out_dir` is not empty, or the
+            outputs differ.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--to onnx needs {', '.join(missing)}: {to_install('onnx')}")
+    with new_proven_folder(out_dir) as folder, TemporaryDirectory() as scratch:
+        model = load_model(model_dir, dtype=torch.float32, head="saved")
+        dequantize(model)
+        if hasattr(model, "qa_outputs"):
+            raise UserError(f"--to onnx: {model_dir} has a head for spans, which has two outputs; take --to dense")
+        if has_experts(model):
+            raise UserError(
+                f"--to onnx: the tokens choose among the experts of {model_dir}, which a graph of ONNX has no product "
+                "for; take --to dense"
+            )
+        params, factorized = count_parameters(model), is_factorized(model)
+        graphs = {"": _written(model, folder / FILE)}
+        difference, own = graphs[""].difference(model)
+        allowed = max(TOLERANCE, 2 * own)
+        if not difference <= allowed:  # a NaN must also be an error
+            raise UserError(
+                f"the ONNX of {model_dir} differs from the model by {difference:.2g} of its largest output, of which "
+                f"{allowed:.2g} is allowed: nothing was written; take --to dense"
+            )
+        figures: dict[str, Any] = {"largest_difference": difference}
+        if int8:
+            graphs["int8_"] = _quantized(graphs[""], folder / INT8_FILE)
+            figures["int8_largest_difference"], _ = graphs["int8_"].difference(model)
+        if factorized:
+            merge(model)
+            graphs["dense_"] = _written(model, Path(scratch) / FILE)
+        model.config.save_pretrained(folder)
+        copy_companions(model_dir, folder)
+        figures |= _measured(graphs, model)
+        if describe is not None:
+            describe(folder, difference)
+    return {"output": str(out_dir), "params": params, **figures}
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A file of ONNX, and its inputs and outputs by name."""
+
+    file: Path
+    inputs: dict[str, Any]
+    outputs: list[str]
+
+    @property
+    def files(self) -> list[Path]:
+        """With the weights of a large model beside it."""
+        return list(self.file.parent.glob(f"{self.file.name}*"))
+
+    def session(self) -> Any:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        return onnxruntime.InferenceSession(self.file, options, providers=["CPUExecutionProvider"])
+
+    def feed(self, ids: Tensor, mask: Tensor, past: _Arrays | None = None) -> dict[str, Any]:
+        """The inputs for tokens (B, T) and the mask (B, tokens before + T) of all; by default there are none before."""
+        place = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+        arrays = {key: value.numpy() for key, value in {**values, "position_ids": place}.items() if key in self.inputs}
+        empty = {
+            name: np.zeros((len(ids), each.shape[1], 0, each.shape[3]), np.float32)
+            for name, each in self.inputs.items()
+            if name.startswith("past_")
+        }
+        return {**arrays, **(empty if past is None else past)}
+
+    def past(self, outputs: list[Any]) -> dict[str, Any]:
+        """What a decoder gave as present, as the past of its next call."""
+        named = zip(self.outputs, outputs, strict=True)
+        return {f"past_key_values{name.removeprefix('present')}": value for name, value in named if "present" in name}
+
+    def difference(self, model: PreTrainedModel) -> tuple[float, float]:
+        """The largest difference from the model in fp64 at real tokens, as a share of its largest output, and the same
+        of the model in fp32; NaN if an output is."""
+        session, (ids, mask) = self.session(), _sequences(model, 3, 40)
+        fed = self.feed(ids, mask)
+        places = {key: torch.from_numpy(fed[key]) for key in ("position_ids",) if key in fed}
+        own: Tensor = model(input_ids=ids, attention_mask=mask, **places)[0]
+        expected: Tensor = model.double()(input_ids=ids, attention_mask=mask, **places)[0]
+        model.float()
+        real = mask > 0 if expected.dim() == 3 else torch.ones(len(ids), dtype=torch.bool)
+        found = [torch.from_numpy(session.run(self.outputs[:1], fed)[0])]
+        if len(self.outputs) > 1:  # the last token again, after the others
+            before = session.run(self.outputs, self.feed(ids[:, :-1], mask[:, :-1]))
+            last = session.run(self.outputs, self.feed(ids[:, -1:], mask, self.past(before)))[0]
+            found.append(torch.cat([torch.from_numpy(before[0]), torch.from_numpy(last)], dim=1))
+        largest = max(1.0, expected[real].abs().max().item())
+        apart = torch.stack([(each - expected)[real].abs().max() for each in (own, *found)]) / largest
+        return float(apart[1:].max()), float(apart[0])
+
+
+class _Plain(nn.Module):
+    """A model as a function of tensors: tokens, mask and types (B, T) -> logits or hidden states."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **types)[0]
+
+
+class _Cached(_Plain):
+    """A decoder as a function of tensors: keys and values go in and, with those of the new tokens, out."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(zip(past[::2], past[1::2], strict=True)):
+            cache.update(key, value, layer)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return (outputs.logits, *_tensors(cache))
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def _sequences(model: PreTrainedModel, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random tokens (B, T) and a mask, in which the first sequence has padding before it, or behind it in an encoder.
+
+    The tokens leave out the first ids, of which one may be the padding that RoBERTa counts positions by.
+    """
+    config = model.config.get_text_config()
+    length = min(tokens, getattr(config, "max_position_embeddings", tokens) - 4)
+    words = torch.arange(config.vocab_size)
+    words = words[words != config.pad_token_id] if config.pad_token_id is not None else words
+    chosen = torch.randint(len(words), (count, length), generator=torch.Generator().manual_seed(0))
+    ids, mask = words[chosen], torch.ones(count, length, dtype=torch.long)
+    padding = slice(0, length // 4) if model.can_generate() else slice(length - length // 4, length)
+    mask[0, padding] = 0
+    if config.pad_token_id is not None:
+        ids[0, padding] = config.pad_token_id
+    return ids, mask
+
+
+def _written(model: PreTrainedModel, file: Path) -> _Graph:
+    """Write the graph of a model, which keeps its attention implementation."""
+    program, inputs, outputs, axes = _traced(model)
+    implementation = model.config._attn_implementation
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of packages that are not needed
+    model.set_attn_implementation("eager")  # plain products, which ONNX Runtime fuses itself
+    try:
+        with Activity("Writing the graph of ONNX"):
+            torch.onnx.export(
+                program.eval(),
+                tuple(_nested(inputs)),
+                file,
+                dynamo=True,
+                dynamic_shapes=tuple(_nested(axes)),
+                input_names=list(inputs),
+                output_names=outputs,
+                external_data=sum(each.nbytes for each in model.parameters()) > _LARGE,
+                verbose=False,
+            )
+    finally:
+        model.set_attn_implementation(implementation)
+        logger.setLevel(level)
+    return _Graph(file, inputs, outputs)
+
+
+def _traced(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
+    """What is exported: the function, examples of its inputs by name, the names of its outputs, and the free axes."""
+    free = torch.export.Dim.DYNAMIC
+    ids, mask = (each[:2, :7] for each in _sequences(model, 2, 7))
+    mask = torch.ones_like(mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if not model.can_generate():
+        has_types = getattr(model.config, "type_vocab_size", 0) > 1
+        if has_types and "token_type_ids" in inspect.signature(model.forward).parameters:
+            inputs["token_type_ids"] = torch.zeros_like(ids)
+        outputs = ["last_hidden_state" if model.base_model is model else "logits"]
+        return _Plain(model), inputs, outputs, {name: {0: free, 1: free} for name in inputs}
+    half = ids.shape[1] // 2
+    past = _tensors(model(input_ids=ids[:, :half], use_cache=True).past_key_values)
+    inputs["input_ids"] = ids[:, half:]
+    inputs["position_ids"] = torch.arange(half, ids.shape[1]).expand(2, -1)
+    axes = {name: {0: free, 1: free} for name in inputs}
+    layers = [f"{layer}.{part}" for layer in range(len(past) // 2) for part in ("key", "value")]
+    names = [f"past_key_values.{each}" for each in layers]
+    inputs |= dict(zip(names, past, strict=True))
+    axes |= {name: {0: free, 2: free} for name in names}
+    return _Cached(model), inputs, ["logits", *(f"present.{each}" for each in layers)], axes
+
+
+def _nested(named: Mapping[str, Any]) -> list[Any]:
+    """Values in their order, with those of the past as a list of their own at the end, as `_Cached` takes them."""
+    past = [value for name, value in named.items() if name.startswith("past_")]
+    return [*(value for name, value in named.items() if not name.startswith("past_")), *([past] if past else [])]
+
+
+def _quantized(graph: _Graph, file: Path) -> _Graph:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it advises a step that these graphs do not need
+    try:
+        int8 = {"weight_type": QuantType.QInt8, "per_channel": True}  # one scale a matrix loses half as much again
+        quantize_dynamic(graph.file, file, use_external_data_format=len(graph.files) > 1, **int8)
+    finally:
+        root.setLevel(level)
+    return _Graph(file, graph.inputs, graph.outputs)
+
+
+def _measured(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes, and the medians of times that are taken in turns, so that another load of the machine meets all alike."""
+    ids, mask = _sequences(model, _SEQUENCES, _TOKENS)
+    mask = torch.ones_like(mask)
+    calls: dict[str, Any] = {}
+    for prefix, graph in graphs.items():
+        session = graph.session()
+        calls[f"{prefix}milliseconds"] = session, graph.feed(ids, mask)
+        if len(graph.outputs) > 1:
+            past = graph.past(session.run(graph.outputs, graph.feed(ids[:1, :-1], mask[:1, :-1])))
+            calls[f"{prefix}milliseconds_per_token"] = session, graph.feed(ids[:1, -1:], mask[:1], past)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in progress(range(_REPEATS + 1), "Timing", "rounds"):
+        for name, (session, feed) in calls.items():
+            started = time.perf_counter()
+            session.run(None, feed)
+            times[name].append(1000 * (time.perf_counter() - started))
+    sizes = {f"{prefix}bytes": sum(each.stat().st_size for each in graph.files) for prefix, graph in graphs.items()}
+    return sizes | {name: statistics.median(values[1:]) for name, values in times.items()}  # the first warms up

@@ -1,0 +1,279 @@
+"""vLLM's plugin: it serves factorized students with their factors.
+
+vLLM loads this module by the entry point of the package, in each of its processes, and nothing else does: it needs
+vLLM. A student's config.json names its `quant_method`, under which `register` gives vLLM the classes below.
+
+vLLM runs linears with a common input (query, key and value; gate and up) as one layer. A part is one matrix of the
+student's weights in such a layer, factorized or dense. The layer has one flat parameter for each name that its parts
+have there (A.weight, B.weight), in which every part has a place of its own and reads its values. So vLLM can load new
+weights into a served student as it does for a dense model (`reload_weights`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from llmdistill.errors import UserError
+from llmdistill.students.hub import NAME, FactorizedConfig
+from llmdistill.students.kinds import KINDS, Size
+from llmdistill.students.modules import LowRankLinear
+
+PARTS = "llmdistill_parts"
+"""The attribute of a vLLM layer that holds its parts."""
+TAKEN = "llmdistill_taken"
+"""The attribute of a vLLM layer whose parts have their weights: where the biases of low-rank parts are in its own."""
+_NUMBERS = {None: 0, "q": 0, "k": 1, "v": 2}
+"""What vLLM calls the parts of an attention layer, and a layer's only part; those of other layers have numbers."""
+
+
+class FactorizedLinearMethod(LinearMethodBase):
+    """Runs a layer of vLLM whose matrices, or some of them, are products of factors.
+
+    Over ranks of tensor parallelism only the outputs and inputs of plain SVD factors are split, never their rank: a
+    layer that splits its outputs has A whole on each rank and the rows of B that make its outputs; one that splits its
+    inputs has the columns of A that they need and B whole, and the ranks' outputs are added as for a dense matrix.
+    """
+
+    def __init__(self, method: str, sizes: dict[str, Size | None], prefix: str) -> None:
+        """`sizes` are those of the parts by name, as `sizes_of` returns them."""
+        self.method, self.sizes, self.prefix = method, sizes, prefix
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Register the parameters that the factors of this rank are loaded into."""
+        outputs = output_partition_sizes
+        split = input_size_per_partition != input_size or sum(outputs) != output_size
+        whole = len(self.sizes) == 1 and len(outputs) > 1  # the student has one matrix for several outputs, as GPT-2
+        if split and (self.method != "svd" or whole):
+            what = "a matrix that makes query, key and value" if whole else f"factors of the kind {self.method}"
+            raise UserError(f"{self.prefix}: {what} cannot be split over tensor_parallel_size ranks; set it to 1")
+        make = KINDS[self.method].linear
+        with torch.device("meta"):  # the bias is the layer's own, but that of a low-rank part has a name inside of it
+            parts = [
+                nn.Linear(input_size_per_partition, m, bias=False)
+                if size is None
+                else make(input_size_per_partition, m, size, bias=make is LowRankLinear)
+                for size, m in zip(self.sizes.values(), [sum(outputs)] if whole else outputs, strict=True)
+            ]
+        add_parameters(layer, parts, list(self.sizes), params_dtype)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        take_loaded(layer, [f"{self.prefix.rpartition('.')[0]}.{part}" for part in self.sizes])
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., n) -> (..., m)."""
+        outputs = [part(x) for part in getattr(layer, PARTS)]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if bias is None else y + bias
+
+
+class FactorizedStudent(QuantizationConfig):
+    """The factorization of a student, as vLLM asks for it."""
+
+    def __init__(self, factorization: FactorizedConfig) -> None:
+        super().__init__()
+        self.factorization = factorization
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> FactorizedStudent:
+        """Read `quantization_config` of config.json. Raises UserError for factors without a place in vLLM's layers."""
+        factorization = FactorizedConfig(**config)
+        key = KINDS[factorization.method].embedding_key
+        experts = next((name for name in factorization.modules if ".experts" in name), None)
+        if getattr(factorization, key) is not None:
+            what = f"its token embedding is factorized ({key} {getattr(factorization, key)})"
+        elif experts is not None:
+            what = f"it has factorized experts ({experts})"
+        elif hasattr(factorization, "quantize"):
+            what = f"its linears have {factorization.quantize['weights']} weights"
+        else:
+            return cls(factorization)
+        raise UserError(
+            f"vLLM cannot serve this student of llmdistill: {what}, and only linears of floats are; "
+            "make the student without that, or write a dense model by llmdistill export --to dense"
+        )
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """Return what runs a layer: embeddings, experts and attention are vLLM's own."""
+        if not isinstance(layer, LinearBase):
+            return None
+        sizes = sizes_of(self.factorization, prefix, self.packed_modules_mapping)
+        if all(size is None for size in sizes.values()):
+            return UnquantizedLinearMethod()
+        return FactorizedLinearMethod(self.factorization.method, sizes, prefix)
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # plain matrix products, which every GPU has
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # config.json has it all
+
+
+def register() -> None:
+    """Let vLLM know the students of llmdistill."""
+    register_quantization_config(NAME)(FactorizedStudent)
+
+
+def sizes_of(
+    factorization: FactorizedConfig, prefix: str, fused: Mapping[str, Sequence[str]]
+) -> dict[str, Size | None]:
+    """Find the parts of a vLLM layer in a student.
+
+    Args:
+        factorization: of the student.
+        prefix: vLLM's name of the layer, such as model.layers.0.self_attn.qkv_proj.
+        fused: vLLM's names of layers that have several parts, and the names of these, such as q_proj.
+
+    Returns:
+        The size of each part by its name, in the order of the layer's outputs; None for a dense one.
+    """
+    parent, _, leaf = prefix.rpartition(".")
+    numbers = [word for word in parent.split(".") if word.isdigit()]
+    sizes: dict[str, Size | None] = {}
+    for part in fused.get(leaf, [leaf]):
+        name = f".{parent}.{part}"
+        found = [own for own in factorization.modules if name.endswith(f".{own}")]
+        if not found and part != leaf:
+            # vLLM's BERT says attention.output where the student has attention.self. The layer's number and the name
+            # of such a part say which one is meant.
+            alike = (own for own in factorization.modules if own.rpartition(".")[2] == part)
+            found = [own for own in alike if [word for word in own.split(".") if word.isdigit()] == numbers]
+        sizes[part] = factorization.modules[found[0]] if len(found) == 1 else None
+    return sizes
+
+
+def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence[str], dtype: torch.dtype) -> None:
+    """Give a vLLM layer the flat parameters that its parts are loaded into."""
+    shapes: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for index, part in enumerate(parts):
+        for name, tensor in part.state_dict().items():
+            shapes[name][index] = tensor
+    # Not as modules: vLLM looks in the student's weights for the parameters of every module when it loads new ones.
+    setattr(layer, PARTS, tuple(parts))
+    for name, of_parts in shapes.items():
+        floating = next(iter(of_parts.values())).is_floating_point()
+        total = sum(tensor.numel() for tensor in of_parts.values())
+        # Values that no weights have, so that what was not loaded is found.
+        empty = torch.full((total,), torch.nan, dtype=dtype) if floating else torch.full((total,), -1)
+        flat: Any = nn.Parameter(empty, requires_grad=False)
+        places, start = {}, 0
+        for index, tensor in of_parts.items():
+            places[index] = (start, tensor.shape)
+            start += tensor.numel()
+        flat.places = places
+        flat.weight_loader = _loader(layer, f"{'/'.join(names)}.{name}")
+        owner = layer
+        for word in name.split(".")[:-1]:
+            if not hasattr(owner, word):
+                owner.add_module(word, nn.Module())
+            owner = owner.get_submodule(word)
+        owner.register_parameter(name.rpartition(".")[2], flat)
+
+
+def _loader(layer: Any, name: str) -> Callable[..., None]:
+    """The function by which vLLM loads a tensor of the student's weights into a flat parameter.
+
+    When vLLM loads new weights, it takes the parameter by the name that it has in its own functions.
+    """
+
+    @torch.no_grad()
+    def load(param: Any, loaded: Tensor, shard: Any = None) -> None:
+        part = _NUMBERS.get(shard, shard)
+        if part not in param.places:
+            raise UserError(
+                f"{name}: the student's weights have it for part {shard}, which its config.json calls dense; "
+                "make the student again"
+            )
+        start, shape = param.places[part]
+        if loaded.ndim == 2 and loaded.shape != shape and loaded.T.shape == shape:
+            # vLLM's GPT-2 transposes every matrix, because those of the dense model need it. Square ones wait for this.
+            loaded, layer.llmdistill_transposed = loaded.T, True
+        elif hasattr(layer, TAKEN) and _turns(layer, shape):
+            loaded = loaded.T
+        own = _own_part(loaded, shape, layer, name)
+        param.data[start : start + own.numel()].view(shape).copy_(own)
+        if part in getattr(layer, TAKEN, ()) and name.endswith(f".{LowRankLinear.bias_name}"):
+            first = getattr(layer, TAKEN)[part]
+            # vLLM counts what `copy_` writes while it loads new weights, and this is no parameter of its own.
+            torch.add(own, 0.0, out=layer.bias.data[first : first + own.numel()])
+
+    return load
+
+
+def _turns(layer: Any, shape: torch.Size) -> bool:
+    """Whether a matrix was loaded transposed, which its shape does not show."""
+    return len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
+
+
+def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
+    """Cut out what this rank of tensor parallelism has of a tensor."""
+    for axis, size in enumerate(shape):
+        ranks, rest = divmod(loaded.shape[axis], size)
+        if rest or ranks == 0 or layer.tp_size % ranks:
+            raise UserError(
+                f"{name} is {tuple(loaded.shape)} in the student's weights, and this layer of vLLM has {tuple(shape)} "
+                "of it; check that config.json belongs to the weights, or set tensor_parallel_size to 1"
+            )
+        if ranks > 1:  # neighboring ranks have the same part where there are more ranks than key-value heads
+            loaded = loaded.narrow(axis, layer.tp_rank * ranks // layer.tp_size * size, size)
+    return loaded
+
+
+@torch.no_grad()
+def take_loaded(layer: Any, names: Sequence[str]) -> None:
+    """Let the parts read what was loaded, where it is, and move a low-rank part's bias to the layer's own.
+
+    Raises:
+        UserError: the student's weights lack a tensor.
+    """
+    if hasattr(layer, TAKEN):  # the parts read the new weights already
+        return
+    parts = getattr(layer, PARTS)
+    start, taken = 0, {}
+    for index, (name, part) in enumerate(zip(names, parts, strict=True)):
+        values = {}
+        for key in part.state_dict():
+            flat = layer.get_parameter(key)
+            at, shape = flat.places[index]
+            value = flat.data[at : at + shape.numel()].view(shape)
+            if _turns(layer, shape):
+                value.copy_(value.T.clone())
+            missing = value.isnan().any() if flat.is_floating_point() else (value < 0).any()
+            if missing and key != LowRankLinear.bias_name:
+                raise UserError(f"the student's weights lack {name}.{key}, or it is not finite; copy the student again")
+            values[key] = value
+        bias = values.pop(LowRankLinear.bias_name, None)
+        if isinstance(part, LowRankLinear):
+            part.B.bias = None
+        part.load_state_dict(values, assign=True)
+        part.requires_grad_(False)
+        outputs = part.out_features
+        if bias is not None and not bias.isnan().any():
+            layer.bias.data[start : start + outputs] = bias
+            taken[index] = start
+        start += outputs
+    setattr(layer, TAKEN, taken)

@@ -1,0 +1,314 @@
+"""The forward pass that the trainer calls: takes a batch and returns logits and taps, or losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
+from llmdistill.errors import UserError
+from llmdistill.losses.terms import Losses, RunningTerms
+from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
+from llmdistill.models.sentences import SentencePooler
+from llmdistill.objective import Pooling
+from llmdistill.step.heads import LMHead
+from llmdistill.step.learning import HeadLosses, LayerLosses, by_positions
+from llmdistill.step.taps import Recorder
+
+
+class TappedModel:
+    """A forward pass that records inner tensors, or computes losses on them while it runs.
+
+    With DeepSpeed, the forward pass is that of the engine: calling the module directly would bypass the engine's hooks.
+    The recorder is installed on the engine's module.
+
+    Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never there
+    at once. It is right only if the logits are the output of this linear. So an architecture without an entry in
+    `families`, and one whose config has a factor or a cap, starts with its own logits, and `step.own_loss` looks
+    which way is right for a model.
+    """
+
+    shortcut: bool
+    """Whether token losses start from the inputs of the LM head's last linear, and not from the model's logits."""
+    makes_mask: bool
+    """Whether the model makes its attention mask itself, as in transformers. Packed rows need ours."""
+    model: PreTrainedModel
+    """The model itself, whatever wraps it in the forward pass."""
+    shift: bool
+    """Whether position i predicts label i+1, as in decoders."""
+    has_lm_head: bool
+    """Whether the model has an LM head that ends in a plain linear, so that there may be a shortcut."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        recorder: Recorder,
+        *,
+        vocabulary: int | None = None,
+        pooling: Pooling | None = None,
+        projector: nn.Module | None = None,
+    ) -> None:
+        """Take the forward pass and the recorder of a model.
+
+        Args:
+            forward: the model, or the engine around it.
+            recorder: the hooks on the model.
+            vocabulary: keeps only the first logits, and drops padding rows that the other model does not have.
+            pooling: makes the outputs of a model without a head the embeddings of sentences, `sequence_logits`.
+            projector: maps these embeddings to the teacher's width, as `projected`.
+        """
+        self._forward = forward
+        self._recorder = recorder
+        self._vocabulary = vocabulary
+        self.model = recorder.model
+        self._pooler = None if pooling is None else SentencePooler(self.model, pooling, projector)
+        self._head = LMHead(self.model)
+        self.has_lm_head = self._head.is_there
+        config = self.model.config
+        self.shift = is_causal(config)
+        is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
+        self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
+        self.makes_mask = not has_family(config) or family_of(config).makes_mask
+
+    @contextmanager
+    def modes(self, *, shortcut: bool, makes_mask: bool) -> Iterator[None]:
+        """Run the model within the block with other values of these attributes."""
+        before = self.shortcut, self.makes_mask
+        self.shortcut, self.makes_mask = shortcut, makes_mask
+        try:
+            yield
+        finally:
+            self.shortcut, self.makes_mask = before
+
+    def own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
+        with self._head.watched() as outputs:
+            logits, _ = self._head_outputs(self._run(batch), batch)
+        assert logits is not None, "the model has no language-model head"
+        return logits, outputs
+
+    def through_head(
+        self, batch: Batch, use: Callable[[HeadInputs], Tensor], place: Positions = "labels"
+    ) -> Tensor | None:
+        """Run the model without taps; `use` gets the LM head's inputs at these positions, and its result is returned.
+
+        It comes as the logits of the model's own output, so that ZeRO-3 gathers parameters in the backward pass.
+        """
+        batch = batch.with_label_rows(shift=self.shift)
+        with self._rows(batch, (place,), use):
+            return self._head_outputs(self._run(batch), batch)[0]
+
+    def look(self, batch: Batch, use: Callable[[HeadInputs], None]) -> None:
+        """Run the model without taps; `use` gets the LM head's inputs at the labels, or there the logits."""
+        batch = batch.with_label_rows(shift=self.shift)
+
+        def seen(head: HeadInputs) -> Tensor:
+            use(head)
+            return head.rows
+
+        logits = self.through_head(batch, seen)
+        if not self.shortcut and logits is not None:
+            use(_logit_rows(logits, batch, ("labels",)))
+
+    def without_engine(self) -> TappedModel:
+        """Return the same model and taps with a forward pass that calls the model itself."""
+        bare = copy.copy(self)
+        bare._forward = self.model
+        return bare
+
+    def __call__(self, batch: Batch) -> Outputs:
+        """Run the model on a batch, and compute the logits of every token."""
+        batch = batch.with_label_rows(shift=self.shift)
+        with self._recorder.recording(visible_until=batch.visible_until):
+            result = self._run(batch)
+        logits, sequences = self._head_outputs(result, batch)
+        return Outputs(
+            logits=None if logits is None else logits[..., : self._vocabulary],
+            taps=self._recorder.take(),
+            sequence_logits=sequences,
+        )
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run the teacher on a batch; returns taps and the LM head's inputs at these kinds of positions."""
+        batch = batch.with_label_rows(shift=self.shift)
+        kept: list[HeadInputs] = []
+
+        def keep(head: HeadInputs) -> Tensor:
+            kept.append(head)
+            return head.rows
+
+        with self._recorder.recording(visible_until=batch.visible_until), self._rows(batch, lm_head, keep):
+            result = self._run(batch)
+        logits, sequences = self._head_outputs(result, batch)
+        if lm_head and not self.shortcut and logits is not None:
+            keep(_logit_rows(logits, batch, lm_head))
+        return Outputs(
+            logits=None,
+            taps=self._recorder.take(),
+            lm_head=by_positions(kept[0], batch, lm_head) if kept else {},
+            sequence_logits=sequences,
+        )
+
+    def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
+        """Run the student on a batch and compute the terms of its loss and their gradients."""
+        batch = batch.with_label_rows(shift=self.shift)
+        taps = Taps() if terms.teacher is None else terms.teacher.taps
+        layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
+        head = HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
+
+        # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
+        # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
+        recording = self._recorder.recording(layers.offer, visible_until=batch.visible_until)
+        with recording, self._rows(batch, head.places, head):
+            result = self._run(batch)
+        self._recorder.take()
+
+        # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
+        total, sequences = self._head_outputs(result, batch)
+        if head.places and not self.shortcut and total is not None:
+            total = head(_logit_rows(total, batch, head.places))
+        if not head.places:
+            # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
+            total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
+        assert total is not None, "the student has no language-model head"
+
+        # Total.
+        projected = None if self._pooler is None else self._pooler.projected
+        outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences, projected=projected)
+        others = layers.sums | {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
+        total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in others.items())]).sum()
+        return Losses(
+            total, {name: LossSum(loss.sum.detach(), loss.count) for name, loss in (others | head.sums).items()}
+        )
+
+    def remove(self) -> None:
+        """Remove the taps and the replaced LM head from the model; this object cannot be used afterwards."""
+        self._recorder.remove()
+        self._head.remove()
+        if self._pooler is not None:
+            self._pooler.remove()
+
+    def _run(self, batch: Batch) -> Any:
+        config = self.model.config
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if has_segments(config):  # teacher and student get the same batch, and only one of them may have segments
+            inputs["token_type_ids"] = batch.token_type_ids
+        if self.shift or not self.makes_mask:  # few encoders have the word
+            inputs["use_cache"] = False
+        if self.makes_mask:
+            _check_masks(batch, config)
+            inputs["attention_mask"] = batch.attention_mask
+        else:
+            inputs |= {"attention_mask": _mask(batch, config), "position_ids": batch.position_ids}
+            inputs["sequences"] = _sequences(batch, config)
+        masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
+        pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
+        with masked, pooling, nullcontext() if has_family(config) else _own_words(config):
+            return self._forward(**{name: value for name, value in inputs.items() if value is not None})
+
+    def _rows(
+        self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]
+    ) -> AbstractContextManager[None]:
+        """Restrict the LM head to the rows at these kinds of positions, one kind after the other, or to no rows."""
+        if not self.shortcut:
+            return nullcontext()
+        if not places:
+            return self._head.taken_over(batch.rows_at("labels")[:0], None)
+        # A position of two kinds has two rows: to find it again among the others the host would have to wait.
+        return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
+
+    def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
+        if self._pooler is not None:
+            return None, self._pooler.embeddings
+        if "prediction_logits" in result:
+            return result.prediction_logits, result.seq_relationship_logits
+        if "start_logits" in result:
+            # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
+            spans_B2T = torch.stack([result.start_logits, result.end_logits], dim=1)
+            return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
+        logits = result.get("logits")
+        is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)
+        if not self.shortcut and logits is not None and logits.dim() == 3:
+            logits = logits[:, : batch.input_ids.shape[1]]  # Perceiver gives logits for all of its positions
+        return (logits, None) if is_of_tokens else (None, logits)
+
+
+@contextmanager
+def _own_words(config: PreTrainedConfig) -> Iterator[None]:
+    """Raise a UserError for what the code of an architecture refuses: Reformer learns from one length of rows alone."""
+    try:
+        yield
+    except (AssertionError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, UserError) or _is_ours(error):
+            raise
+        reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+        raise UserError(
+            f"{config.model_type} cannot read these rows, says its own code ({reason}): change the data's limits "
+            "or the model's config, or take another architecture"
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an exception was raised in this package, such as in a hook, and not in the model's code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("llmdistill.")
+
+
+def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
+    """The attention mask of an encoder for `Recorder.given_mask`, or None if it sees all tokens; decoders have none."""
+    attention_mask = batch.attention_mask
+    if batch.visible_until is not None:
+        return visibility_mask(attention_mask, batch.visible_until, config)
+    if is_causal(config) or batch.padding == "none":
+        return None
+    return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+
+
+def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
+    """The sequences that a decoder's attention stays within, or None if its causality is enough.
+
+    It is enough for padding on the right: no real token comes after it, and what the padding itself computes is in no
+    loss. A sliding window that is shorter than the rows is known to `packed_attention` alone.
+    """
+    window = getattr(config, "sliding_window", None)
+    is_short = window is None or batch.input_ids.shape[1] <= window
+    is_enough = is_short and batch.position_ids is None and batch.padding != "left"
+    return None if is_enough or not is_causal(config) else batch.sequences
+
+
+def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: PreTrainedConfig) -> Tensor:
+    """The attention mask of tokens that see the real tokens before a position of their own; padding sees all.
+
+    Returns (B, 1, T, T), True where a query (third axis) can see a key.
+    """
+    assert not is_causal(config), "a decoder's tokens see those before them"
+    key_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    real_BT = attention_mask != 0
+    seen_BTT = (key_T < visible_until_BT[:, :, None]) & real_BT[:, None, :]
+    return (seen_BTT | ~real_BT[:, :, None])[:, None]
+
+
+def _check_masks(batch: Batch, config: PreTrainedConfig) -> None:
+    """Raise a UserError if a batch needs more than the mask that a model makes itself: it knows padding alone."""
+    for what, remedy, needs in (
+        ("several sequences in a row", "set data.packing to false", batch.position_ids),
+        ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
+    ):
+        if needs is not None:
+            raise UserError(f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}")
+
+
+def _logit_rows(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:
+    """The logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
+    rows_N = torch.cat([batch.rows_at(place) for place in places])
+    return HeadInputs(logits_BTV.flatten(0, 1).index_select(0, rows_N), None, None)

@@ -1,0 +1,77 @@
+"""Decides at the first batch of a run whether the token losses are computed from the inputs of the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.terminal import print_main
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.own_loss import OwnLoss, own_loss
+from llmdistill.teachers.cached import Teacher
+from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
+from llmdistill.teachers.translated import TranslatedTeacher
+
+LossModes = Mapping[str, Mapping[str, bool]]
+"""`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
+
+
+def live_teachers(teacher: Teacher | None) -> dict[str, TappedModel]:
+    """Return the models that run as teachers, by what a note calls them."""
+    if isinstance(teacher, AveragedTeachers | TeachersOfRows):
+        live = {name: live_teachers(each) for name, each in teacher.teachers.items()}
+        return {f"teacher {name}".strip(): found["teacher"] for name, found in live.items() if found}
+    if isinstance(teacher, TranslatedTeacher):
+        return live_teachers(teacher.teacher)
+    return {"teacher": teacher} if isinstance(teacher, TappedModel) else {}
+
+
+def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch, world: World) -> LossModes:
+    """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
+    read = batch
+    if isinstance(teacher, TranslatedTeacher):
+        read = teacher.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
+    return {**check_losses(live_teachers(teacher), read, world), **check_losses({"student": student}, batch, world)}
+
+
+def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
+    """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
+
+    Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
+    model without an LM head is left as it is. Returns the modes in which the models run from now on. Raises UserError
+    if our loss differs from the loss of a model, and the batch needs our attention masks.
+    """
+    found: dict[str, dict[str, bool]] = {}
+    for name, tapped in models.items():
+        if not tapped.has_lm_head:
+            continue
+        loss = own_loss(tapped, batch, all_reduce_sum)
+        shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
+        if not shortcut:
+            print_main(f"Note        {name}: {_why(tapped, loss)}", world)
+        if makes_mask and (batch.position_ids is not None or batch.visible_until is not None):
+            raise UserError(
+                f"{name}: {_why(tapped, loss)}; its own masks do not support packed rows: set data.packing to false"
+            )
+        found[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
+    set_loss_modes(models, found)
+    return found
+
+
+def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:
+    """Set the modes in which models run."""
+    for name in models.keys() & loss_modes.keys():
+        models[name].shortcut, models[name].makes_mask = loss_modes[name]["shortcut"], loss_modes[name]["makes_mask"]
+
+
+def _why(tapped: TappedModel, loss: OwnLoss) -> str:
+    """Describe the difference and its consequence."""
+    kind = tapped.model.config.model_type
+    if loss.has_plain_head:
+        return f"the first batch has the loss {loss.own:.4g} by {kind} itself and {loss.ours:.4g} by llmdistill"
+    return (
+        f"the logits of {kind} are more than the product of its LM head (loss of the first batch {loss.own:.4g}, of "
+        f"the product alone {loss.of_product:.4g}): the model's own are taken, for whole batches"
+    )

@@ -1,0 +1,261 @@
+"""Makes students: factorizes a loaded model or the model of a folder (MaKD §3.1), or gives it another shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.artifacts import new_proven_folder
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import StudentConfig
+from llmdistill.errors import UserError
+from llmdistill.models.companions import save_model, take_generation_settings
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import base_name, shape_of
+from llmdistill.models.load import Head, build_random, load_model
+from llmdistill.progress import progress
+from llmdistill.serving.export import merge
+from llmdistill.students.counting import build_reference, layer_linears, layer_stacks
+from llmdistill.students.experts import factors_name, stacked
+from llmdistill.students.hub import FactorizedConfig
+from llmdistill.students.importance import Importance, important_parts
+from llmdistill.students.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
+from llmdistill.students.kinds import KINDS, Factorization, Sigma, Size
+from llmdistill.students.reconstruction import Squares, squares_lost
+from llmdistill.students.search import needs_search, search
+from llmdistill.students.shapes import (
+    Parts,
+    check_sizes,
+    first_parts,
+    initialize,
+    parse_shape,
+    shaped_config,
+    teacher_layers,
+)
+from llmdistill.students.sizes import check_settings, plan, plan_embedding, summarize
+from llmdistill.students.start.weighted import Weighted, check_calibration_data
+
+
+@torch.no_grad()
+def factorize(
+    model: PreTrainedModel,
+    factorization: Factorization,
+    *,
+    sigma: Sigma = "left",
+    device: torch.device | None = None,
+    weighted: Weighted | None = None,
+    lost: MutableMapping[str, Squares] | None = None,
+) -> None:
+    """Replace linears, experts, and optionally the token embedding, by their best approximations, in place.
+
+    svd gives the best approximation of a rank (MaKD eq. 11), with the singular values where `sigma` says; kronecker
+    gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
+    the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
+    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
+    decomposed with weights, of sizes that the factorization names. `lost` is given what each matrix loses, by its name
+    (experts have numbers), while it is there. save_pretrained then writes a student that from_pretrained loads. Raises
+    UserError if the model is already factorized or quantized, or if a matrix has values that are not finite.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(f"this {type(model).__name__} is factorized or quantized already; start from the dense teacher")
+    base, kind = model.base_model, KINDS[factorization.method]
+    named = replace(factorization, sizes={base_name(model, name): size for name, size in factorization.sizes.items()})
+
+    def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Any) -> dict[str, Tensor]:
+        if not weight.isfinite().all():
+            raise UserError(
+                f"the weight of {name} holds values that are not finite; copy or download the checkpoint again"
+            )
+        fitted = None if weighted is None else weighted.fitted(base_name(model, name))
+        if fitted is not None:
+            return fitted.parameters(size, sigma)
+        return best(weight if device is None else weight.to(device), size, sigma)
+
+    def values(name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
+        """The parameters of the factors of one matrix (m, n)."""
+        found = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
+        if lost is not None:
+            on = weight.device if device is None else device
+            lost[name] = squares_lost(weight.to(on), {key: each.to(on) for key, each in found.items()}, kind, size)
+        return found
+
+    of_linears = {}
+    for name, size in progress(named.sizes.items(), "Factorizing", "matrices"):
+        weight = matrices(base, name)
+        if weight.dim() == 3:
+            path, _, stack = name.rpartition(".")
+            experts = enumerate(weight)
+            of_experts = [values(f"{path}.{number}.{stack}", expert, size) for number, expert in experts]
+            of_linears[factors_name(name)] = stacked(of_experts)
+        else:
+            of_linears[name] = values(name, weight, size)
+    of_embedding = {}
+    if named.embedding is not None:
+        name, table = _tied_table(model)
+        of_embedding = _like(table, factors(kind.embedding_factors, name, table, named.embedding))
+
+    # A config of its own: one that is shared with the teacher must not describe the teacher as factorized.
+    shared = model.config
+    own: Any = copy.deepcopy(shared)
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+    install(model, named)
+    for name, each in of_linears.items():
+        base.get_submodule(name).load_state_dict(each, strict=False)  # without the bias
+    if of_embedding:
+        model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
+    of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
+    model.config.quantization_config = FactorizedConfig(named.method, **of_config)
+
+
+def compress_model(
+    model: PreTrainedModel,
+    settings: FactorizeConfig,
+    method: str = "svd",
+    *,
+    device: torch.device | None = None,
+    in_place: bool = False,
+    weighted: Weighted | None = None,
+    lost: MutableMapping[str, Squares] | None = None,
+) -> PreTrainedModel:
+    """A factorized copy of a loaded model with any head, or with `in_place` the model itself, factorized.
+
+    `weighted` is the result of `weigh` with the same settings, if these ask for a weighting, and `lost` is filled as
+    `factorize` does. For a target of kronecker `search` chooses the sizes. Raises UserError if the settings contradict
+    each other or do not fit the model, or if the model is already factorized.
+    """
+    if needs_search(settings, method):
+        settings = search(model, settings, device=device)[0].settings
+    factorization = _planned(model.config, settings, method, weighted)
+    student = model
+    if not in_place:  # the copy shares the weights that will be replaced
+        names = [base_name(model, name) for name in factorization.sizes]
+        weights = [weight_of(model.base_model, name) for name in names]
+        student = copy.deepcopy(model, {id(weight): weight for weight in weights})
+    factorize(student, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
+    return student.train(model.training)
+
+
+def _planned(
+    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: Weighted | None
+) -> Factorization:
+    """The sizes of the matrices.
+
+    Raises:
+        UserError: the settings do not fit the model, or ask for a weighting that was not measured.
+    """
+    reference = build_reference(config)
+    if settings.weighting != "none":
+        check_settings(settings, method)
+        check_calibration_data(settings.weighting, weighted)
+    if weighted is None or method != "svd":  # no other method chooses sizes by the data
+        return plan(reference, settings, method)
+    ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
+    sizes: dict[str, Size] = {name: rank for name, rank in ranks.items() if rank is not None}
+    stacks = layer_stacks(reference)
+    if stacks:  # of which nothing is measured
+        sizes |= {name: rank for name, rank in plan(reference, settings).sizes.items() if name in stacks}
+    return replace(plan_embedding(reference, settings, method), sizes=sizes)
+
+
+def compress(
+    model_dir: Path | str,
+    output_dir: Path | str,
+    settings: FactorizeConfig,
+    method: str = "svd",
+    *,
+    device: torch.device | None = None,
+    head: Head = "saved",
+    weighted: Weighted | None = None,
+) -> dict[str, Any]:
+    """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarize` does.
+
+    The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
+    for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,
+    unreadable folders and an output folder that is not empty, before the weights are read, and for a target of
+    kronecker, whose settings `search` finds.
+    """
+    summary = summarize(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
+    with new_proven_folder(output_dir) as folder:
+        model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
+        student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
+        save_model(student, folder, model_dir)
+    return summary
+
+
+def make_student(
+    teacher_path: str | Path,
+    output: str | Path,
+    settings: StudentConfig,
+    *,
+    seed: int,
+    head: Head,
+    importance: Importance | None = None,
+) -> None:
+    """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32, with tokenizer.
+
+    `settings` gives shape, initial weights and the factorization of the token embedding. The teacher's weights are read
+    only if `settings.init` uses them; `importance` says what the teacher's parts are worth, if `settings` choose by it.
+    Random weights follow the seed; torch's own generator is not changed. Raises UserError if shape or layers do not fit
+    the teacher, if it cannot be read, or if the output is not empty.
+    """
+    assert settings.shape is not None
+    config, shape = load_config(teacher_path), parse_shape(settings.shape)
+    shaped = shaped_config(config, shape)
+    parts = None if settings.init == "random" else _parts(settings, config, shaped, importance)
+    with new_proven_folder(output) as folder:
+        student = build_random(shaped, head, seed=seed)
+        embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
+        if parts is not None:
+            teacher = load_model(teacher_path, dtype=torch.float32, head=head)
+            if is_factorized(teacher):
+                merge(teacher)
+            initialize(student, teacher, parts)
+        if embedding.embedding is not None:
+            factorize(student, embedding)
+        take_generation_settings(student, teacher_path)
+        save_model(student, folder, teacher_path)
+
+
+def _parts(
+    settings: StudentConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, importance: Importance | None
+) -> Parts:
+    """The parts of the teacher that a student with a shape takes. Raises UserError if the sizes do not allow it."""
+    sizes, whole = shape_of(student), shape_of(teacher)
+    influence = None if importance is None else importance.influence_L
+    layers = teacher_layers(
+        settings.teacher_layers, sizes.num_layers, whole.num_layers, key="student.layers", influence=influence
+    )
+    check_sizes(settings.init, sizes, whole)
+    if settings.init != "important":
+        return first_parts(student, teacher, layers)
+    assert importance is not None, "the importance of the teacher's parts is not measured"
+    return important_parts(importance, student, teacher, layers)
+
+
+def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values with the dtype of a weight, unless they are integers, on its device."""
+    return {
+        name: value.to(weight) if value.is_floating_point() else value.to(weight.device)
+        for name, value in values.items()
+    }
+
+
+def _tied_table(model: PreTrainedModel) -> tuple[str, Tensor]:
+    """Name and weight of the token embedding. Raises UserError if a head that should share the weight does not."""
+    name, embedding = token_embedding(model)
+    for head in tied_heads(model, name):
+        if model.get_submodule(head).weight is not embedding.weight:
+            raise UserError(
+                f"the config ties {head} to the token embedding, but their weights differ; "
+                "set tie_word_embeddings to false in config.json"
+            )
+    return name, embedding.weight

@@ -1,0 +1,139 @@
+"""Replaces dense modules of a transformers model by factorized ones, in place, and keeps the ties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.errors import UserError
+from llmdistill.models.families import base_name
+from llmdistill.models.general import is_linear
+from llmdistill.students.experts import LowRankStack, install_stack, stacks_of
+from llmdistill.students.kinds import KINDS, Factorization, FactorizationKind, Size
+from llmdistill.students.modules import FactorizedEmbedding, FactorizedLinear
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Outputs m and inputs n of a linear or Conv1D, also of one that ZeRO-3 shards."""
+    weight = cast(Tensor, module.weight)
+    m, n = getattr(weight, "ds_shape", weight.shape)
+    return (n, m) if type(module) is Conv1D else (m, n)
+
+
+def matrix(module: nn.Module) -> Tensor:
+    """The weight of a linear or Conv1D as nn.Linear stores it: (m, n), outputs by inputs."""
+    weight = cast(Tensor, module.weight)
+    return weight.T if type(module) is Conv1D else weight
+
+
+def weight_of(base: nn.Module, name: str) -> nn.Parameter:
+    """The weight of a linear, or the stack of experts, that has a name in the base model."""
+    parent, _, leaf = name.rpartition(".")
+    stack = stacks_of(base.get_submodule(parent)).get(leaf)
+    return cast(nn.Parameter, base.get_submodule(name).weight) if stack is None else stack
+
+
+def matrices(base: nn.Module, name: str) -> Tensor:
+    """The matrix (m, n) of a linear, outputs by inputs, or those of a stack of experts (E, m, n)."""
+    weight = weight_of(base, name)
+    return weight if weight.dim() == 3 else matrix(base.get_submodule(name))
+
+
+def is_factorized(model: PreTrainedModel) -> bool:
+    """Whether any module of the model is factorized."""
+    kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def install(model: PreTrainedModel, factorization: Factorization) -> None:
+    """Replace linears, stacks of experts and the token embedding by factorized modules with random weights, in place.
+
+    Works on the meta device. Raises UserError if the model has no module of a name, if the module is no linear, or if a
+    size does not fit.
+    """
+    kind, base = KINDS[factorization.method], model.base_model
+    for name, size in factorization.sizes.items():
+        own_name = base_name(model, name)
+        parent, _, leaf = own_name.rpartition(".")
+        try:
+            owner = base.get_submodule(parent)
+            stack = None if kind.stack is None else stacks_of(owner).get(leaf)
+            dense = owner if stack is not None else base.get_submodule(own_name)
+        except AttributeError:
+            raise UserError(
+                f"{type(model).__name__} has no module {own_name!r}, which the factorization names; "
+                "check that the student's config.json belongs to this architecture"
+            ) from None
+        if stack is not None and kind.stack is not None:
+            experts, m, n = stack.shape
+            with torch.device(stack.device):
+                install_stack(owner, leaf, kind.stack(experts, n, m, size).to(stack.dtype))
+            continue
+        if not is_linear(dense):
+            raise UserError(
+                f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
+            )
+        base.set_submodule(own_name, _like(kind.linear, dense, size))
+    if factorization.embedding is not None:
+        _install_embedding(model, factorization.embedding, kind)
+
+
+def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:
+    """A factorized module with random weights, with the shape, dtype, device and the same bias as the dense one."""
+    m, n = features(dense)
+    weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
+    with torch.device(weight.device):
+        factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
+    # An architecture initializes linears by their names, which our factors only share.
+    for each in factorized.modules():
+        each._is_hf_initialized = True  # type: ignore[assignment]
+    if bias is not None:
+        owner = factorized.B if factorized.bias_name == "B.bias" else factorized
+        owner.bias = bias
+    return factorized
+
+
+def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
+    """Name and module of the model's token embedding. Raises UserError if it is no plain nn.Embedding."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding:
+        raise UserError(
+            f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only a plain nn.Embedding "
+            "can be factorized; leave embedding_rank and embedding_columns out"
+        )
+    return next(name for name, module in model.named_modules() if module is embedding), embedding
+
+
+def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
+    """Names of the linears whose weight is tied to the token embedding."""
+    return [
+        target.removesuffix(".weight")
+        for target, source in model.get_expanded_tied_weights_keys().items()
+        if source == f"{embedding_name}.weight" and target.endswith(".weight")
+    ]
+
+
+def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKind) -> None:
+    name, dense = token_embedding(model)
+    heads = tied_heads(model, name)
+    with torch.device(dense.weight.device):
+        factorized = kind.embedding(dense.num_embeddings, dense.embedding_dim, size, padding_idx=dense.padding_idx)
+    factorized.to(dense.weight.dtype)
+    model.set_submodule(name, factorized)
+    keys = dict(model._tied_weights_keys or {})
+    for head in heads:
+        tied = _like(kind.head, model.get_submodule(head), size)
+        tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
+        model.set_submodule(head, tied)
+        del keys[f"{head}.weight"]
+        keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
+        keys[f"{head}.A.weight"] = f"{name}.B.weight"
+        keys[f"{head}.B.weight"] = f"{name}.A.weight"
+    # transformers declares ties per class; the ties of this instance are now different.
+    model._tied_weights_keys = keys
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,0 +1,58 @@
+"""What a factorization loses of a model's matrices, by their kind."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmdistill.students.kinds import FactorizationKind, Size
+
+Squares = tuple[float, float]
+"""Of a matrix W and its product W': ``||W - W'||^2`` and ``||W||^2``."""
+
+
+@torch.no_grad()
+def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: FactorizationKind, size: Size) -> Squares:
+    """Multiply the stored factors of one matrix (m, n) out, in at least fp32, and compare the product with it."""
+    m, n = weight.shape
+    with torch.device("meta"):
+        factorized = kind.linear(n, m, size, bias=False)
+    factorized.load_state_dict(values, assign=True)
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    difference = factorized.to(exact).dense().sub_(weight)
+    norms = (torch.linalg.vector_norm(each, dtype=exact) for each in (difference, weight))
+    left_out, whole = (float(norm) ** 2 for norm in norms)
+    return left_out, whole
+
+
+def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
+    """Sum what the matrices lost, which `factorize` found, over each kind of matrix.
+
+    Returns:
+        For each kind of matrix, by the last part of its name such as q_proj: `matrices`, how many there are, and
+        `lost`, ``sqrt(sum ||W - W'||^2 / sum ||W||^2)`` over them, from 0 to about 1. A weighting does not make this
+        smallest: it keeps what matters for the data.
+    """
+    kinds: dict[str, list[Squares]] = defaultdict(list)
+    for name, squares in lost.items():
+        kinds[name.rsplit(".", 1)[-1]].append(squares)
+    return {
+        kind: {
+            "matrices": len(found),
+            "lost": math.sqrt(math.fsum(a for a, _ in found) / max(math.fsum(b for _, b in found), 1e-30)),
+        }
+        for kind, found in kinds.items()
+    }
+
+
+def as_lines(lost: dict[str, dict[str, Any]]) -> str:
+    """Return the kinds as lines for the terminal, the one that loses most first."""
+    ordered = sorted(lost.items(), key=lambda item: -item[1]["lost"])
+    width = max(map(len, lost)) + 2
+    lines = [f"{kind:{width}}{each['matrices']:4} matrices, {each['lost']:.1%} of their norm" for kind, each in ordered]
+    return "\n".join(["lost by each kind of matrix", *(f"  {line}" for line in lines)])

@@ -1,0 +1,205 @@
+"""Cuts that are tried on a loaded model, without a second one: its linears answer as those of a student would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch, HeadInputs
+from llmdistill.losses.divergence import FORWARD_KL
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.models.sharded import gathered
+from llmdistill.progress import progress
+from llmdistill.step.passes import HookSums, OddReadError, graded
+from llmdistill.students.install import matrix
+from llmdistill.students.start.sampled import Reads, judged_rows, run_sampled, running_as, tapped_output
+from llmdistill.students.start.weighted import Weighted, WeightedSVD
+from llmdistill.students.svd import truncated_svd
+
+
+def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[None]:
+    """Block in which linears of a dense model return what the student's would; the model keeps its weights.
+
+    The products are computed in fp32, and each factor is moved to the device of the inputs when it is needed, so this
+    takes the memory of one matrix. The token embedding stays whole. Whoever measures moments inside this block measures
+    those of the cut model.
+    """
+    products = {}
+    for name, rank in weighted.ranks.items():
+        linear = model.base_model.get_submodule(name)
+        measured = weighted.factors.get(name)
+        factors: Callable[[], tuple[Tensor, Tensor, Tensor]]
+        if measured is None:  # the student takes its plain SVD, of a weight that is whole when the linear runs
+            factors = cache(partial(_plain_factors, linear, rank))
+        else:
+            factors = partial(_leading, measured, rank)
+        products[linear] = partial(_product, linear, factors)
+    return running_as(products)
+
+
+def _leading(measured: WeightedSVD, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    found = measured.leading(rank)
+    return found.left, found.values, found.right
+
+
+def _plain_factors(linear: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    return truncated_svd(matrix(linear).detach(), rank)
+
+
+def _product(linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor) -> Tensor:
+    """What a linear would return with these factors, computed in fp32."""
+    left, values, right = (each.to(inputs.device) for each in factors())
+    product = functional.linear(functional.linear(inputs.float(), right) * values, left)
+    bias = cast("Tensor | None", linear.bias)
+    return (product if bias is None else product + bias.float()).to(inputs.dtype)
+
+
+def cut_costs(
+    model: PreTrainedModel,
+    factors: Mapping[str, WeightedSVD],
+    batches: Sequence[Batch],
+    *,
+    seed: int = 0,
+    reads: Reads | None = None,
+    reduce: Callable[[Tensor], object] | None = None,
+    rounds: int = 0,
+) -> dict[str, Tensor]:
+    """Return what cuts, each made alone, are predicted to cost per token, by the name of the linear in the base model.
+
+    With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
+    over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` takes x and g for independent in
+    place of it, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
+    over the data gives the costs of the cuts to every rank, from 0 to the full one: (k + 1) in fp64 on the CPU.
+
+    Args:
+        model: the dense model, whose mode and weights stay as they are.
+        factors: all factors of each matrix, up to its full rank, on every rank.
+        batches: the batches of this rank, a sequence in each row, on any device.
+        seed: the seed of the labels.
+        reads: what the linears read, if it is known.
+        reduce: sums a tensor over the ranks in place.
+        rounds: the smallest number of passes, see `measure_moments`.
+    """
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    sums = run_sampled(
+        model,
+        [prefix + name for name in factors],
+        batches,
+        partial(_CutCosts, model, factors, prefix),
+        reads=reads,
+        gradients=True,
+        seed=seed,
+        rounds=rounds,
+        what="Costs of cuts",
+    )
+    if reduce is not None:
+        for each in (sums.tokens, *sums.costs.values()):
+            reduce(each)
+    return {name: (costs / sums.tokens).cpu() for name, costs in sums.costs.items()}
+
+
+class _CutCosts(HookSums):
+    """Adds up what cuts cost in forward and backward hooks."""
+
+    def __init__(
+        self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD], prefix: str, reads: Reads | None
+    ) -> None:
+        super().__init__(model.device)
+        self._factors = factors
+        self._changed = frozenset() if reads is None else reads.changed
+        self._moved: dict[str, Tensor] = {}
+        """(B, k), by what each factor moves the loss of each sequence of the pass, over all calls of the linear."""
+        self._call: list[tuple[Tensor, int]] = []
+        """What came first of the call that runs, its inputs or the gradients at its outputs, and its version."""
+        self.costs = {
+            name: torch.zeros(len(each.values) + 1, dtype=torch.float64, device=model.device)
+            for name, each in factors.items()
+        }
+        for name in factors:
+            linear = model.base_model.get_submodule(name)
+            self.handles += [
+                linear.register_forward_pre_hook(partial(self._read, name, prefix + name)),
+                linear.register_forward_hook(partial(self._written, name)),
+            ]
+
+    def _read(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        if full_name in self._changed:
+            x = x.clone()
+        if self.phase == "again":
+            self._meet(name, self.calls.popleft(), x, is_input=True)
+            return
+        self.check(name, x)
+        self._call = [(x, x._version)] if self.phase == "kept" else []
+        if self.phase == "dropped":
+            self.calls.append(self._call)
+
+    def _written(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        return graded(output, None if self.phase == "again" else partial(self._meet, name, self._call))
+
+    def _meet(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
+        """Add up a call whose inputs and gradients have both come; in a layer that runs again either may be first."""
+        if not call:
+            call.append((tensor, tensor._version))
+            return
+        other, version = call.pop()
+        if not self.is_known and other._version != version:  # the model has changed what the linear had read
+            raise OddReadError(name)
+        self._add(name, *((tensor, other) if is_input else (other, tensor)))
+
+    @torch.no_grad()
+    def _add(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
+        found = self._factors[name].to(inputs.device)
+        reads = functional.linear(inputs.float(), found.right)
+        writes = gradients.float() @ found.left
+        moved_Bk = self.by_sequence(reads.mul_(writes)) * found.values
+        self._moved[name] = self._moved[name] + moved_Bk if name in self._moved else moved_Bk
+
+    def finish(self) -> None:
+        """Add up the squares of the sequences of a pass."""
+        for name, moved_Bk in self._moved.items():
+            # A cut to a rank loses all factors from this one on; the smallest are added first.
+            lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
+            self.costs[name][:-1] += lost_Bk.square().sum(0) / 2
+        self._moved.clear()
+
+
+@torch.no_grad()
+def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: Iterable[Batch]) -> dict[str, float]:
+    """Return how far a model moves from itself by each cut: a mean over real tokens, or sequences of a classifier.
+
+    It is KL(whole‖cut) of the logits in nats; for scores, and for the last hidden states of models without a head, half
+    the squared distance.
+
+    Args:
+        model: the dense model, whose mode and weights stay as they are.
+        cuts: the cuts by name.
+        batches: the batches, on any device.
+    """
+    totals, count = dict.fromkeys(cuts, 0.0), 0
+    with tapped_output(model) as tapped:
+        for batch in progress(batches, "Held-out check", "batches"):
+            moved = batch.to(model.device)
+            whole, classes, _ = judged_rows(tapped, moved)
+            count += len(whole.rows)
+            for name, weighted in cuts.items():
+                with cut(model, weighted):
+                    changed = judged_rows(tapped, moved)[0]
+                totals[name] += _distance(whole, changed, classes)
+    return {name: total / max(count, 1) for name, total in totals.items()}
+
+
+def _distance(whole: HeadInputs, changed: HeadInputs, classes: bool) -> float:
+    if not classes:
+        return float((whole.rows - changed.rows).square().sum() / 2)
+    labels_N, term = torch.zeros_like(whole.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
+    with gathered(whole.weight, whole.bias):
+        return float(token_losses(changed, whole, labels_N, [term], torch.ones(1)).sums)

@@ -1,0 +1,321 @@
+"""Measures the moments of a teacher in passes that fit into memory, and decomposes its matrices on all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig
+from llmdistill.models.families import is_causal
+from llmdistill.models.sharded import gathered
+from llmdistill.progress import progress
+from llmdistill.runtime.devices import give_back_memory
+from llmdistill.runtime.distributed import (
+    World,
+    all_reduce_sum,
+    broadcast_object,
+    largest_number,
+    on_every,
+    sum_at,
+    to_main,
+)
+from llmdistill.step.passes import in_parts, rows_of
+from llmdistill.students.counting import Shape, layer_linears
+from llmdistill.students.install import matrix, token_embedding
+from llmdistill.students.kinds import Size
+from llmdistill.students.start.calibration_folder import read_sums, write_sums
+from llmdistill.students.start.cuts import cut_costs
+from llmdistill.students.start.moments import Begun, Moments, measure_moments
+from llmdistill.students.start.sampled import Reads, watch_reads
+from llmdistill.students.start.weighted import WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted_embedding import WeightedTable, measure_table, weighted_table
+from llmdistill.students.start.weighted_kronecker import weighted_kronecker
+
+GIB = 2**30
+COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
+"""The costs of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a decoder on the
+first COST_TOKENS tokens of each (`first_tokens`)."""
+KEEP_SECONDS = 120
+"""How often the sums of a pass are kept."""
+DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
+"""(weight (m, n), moments, rank or shape) -> the weighted factors, by the method of the factorization."""
+_OTHER_LABELS = 2**31
+"""Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
+
+
+@dataclass
+class Pass:
+    """The linears that are measured in one pass over the data."""
+
+    groups: list[list[str]] = field(default_factory=list)
+    """Names of linears; those of a group read the same tensor."""
+    bytes: int = 0
+    """Memory of their moments in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the factors of a teacher's matrices are measured on, and how."""
+
+    model: PreTrainedModel
+    """The dense teacher, whole or sharded by ZeRO-3."""
+    batches: Sequence[Batch]
+    """This rank's calibration data, at least one batch."""
+    settings: CalibrationConfig
+    """Seed and memory."""
+    gradients: bool
+    """Whether G is measured."""
+    world: World
+    method: str = "svd"
+    """The method of the factorization."""
+    device: torch.device | None = None
+    """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
+
+    @cached_property
+    def _reads(self) -> Reads:
+        found = watch_reads(self.model, layer_linears(self.model), self.batches)
+        return found if self.world.size == 1 else cast(Reads, broadcast_object(found))  # data may choose the experts
+
+    @cached_property
+    def _parts(self) -> Sequence[Batch]:
+        """The batches, split into single sequences for a model that needs them; the ranks make as many passes."""
+        return self.batches if self._reads.in_order else in_parts(self.batches, 1)
+
+    def factors(
+        self,
+        shapes: Mapping[str, Shape],
+        wanted: Mapping[str, Size],
+        keep: Callable[[str, Any, float], object],
+        say: Callable[[str], object],
+        known: Collection[str] = (),
+    ) -> None:
+        """Measure and decompose matrices; every rank must call this function.
+
+        The matrices of a pass are dealt to the ranks. The sums over the ranks go to the rank that decomposes the
+        matrix, and the factors go to rank 0, one matrix after the other.
+
+        Args:
+            shapes: (m, n) of the matrices, by their names in the base model.
+            wanted: the number of leading factors that are kept, or the Kronecker shape, by the same names.
+            keep: takes the name of a matrix, its factors and its share of the seconds of a pass, on rank 0, as soon as
+                the pass has ended.
+            say: takes the plan as a sentence.
+            known: the matrices of `wanted` whose factors are there already.
+
+        Raises:
+            UserError: the data have no token or give numbers that are not finite.
+        """
+        model, world = self.model, self.world
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        sizes = {prefix + name: shapes[name] for name in wanted}
+        wanted = {prefix + name: size for name, size in wanted.items()}
+        groups = self._reads.of(sizes).groups
+        # Kept sums are made in the same passes for every weighting, so that all can use them.
+        gradients = self.gradients or self.settings.folder is not None
+        passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
+        most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
+        say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
+        rounds = largest_number(len(self._parts), world)
+        for number, each in enumerate(passes):
+            began = time.perf_counter()
+            owners = deal(each.groups, sizes, world.size)
+            missing = {name for name in owners if name.removeprefix(prefix) not in known}
+            if not missing:
+                continue
+            moments = self._moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
+            owners = {name: owner for name, owner in owners.items() if name in missing}
+            moments = {name: each for name, each in moments.items() if name in missing}
+            found = self._decomposed(owners, wanted, moments)
+            share = (time.perf_counter() - began) / len(owners)
+            for name, owner in owners.items():
+                factors = to_main(found.pop(name, None), owner, world)
+                if factors is not None:
+                    keep(name.removeprefix(prefix), factors, share)
+
+    def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
+        """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
+
+        The others among the names have none, as the data gave them no input or no gradient.
+
+        A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
+        of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.
+        """
+        world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self._parts)
+        share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
+        batches = first_tokens(self.model, self._parts[: math.ceil(share * len(self._parts))])
+        found: dict[str, Any] = {name: factors.get(name) for name in names}
+        if world.size > 1:  # one rank of a group may measure alone
+            found = {name: broadcast_object(each) for name, each in found.items()}
+        return cut_costs(
+            self.model,
+            {name: each for name, each in found.items() if each is not None},
+            batches,
+            reads=self._reads,
+            seed=self.settings.seed + _OTHER_LABELS,
+            reduce=all_reduce_sum if world.size > 1 else None,
+            rounds=largest_number(len(batches), world),
+        )
+
+    def _moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
+        """The moments of the linears that this rank decomposes, over the data of all ranks."""
+        world = self.world
+
+        def reduce(tensor: Tensor, name: str | None) -> bool:
+            if name is None:
+                all_reduce_sum(tensor)
+                return True
+            sum_at(tensor, owners[name], world)
+            return owners[name] == world.rank
+
+        resumed, after = self._kept_sums(list(owners), number)
+        measure = partial(
+            measure_moments,
+            self.model,
+            list(owners),
+            self._parts,
+            reads=self._reads.of(owners),
+            gradients=self.gradients,
+            seed=self.settings.seed,
+            reduce=reduce if world.size > 1 else None,
+            rounds=rounds,
+            resumed=resumed,
+            after=after,
+        )
+        return on_every(measure, world)
+
+    def _kept_sums(
+        self, names: list[str], number: str
+    ) -> tuple[Begun | None, Callable[[int, int, Callable[[], Begun]], None]]:
+        """What a pass has summed up in an earlier process, and what keeps it now and then, and at the end, in a folder.
+
+        All ranks keep theirs after the same batches. If a kill came between them, the pass starts again.
+        """
+        if self.settings.folder is None:
+            return None, lambda *_: None
+        world, folder = self.world, Path(self.settings.folder) / "sums"
+        file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
+        began = time.monotonic()
+        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients), world)
+        same = largest_number(resumed.done, world) == -largest_number(-resumed.done, world)
+        every: int | None = None
+
+        def after(done: int, total: int, begun: Callable[[], Begun]) -> None:
+            nonlocal every
+            if every is None:  # the first batch of this process says how many take a while
+                every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)), world)
+            if done % every == 0 or done == total:
+                write_sums(file, names, begun(), gradients=self.gradients)
+
+        return resumed if same else None, after
+
+    def _decomposed(
+        self, owners: Mapping[str, int], wanted: Mapping[str, Size], moments: dict[str, Moments]
+    ) -> dict[str, Any]:
+        """The factors of this rank's matrices; the ranks gather each matrix together if it is sharded."""
+        model, weights = self.model, dict[str, Tensor]()
+        for name in owners:
+            linear = model.get_submodule(name)
+            parameter = cast(Tensor, linear.weight)
+            with gathered(parameter):
+                if name in moments:
+                    weight = matrix(linear).detach()
+                    weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
+
+        def decompose() -> dict[str, Any]:
+            found = {}
+            for name in progress(list(moments), "Decomposing", "matrices"):
+                weight = weights.pop(name)
+                moved = weight if self.device is None else weight.to(self.device)
+                factors = DECOMPOSE[self.method](moved, moments.pop(name), wanted[name])
+                found[name] = factors.to(torch.device("cpu"))
+                give_back_memory()
+            return found
+
+        return on_every(decompose, self.world)
+
+    def table(self, rank: int) -> WeightedTable | None:
+        """Measure and decompose the token embedding in a pass of its own; on rank 0, None on the others.
+
+        Every rank must call this function.
+
+        Raises:
+            UserError: the data have no token or give numbers that are not finite.
+        """
+        world = self.world
+        measure = partial(
+            measure_table,
+            self.model,
+            self._parts,
+            gradients=self.gradients,
+            seed=self.settings.seed,
+            reduce=all_reduce_sum if world.size > 1 else None,
+            rounds=largest_number(len(self._parts), world),
+        )
+        moments = on_every(measure, world)
+        parameter = token_embedding(self.model)[1].weight
+
+        def decompose() -> WeightedTable | None:
+            if not world.is_main:
+                return None
+            table = parameter.detach()
+            return weighted_table(table if self.device is None else table.to(self.device), moments, rank)
+
+        with gathered(parameter):
+            return on_every(decompose, world)
+
+
+def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return the first COST_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
+    return [rows_of(each, slice(None), COST_TOKENS) for each in batches] if is_causal(model.config) else batches
+
+
+def plan_passes(
+    groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], *, gradients: bool, memory: float
+) -> list[Pass]:
+    """Split groups of linears, in their order, into passes whose moments in fp32 fit into `memory` GiB.
+
+    The linears of a group share the moment of their inputs; if a pass has no room for all of them, the next one
+    measures it again. A linear that alone does not fit has a pass of its own.
+    """
+    passes: list[Pass] = []
+    for group in groups:
+        part: list[str] = []  # of this group in the last pass
+        for name in group:
+            m, n = shapes[name]
+            of_inputs, of_outputs = 4 * n * n, 4 * m * m if gradients else 0
+            size = of_outputs if part else of_inputs + of_outputs
+            if not passes or passes[-1].bytes + size > memory * GIB:
+                passes.append(Pass())
+                part, size = [], of_inputs + of_outputs
+            if not part:
+                passes[-1].groups.append(part)
+            part.append(name)
+            passes[-1].bytes += size
+    return passes
+
+
+def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
+    """Return the rank that decomposes each linear, so that all have about the same work; a group stays together.
+
+    The work is m·n·min(m, n). The largest group comes first, each to the rank that has least to do.
+    """
+
+    def work(group: Sequence[str]) -> int:
+        return sum(m * n * min(m, n) for m, n in (shapes[name] for name in group))
+
+    loads, owners = [0] * ranks, dict[str, int]()
+    for group in sorted(groups, key=work, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += work(group)
+        owners |= dict.fromkeys(group, rank)
+    return owners

@@ -1,0 +1,202 @@
+"""Measures what the linears of a model read and how much the loss depends on what they return.
+
+For each linear these are the second moments C = Σ x xᵀ of its inputs and G = Σ g gᵀ of the gradients at its outputs,
+summed over tokens. C ⊗ G / tokens is the Kronecker-factored Fisher matrix of the linear's weight (K-FAC), so that a
+change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.step.passes import HookSums, graded
+from llmdistill.students.install import features
+from llmdistill.students.start.sampled import Reads, identity, run_sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """The second moments of one linear, summed over tokens."""
+
+    inputs: Tensor
+    """(n, n), Σ x xᵀ; linears that read the same tensors share it."""
+    gradients: Tensor | None
+    """(m, m), Σ g gᵀ; None if no gradients were measured."""
+    tokens: int
+    """The number of tokens."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The state of a measurement: what was summed up so far."""
+
+    done: int = 0
+    """The number of passes."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """The number of tokens, and the lower triangles of the moments, by keys such as "inputs NAME"."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The linear that first reads the tensors that a linear reads."""
+
+
+def measure_moments(
+    model: PreTrainedModel,
+    names: Collection[str],
+    batches: Iterable[Batch],
+    *,
+    gradients: bool = True,
+    seed: int = 0,
+    reads: Reads | None = None,
+    reduce: Callable[[Tensor, str | None], bool] | None = None,
+    rounds: int = 0,
+    resumed: Begun | None = None,
+    after: Callable[[int, int, Callable[[], Begun]], object] = lambda done, total, begun: None,
+) -> dict[str, Moments]:
+    """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
+
+    Linears that get no input or no gradient are left out, such as one whose weight the model reads itself.
+
+    The gradients are those of the log-likelihood of labels that are sampled from the model's own output, so they
+    measure the true Fisher matrix: for a language model one label at each token, for a classifier one class for each
+    sequence. A model without a head uses random signs on its last hidden states (the Gauss-Newton matrix). The random
+    numbers of a sample follow from its id, so they do not depend on ranks and batches.
+
+    Args:
+        model: the model, whose mode and weights stay as they are.
+        names: names of nn.Linear or Conv1D modules in the model.
+        batches: the batches of this rank, on any device; each rank needs at least one.
+        gradients: whether G is measured; C alone needs no backward pass.
+        seed: the seed of the labels.
+        reads: what the linears read, if it is known.
+        reduce: sums a tensor of the linear with this name over the ranks, in place, and returns whether this rank needs
+            the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
+        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
+            the ranks of a sharded model need each other in every pass.
+        resumed: the sums of an earlier call with the same arguments that was interrupted.
+        after: is called after each pass with the number of passes that are done, the number of all, and a function
+            that returns what `resumed` takes.
+
+    Raises:
+        UserError: there is no token, or a moment is not finite.
+    """
+    resumed = resumed or Begun()
+    sums = run_sampled(
+        model,
+        names,
+        batches,
+        partial(_Sums, model, names, gradients, resumed),
+        reads=reads,
+        gradients=gradients,
+        seed=seed,
+        rounds=rounds,
+        done=resumed.done,
+        after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
+    )
+    return sums.moments(reduce)
+
+
+class _Sums(HookSums):
+    """Adds up the moments of linears in forward and backward hooks."""
+
+    def __init__(
+        self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun, reads: Reads | None
+    ) -> None:
+        super().__init__(model.device)
+        self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
+        """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
+        known = {key: each.to(model.device) for key, each in begun.sums.items()}
+        self.tokens = known.pop("tokens", self.tokens)
+        self._inputs, self._gradients = (
+            {key.partition(" ")[2]: each for key, each in known.items() if key.startswith(what)}
+            for what in ("inputs", "gradients" if gradients else "none")
+        )
+        self._has_gradients = gradients
+        self._shapes = {name: features(model.get_submodule(name)) for name in names}
+        groups = [] if reads is None else reads.groups
+        self._source = {name: group[0] for group in groups for name in group} | dict(begun.sources)
+        """The linear that first reads what a linear reads."""
+        run = partial(self._run, gradients)
+        self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
+
+    def begun(self, done: int) -> Begun:
+        both = (("inputs", self._inputs), ("gradients", self._gradients))
+        sums = {f"{what} {name}": each for what, of in both for name, each in of.items()}
+        return Begun(done, {"tokens": self.tokens, **sums}, self._source)
+
+    def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
+        """Return the sums over all ranks that this rank needs, of the linears that got inputs and gradients at all."""
+        if reduce is not None:
+            reduce(self.tokens, None)
+            self._reduce(
+                self._inputs, {self._source.get(name, name): n for name, (_, n) in self._shapes.items()}, reduce
+            )
+            if self._has_gradients:
+                self._reduce(self._gradients, {name: m for name, (m, _) in self._shapes.items()}, reduce)
+        measured = chain(self._inputs.items(), self._gradients.items())
+        tokens = self.counted((f"the inputs or gradients of {name}", _whole(each)) for name, each in measured)
+        inputs, gradients = (
+            {name: each for name, each in sums.items() if each.any()} for sums in (self._inputs, self._gradients)
+        )
+        return {
+            name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)
+            for name, source in self._source.items()
+            if source in inputs and (name in gradients or not self._has_gradients)
+        }
+
+    def _reduce(
+        self, sums: dict[str, Tensor], widths: Mapping[str, int], reduce: Callable[[Tensor, str | None], bool]
+    ) -> None:
+        for name, width in widths.items():
+            if name not in sums:  # such as an expert that no token of this rank has come to
+                sums[name] = torch.zeros(width, width, device=self.tokens.device)
+            if not reduce(sums[name], name):
+                del sums[name]
+
+    def _run(
+        self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor | None:
+        counts = self.phase != "again"
+        if counts:
+            self.check(name, inputs[0])
+            if name not in self._source:
+                found = (first for each, first in self._read if identity(each) == identity(inputs[0]))
+                self._source[name] = next(found, name)
+            if self._source[name] == name:
+                self._read.append((inputs[0].detach(), name))  # the graph would hold this object through its hooks
+                _add(self._inputs, name, self.rows(inputs[0]))
+        if not gradients:
+            return None
+        # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below takes
+        # no part in the backward pass.
+        return graded(output, (lambda each: _add(self._gradients, name, self.rows(each))) if counts else None)
+
+
+BLOCK = 256
+"""Rows of a moment that are added up at a time, each up to its diagonal: the other half is the same."""
+
+
+def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
+    """Add Σ x xᵀ to the lower triangle; `_whole` copies it to the upper one."""
+    rows = rows_NK.float()
+    width = rows.shape[1]
+    if name not in sums:
+        sums[name] = rows.new_zeros(width, width)
+    for end in range(BLOCK, width + BLOCK, BLOCK):
+        here = slice(end - BLOCK, end)
+        sums[name][here, :end].addmm_(rows[:, here].T, rows[:, :end])
+
+
+def _whole(lower: Tensor) -> Tensor:
+    """Fill in the upper triangle of a symmetric matrix, in place."""
+    for start in range(0, len(lower), BLOCK):
+        here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
+        lower[here, below] = lower[below, here].T
+    return lower

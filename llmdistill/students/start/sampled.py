@@ -1,0 +1,345 @@
+"""Runs a model backward from labels that are sampled from its own output (`measure_moments`), in little memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, PreTrainedModel
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
+from llmdistill.models.families import has_family, layers_of
+from llmdistill.runtime.devices import give_back_memory
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.passes import HookSums, OddReadError, in_parts, run_passes
+from llmdistill.step.taps import Recorder
+from llmdistill.students.counting import count_parameters, layer_linears
+
+_CHUNK_BYTES = 1 << 22
+"""Bytes of the logits in fp32 that are there at a time; or a 32nd of the LM head's, which each chunk reads, if more."""
+_FEW_TOKENS = 16
+"""As many show what modules read; all that is read is kept for that."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What modules read in a pass, as a pass of a few tokens shows it."""
+
+    groups: list[list[str]]
+    """The names of the modules; those of a group read the same tensors in all of their calls."""
+    in_order: bool
+    """Whether each call reads a row for each token of the batch, in the batch's order. If not, such as for relative
+    positions, the tokens of an expert or axes in another order, padding and sequences can be told apart only in
+    batches of one sequence without padding."""
+    changed: frozenset[str]
+    """The modules whose inputs the model changes in place after they were read."""
+
+    def of(self, names: Collection[str]) -> Reads:
+        """The same for some of the modules."""
+        groups = [[name for name in group if name in names] for group in self.groups]
+        return Reads([group for group in groups if group], self.in_order, self.changed)
+
+
+_AnySums = TypeVar("_AnySums", bound=HookSums)
+
+
+@torch.no_grad()
+def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequence[Batch]) -> Reads:
+    """See what modules read by a forward pass over a few tokens of the first batch that has any.
+
+    Its first and last sequence are the same, and the one between them is another one. This tells tensors of the
+    batch's tokens from all others that happen to have as many rows.
+    """
+    batch = next((each for each in batches if each.attention_mask.any()), None)
+    if batch is None:
+        return Reads([[name] for name in names], True, frozenset())
+    lengths_B = (batch.attention_mask != 0).sum(1)
+    row, length = int(lengths_B.argmax()), min(int(lengths_B.max()), _FEW_TOKENS)
+    real_T = (batch.attention_mask[row] != 0).nonzero()[:length, 0]
+    words_T = batch.input_ids[row, real_T]
+    ids_3T = torch.stack([words_T, (words_T - 1).abs(), words_T])
+    segments = None if batch.token_type_ids is None else batch.token_type_ids[row, real_T].expand(3, -1)
+    probe = Batch(ids_3T, torch.ones_like(ids_3T), torch.full_like(ids_3T, IGNORE_INDEX), token_type_ids=segments)
+    read: list[tuple[str, Tensor, tuple[object, ...]]] = []
+
+    def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        read.append((name, inputs[0], identity(inputs[0])))
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(note, name)) for name in names]
+    try:
+        with tapped_output(model) as tapped:
+            tapped(probe.to(model.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls: dict[str, list[object]] = {}
+    for name, _, key in read:
+        calls.setdefault(name, []).append(key)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, keys in calls.items():
+        groups.setdefault(tuple(keys), []).append(name)
+    return Reads(
+        [*groups.values(), *([name] for name in names if name not in calls)],
+        all(_is_in_order(tensor, length) for _, tensor, _ in read),
+        frozenset(name for name, tensor, key in read if identity(tensor) != key),
+    )
+
+
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+
+
+def _is_in_order(tensor: Tensor, length: int) -> bool:
+    """Whether a tensor has the rows of three sequences one after the other, of which the first and last are the same.
+
+    Equal rows may differ by rounding.
+    """
+    axes = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape  # a token embedding reads ids
+    if [size for size in axes if size > 1] not in ([3, length], [3 * length]):
+        return False
+    first, other, same = tensor.reshape(3, -1).float()
+    return bool((first - same).norm() < (first - other).norm() / 10)
+
+
+def run_sampled(
+    model: PreTrainedModel,
+    names: Collection[str],
+    batches: Iterable[Batch],
+    make: Callable[[Reads | None], _AnySums],
+    *,
+    reads: Reads | None,
+    gradients: bool,
+    seed: int,
+    rounds: int,
+    what: str = "Calibrating",
+    done: int = 0,
+    after: Callable[[_AnySums, int, int], object] = lambda sums, done, total: None,
+) -> _AnySums:
+    """Run a model forward, and backward from sampled labels; returns the sums that `make` begins (`measure_moments`).
+
+    Most models give each linear the tokens of the batch, once. Where a pass meets something else, it begins again with
+    what `watch_reads` sees, if `reads` does not have that already.
+    """
+    batches = list(batches)
+
+    def run(reads: Reads | None) -> _AnySums:
+        sums = make(reads)
+        sums.is_known = reads is not None
+        parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
+        _run(model, parts, sums, gradients, seed, rounds, what, done, partial(after, sums))
+        return sums
+
+    if reads is None and not done:
+        try:
+            return run(None)
+        except OddReadError:
+            pass
+    return run(watch_reads(model, names, batches) if reads is None else reads)
+
+
+def _run(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    sums: HookSums,
+    gradients: bool,
+    seed: int,
+    rounds: int,
+    what: str,
+    done: int,
+    after: Callable[[int, int], object],
+) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)  # the gradients of the weights are not needed
+    limit, layers = graph_tokens(model), list(layers_of(model))
+
+    def step(batch: Batch) -> None:
+        dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
+        again = layers[:dropped] if gradients else []
+        with torch.set_grad_enabled(gradients), _dropping(again, sums), _trimming(layers[dropped:]):
+            loss = _sampled_loss(tapped, batch, seed, sums.judged)
+            if gradients:
+                loss.backward()
+        give_back_memory()
+
+    try:
+        with tapped_output(model) as tapped:
+            run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        give_back_memory()
+
+
+def graph_tokens(model: PreTrainedModel) -> int:
+    """The number of tokens whose tensors for the backward pass take at most an eighth of the model's memory in fp32.
+
+    What a layer keeps is about twice what its linears return; a Llama keeps 1.6 times as much.
+    """
+    kept = 2 * sum(m for m, _ in layer_linears(model).values())
+    return max(1, count_parameters(model) // (2 * kept * model.dtype.itemsize))
+
+
+@contextmanager
+def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
+    """Block in which layers keep only their inputs for the backward pass, which computes the rest again."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        calls = deque[Any]()
+        return sums.during("dropped", calls), sums.during("again", calls)
+
+    def dropping(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            if any(isinstance(each, Cache) for each in (*args, *more.values())):
+                return forward(*args, **more)  # it would find its own keys in the cache (FlauBERT always has one)
+            return checkpoint(
+                forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **more
+            )
+
+        return run
+
+    with running_as({layer: dropping(layer.forward) for layer in layers}):
+        yield
+
+
+@contextmanager
+def running_as(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Block in which modules run these functions, with the hooks around their calls."""
+    own = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, before in own.items():
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+
+@contextmanager
+def _trimming(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Block in which layers give back what they have freed, which lies between the tensors that they keep."""
+    handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
+    """Block with the forward pass of a model in evaluation mode that gives what `judged_rows` needs.
+
+    A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
+    that gather the parameters are on the modules.
+    """
+    training = model.training
+    # Without a head a model is judged by its hidden states; only a family says that a layer returns those of tokens.
+    is_tapped = model.base_model is model and has_family(model.config)
+    hidden = frozenset({len(layers_of(model)) - 1} if is_tapped else ())
+    tapped = TappedModel(model.eval(), Recorder(model, {"hidden": hidden}, recomputes=True))
+    try:
+        yield tapped
+    finally:
+        tapped.remove()
+        model.train(training)
+
+
+def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bool]:
+    """Run a model; return what it is judged by, (N, K), whether these are logits, and whether each row is a token.
+
+    It is judged by the inputs of an LM head, which come with its weight, so that the logits can be computed in chunks;
+    else by the logits of sequences, or by its hidden states, in fp32. Of a sequence with several distributions, such as
+    those of start and end, each is a row; they are side by side.
+    """
+    model, returned = tapped.model, list[Tensor]()
+    has_head = model.base_model is not model
+    handle = model.register_forward_hook(lambda *call: None if has_head else returned.append(call[-1][0]))
+    try:
+        outputs = tapped.teach(batch, lm_head=("tokens",))
+    finally:
+        handle.remove()
+    if outputs.lm_head:
+        return cast(HeadInputs, outputs.lm_head["tokens"]), True, True
+    if outputs.sequence_logits is not None:
+        rows_NK = outputs.sequence_logits.float().flatten(0, -2)
+        return HeadInputs(rows_NK, None, None), outputs.sequence_logits.shape[-1] > 1, False
+    (hidden_BTW,) = outputs.taps.hidden.values() or returned
+    return HeadInputs(hidden_BTW[batch.attention_mask != 0].float(), None, None), False, True
+
+
+def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[Tensor], object]) -> Tensor:
+    """Run a model; return a sum with the gradients of the negative log-likelihood of labels sampled from its output.
+
+    `seen` gets the probabilities (n, V) of some rows after the other, if each row has classes.
+    """
+
+    def loss(head: HeadInputs, classes: bool = True, tokens: bool = True) -> Tensor:
+        chances_BTK = _uniform(batch, 1 if classes else head.rows.shape[1], seed)
+        each = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
+        chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
+        if not torch.is_grad_enabled():
+            return head.rows
+        if classes:
+            return (head.rows * _sampled_gradients(head, chances_NK[:, 0], seen)).sum()
+        # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
+        return (head.rows * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
+
+    if tapped.shortcut and tapped.has_lm_head:
+        total = tapped.through_head(batch, loss, "tokens")
+        assert total is not None
+        return total
+    return loss(*judged_rows(tapped, batch))
+
+
+@torch.no_grad()
+def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tensor], object]) -> Tensor:
+    """The gradients (N, K) at the rows of the negative log-likelihood of one class per row, sampled from its output.
+
+    The logits are there in chunks. `chances_N` are uniform from 0 to 1.
+    """
+    gradients_NK = torch.empty_like(head.rows)
+    w_VK = head.weight
+    words = head.rows.shape[1] if w_VK is None else len(w_VK)
+    size = max(_CHUNK_BYTES, 0 if w_VK is None else w_VK.nbytes // 32)
+    count = max(1, size // (4 * words))
+    for start in range(0, len(head.rows), count):
+        here = slice(start, start + count)
+        rows = head.rows[here]
+        logits = rows.clone() if w_VK is None else functional.linear(rows.to(w_VK.dtype), w_VK, head.bias)
+        p_NV = logits.float()
+        p_NV.sub_(p_NV.amax(-1, keepdim=True)).exp_()
+        p_NV /= p_NV.sum(-1, keepdim=True)
+        seen(p_NV)
+        target = _sampled(p_NV, chances_N[here])
+        p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
+        gradients_NK[here] = p_NV if w_VK is None else p_NV.to(w_VK.dtype) @ w_VK
+    return gradients_NK
+
+
+def _sampled(p_NV: Tensor, chances_N: Tensor) -> Tensor:
+    """One class (N, 1) of each row, by uniform random numbers from 0 to 1."""
+    cumulated = p_NV.cumsum(dim=-1)
+    return torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp_(max=p_NV.shape[1] - 1)
+
+
+def _uniform(batch: Batch, width: int, seed: int) -> Tensor:
+    """Uniform random numbers (B, T, width) for each token, which follow from the seed and the id of its row."""
+    rows, length = batch.input_ids.shape
+    ids: Sequence[Any] = batch.sample_ids or [(row,) for row in range(rows)]
+    drawn = []
+    for each in ids:
+        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(each[0])) % 2**63)
+        drawn.append(torch.rand(length, width, generator=generator))
+    return cast(Tensor, torch.stack(drawn)).to(batch.input_ids.device)

@@ -1,0 +1,268 @@
+"""Low-rank token embeddings weighted by how often tokens occur, by gradients, and by the use as a tied head.
+
+An error δ_v in row v of the table E (V, d) costs ½ a_v δ_v G δ_vᵀ / tokens² where the table is looked up: a_v is the
+number of times that token v occurs, and G = Σ g gᵀ over the gradients at the table's output. A head tied to the table
+adds ½ b_v δ_v C δ_vᵀ / tokens², with C = Σ h hᵀ over the head's inputs and b_v = Σ p_v (1 − p_v), the diagonal of the
+logits' Fisher matrix. `measure_table` finds all four.
+
+One such form has the closed solution of a weighted SVD. The sum of two has none, so A and B are improved in turn. Each
+half-step is exact and cheap: for two symmetric positive matrices P and Q there is a basis in which both are diagonal,
+and in these bases the normal equations of all rows, or of B, fall apart into single numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.step.passes import HookSums, graded
+from llmdistill.students.install import tied_heads, token_embedding
+from llmdistill.students.kinds import Sigma
+from llmdistill.students.start.sampled import run_sampled
+from llmdistill.students.start.weighted import ridged
+from llmdistill.students.svd import determined, place_sigma, truncated_svd
+
+ROW_DAMPING = 0.3
+"""Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
+COLUMN_DAMPING = 1e-3
+"""Added to the diagonals of G and C, as a share of their mean."""
+ROUNDS, LEAST_GAIN = 30, 1e-4
+"""Rounds of alternating least squares at most, and the share of the cost that a round must save for another one."""
+_RIDGE = 1e-12
+"""Keeps factors of a table whose own rank is lower solvable, as a share of the mean diagonal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableMoments:
+    """What calibration data say about a token embedding (V, d), summed over tokens."""
+
+    counts: Tensor
+    """(V,), how often each token was looked up."""
+    gradients: Tensor | None = None
+    """(d, d), Σ g gᵀ at the table's output; None if no gradients were measured."""
+    head_inputs: Tensor | None = None
+    """(d, d), Σ h hᵀ over the inputs of a head that is tied to the table; None without one."""
+    head_outputs: Tensor | None = None
+    """(V,), Σ p (1 − p) over the probabilities of the tied head; None without one, or without gradients."""
+    tokens: int
+    """The number of tokens."""
+
+
+def measure_table(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    gradients: bool = True,
+    seed: int = 0,
+    reduce: Callable[[Tensor], object] | None = None,
+    rounds: int = 0,
+) -> TableMoments:
+    """Return the moments of a model's token embedding over the real tokens of batches, in fp32.
+
+    The arguments are those of `students.start.moments.measure_moments`, but `reduce` sums a tensor over the ranks in place
+    for all of them.
+
+    Raises:
+        UserError: there is no token, or a moment is not finite.
+    """
+    sums = run_sampled(
+        model,
+        [token_embedding(model)[0]],
+        batches,
+        lambda _: _TableSums(model, gradients),
+        reads=None,
+        gradients=gradients,
+        seed=seed,
+        rounds=rounds,
+        what="Calibrating the embedding",
+    )
+    if reduce is not None:
+        for each in (sums.tokens, *sums.sums.values()):
+            reduce(each)
+    tokens = sums.counted(("the inputs or gradients of the token embedding", each) for each in sums.sums.values())
+    return TableMoments(**sums.sums, tokens=tokens)
+
+
+class _TableSums(HookSums):
+    """Adds up the moments of a token embedding and of its tied head in forward and backward hooks."""
+
+    def __init__(self, model: PreTrainedModel, gradients: bool) -> None:
+        super().__init__(model.device)
+        name, table = token_embedding(model)
+        device, vocabulary, width = model.device, table.num_embeddings, table.embedding_dim
+        self._gradients = gradients
+        self.sums = {"counts": torch.zeros(vocabulary, device=device)}
+        if gradients:
+            self.sums["gradients"] = torch.zeros(width, width, device=device)
+        self.handles = [table.register_forward_hook(self._look_up)]
+        for head in tied_heads(model, name)[:1]:
+            self.sums["head_inputs"] = torch.zeros(width, width, device=device)
+            if gradients:
+                self.sums["head_outputs"] = torch.zeros(vocabulary, device=device)
+            self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._head))
+
+    def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        self.check("", inputs[0][..., None])
+        counts = self.sums["counts"]
+        counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
+        return graded(output, lambda each: self._add("gradients", self.rows(each))) if self._gradients else None
+
+    def _head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()
+        # A head that is taken over has the rows of the real tokens alone, also in a pass that does not count.
+        if mask_N.any():
+            self._add("head_inputs", rows_NK[mask_N] if len(rows_NK) == len(mask_N) else rows_NK)
+
+    def judged(self, p_NV: Tensor) -> None:
+        """Add up p (1 − p) of the tied head."""
+        if "head_outputs" in self.sums and self.mask.any():
+            self.sums["head_outputs"] += (p_NV - p_NV.square()).sum(dim=0)
+
+    def _add(self, key: str, rows_NK: Tensor) -> None:
+        rows = rows_NK.float()
+        self.sums[key].addmm_(rows.T, rows)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Σ_v rows_v δ_v columns δ_vᵀ over the rows δ of an error (V, d), in fp64."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def of(self, error: Tensor) -> float:
+        return float(self.rows @ ((error @ self.columns) * error).sum(dim=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedTable:
+    """The low-rank factors of a token embedding."""
+
+    left: Tensor
+    """A (V, k)."""
+    right: Tensor
+    """B (k, d)."""
+    cost: float
+    """What the cut costs per token; see `factorize.weighted.WeightedSVD.costs`."""
+    tokens: int
+    """The number of tokens of the calibration data."""
+
+    @property
+    def widest(self) -> int:
+        """The width d, as the rows of the table count one by one."""
+        return self.right.shape[1]
+
+    def parameters(self, rank: int, sigma: Sigma) -> dict[str, Tensor]:
+        """Return the parameters of a LowRankEmbedding with this product, where its own SVD scales both sides."""
+        assert rank == len(self.right), (rank, self.right.shape)
+        rows, outer = torch.linalg.qr(self.left.double())
+        columns, inner = torch.linalg.qr(self.right.T.double())
+        u, s, vh = torch.linalg.svd(outer @ inner.T)
+        a, b = place_sigma(*determined(rows @ u, s, vh @ columns.T, rank), sigma)
+        return {"A.weight": a.float(), "B.weight": b.float()}
+
+
+def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedTable:
+    """Return factors of a table (V, d) that cost least, in fp32 on the device of the table.
+
+    Without gradients the cost is half the squared error of what the lookups return. An error of the tied head's logits
+    has another unit, so it counts in proportion: each use of the table by its own energy.
+
+    Raises:
+        UserError: the moments have no entry over 0.
+    """
+    exact = table.double()
+    forms = _forms(exact, moments)
+    a, b = _closed(exact, _merged(forms), rank)
+    if len(forms) > 1:
+        a, b = _alternate(exact, forms, b)
+    power = 1 if moments.gradients is None else 2
+    cost = sum(form.of(exact - a @ b) for form in forms) / (2 * moments.tokens**power)
+    return WeightedTable(left=a.float(), right=b.float(), cost=cost, tokens=moments.tokens)
+
+
+def _forms(table: Tensor, moments: TableMoments) -> list[_Form]:
+    """The damped forms for a table in fp64: that of the lookups, and that of the tied head if there is one."""
+    vocabulary, width = table.shape
+    ones, identity = table.new_ones(vocabulary), torch.eye(width, dtype=table.dtype, device=table.device)
+
+    def damped_rows(weights: Tensor) -> Tensor:
+        exact = _positive(weights.to(table))
+        return exact + ROW_DAMPING * exact.mean()
+
+    def damped_columns(moment: Tensor) -> Tensor:
+        return ridged(_positive(moment.to(table)), COLUMN_DAMPING)
+
+    lookups = damped_rows(moments.counts)
+    if moments.head_inputs is None:
+        return [_Form(lookups, identity if moments.gradients is None else damped_columns(moments.gradients))]
+    inputs = damped_columns(moments.head_inputs)
+    if moments.gradients is not None and moments.head_outputs is not None:
+        return [_Form(lookups, damped_columns(moments.gradients)), _Form(damped_rows(moments.head_outputs), inputs)]
+    of_lookups, of_head = _Form(lookups, identity), _Form(ones, inputs)
+    return [of_lookups, _Form(of_lookups.of(table) / of_head.of(table) * ones, inputs)]
+
+
+def _positive(moment: Tensor) -> Tensor:
+    if not moment.abs().sum() > 0:
+        raise UserError(
+            "the calibration data give the token embedding no token or no gradient at all: name other data, or leave "
+            "weighting out"
+        )
+    return moment
+
+
+def _merged(forms: list[_Form]) -> _Form:
+    """The product of row and column weights that has the row sums and the mean matrix of the sum of the forms."""
+    scales = [form.columns.diagonal().mean() for form in forms]
+    totals = [form.rows.sum() for form in forms]
+    rows = torch.stack([scale * form.rows for scale, form in zip(scales, forms, strict=True)]).sum(0)
+    columns = torch.stack([total * form.columns for total, form in zip(totals, forms, strict=True)]).sum(0)
+    return _Form(rows, columns / columns.diagonal().mean())
+
+
+def _closed(table: Tensor, form: _Form, rank: int) -> tuple[Tensor, Tensor]:
+    """The best A (V, k) and B (k, d) for a single form."""
+    root, rows = torch.linalg.cholesky(form.columns), form.rows.sqrt()[:, None]
+    u, s, vh = truncated_svd(rows * (table @ root), rank)
+    return u * s / rows, torch.linalg.solve_triangular(root, vh, upper=False, left=False)
+
+
+def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Tensor]:
+    """Alternating least squares for the sum of two forms, from B; no half-step makes the cost larger."""
+    # Scaled so that both matrices have the same trace, because their sum is decomposed.
+    (one, g), (other, c) = ((form.rows * form.columns.trace(), form.columns / form.columns.trace()) for form in forms)
+    outer, of_columns = _common_basis(g, c)
+    energy = sum(form.of(table) for form in forms)
+    before = energy
+    for _ in range(ROUNDS):
+        # Row v of A solves A_v (one_v B G Bᵀ + other_v B C Bᵀ) = E_v (one_v G + other_v C) Bᵀ.
+        basis, shares = _common_basis(b @ g @ b.T, b @ c @ b.T)
+        rows = one[:, None] * (table @ (g @ b.T @ basis)) + other[:, None] * (table @ (c @ b.T @ basis))
+        a = rows / (one[:, None] * (1 - shares) + other[:, None] * shares) @ basis.T
+        # B solves P B G + Q B C = Y, with P = Aᵀ one A, Q = Aᵀ other A.
+        by_one, by_other = (one[:, None] * a).T, (other[:, None] * a).T
+        basis, shares = _common_basis(by_one @ a, by_other @ a)
+        right = (by_one @ table) @ g + (by_other @ table) @ c
+        divisors = (1 - shares)[:, None] * (1 - of_columns) + shares[:, None] * of_columns
+        b = basis @ (basis.T @ right @ outer / divisors) @ outer.T
+        cost = energy - float((right * b).sum())  # B is the minimum for this A
+        if cost > before * (1 - LEAST_GAIN):
+            break
+        before = cost
+    return a, b
+
+
+def _common_basis(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """X and λ from 0 to 1 with Xᵀ (one + other) X = 1 and Xᵀ other X = diag(λ), so that Xᵀ one X = diag(1 − λ)."""
+    root = torch.linalg.cholesky(ridged(one + other, _RIDGE))
+    half = torch.linalg.solve_triangular(root, other, upper=False)
+    whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
+    shares, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
+    return torch.linalg.solve_triangular(root.T, vectors, upper=True), shares.clamp(0.0, 1.0)

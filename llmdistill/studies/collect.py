@@ -1,0 +1,207 @@
+"""Collects the data of a report from the folders of finished runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmdistill.embedded import locate
+from llmdistill.models.companions import downloaded
+from llmdistill.models.configs import load_config
+from llmdistill.report.answers import Sample, read_samples
+from llmdistill.report.checkpoint import read_checkpoint
+from llmdistill.report.metrics_log import read_metrics_log, term_names
+from llmdistill.report.record import describe_versions
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.score import PERPLEXITY, ROUGE_L
+from llmdistill.report.starts import read_weighting
+from llmdistill.studies.comparison import Findings
+from llmdistill.studies.equal import size_label
+from llmdistill.studies.launcher import shown_command
+from llmdistill.studies.study import Study
+from llmdistill.studies.trials import Result, Trial
+from llmdistill.studies.variants import Start
+from llmdistill.tasks.base import VALID
+from llmdistill.tasks.words import describe_words
+
+
+def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
+    teacher = locate(str(study.recipe.teacher.model))
+    first = findings.bases[study.starts[0].name]
+    rows = [
+        Row(
+            name="teacher",
+            label="teacher",
+            score=study.score,
+            params=findings.base["teacher"]["params"],
+            checkpoint=read_checkpoint(downloaded(teacher)),
+            runs=[_run(study, "teacher", first, "teacher")],
+        ),
+        *(row for start in study.starts for row in _rows(study, findings, start)),
+    ]
+    measured = findings.base["teacher"].get("texts", {})
+    windows = {name: (each["windows"], each["total"]) for name, each in measured.items() if name != VALID}
+    on_text = study.score is PERPLEXITY
+    sets = [name for name in study.recipe.data.tests if on_text or name not in windows]
+    counts = findings.base["teacher"].get("examples", {})
+    examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
+    printed = paper.get(load_config(teacher).model_type)
+    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
+    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
+    if findings.failed:
+        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
+    return Comparison(
+        title=title,
+        sets=sets,
+        examples=windows if on_text else examples,
+        texts={} if on_text else windows,
+        rows=rows,
+        sizes=_sizes(study, findings, rows[1:]),
+        beginnings=_beginnings(study, findings),
+        samples=_samples(study, findings),
+        warnings=list(dict.fromkeys(warnings)),
+        facts=_facts(study, findings, command),
+        paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
+    )
+
+
+def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
+    """Return the rows of the untrained student of a start and of the methods that train it."""
+    base, key = findings.bases[start.name], start.key("none")
+    assert base.metrics is not None
+    weighting = read_weighting(base.trial.folder)
+    costs = {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
+    shared: dict[str, Any] = {
+        "score": study.score,
+        "start": start.name,
+        "params": base.metrics["untrained"]["params"],
+        "calibration": costs if weighting or start.name else None,
+    }
+    checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
+    runs = [_run(study, key, base, "untrained")]
+    rows = [Row(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
+    for variant in (each for each in study.trained() if each.start.name == start.name):
+        results = findings.runs[variant.key]
+        runs = [_run(study, variant.key, each) for each in results]
+        trials = [_run(study, variant.key, each) for each in findings.trials[variant.key]]
+        checkpoint = next((read_checkpoint(each.trial.folder / "student") for each in results if each.metrics), None)
+        terms = next((names for run in runs if (names := term_names(run.history))), [])
+        own: dict[str, Any] = {"checkpoint": checkpoint, "runs": runs, "trials": trials, "terms": terms}
+        rows.append(Row(name=variant.name, label=variant.label, **own, **shared))
+    return rows
+
+
+def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
+    """Return the rows by size: those of the table, then those of the further sizes with one seed."""
+    if not findings.sizes:
+        return []
+    rows = [replace(row, label=TABLE_SIZE) for row in table]
+    for size, results in findings.sizes.items():
+        for row in (row for row in table if row.key in results):
+            result, model = results[row.key], "student" if row.trained else "untrained"
+            params = None if result.metrics is None else result.metrics[model]["params"]
+            runs, label = [_run(study, row.key, result, model)], size_label(size)
+            rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
+    return rows
+
+
+def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
+    """Return how the untrained students were made, where starts are compared or a student is weighted."""
+    made = [(start, TABLE_SIZE, findings.bases[start.name]) for start in study.starts]
+    for size, results in findings.sizes.items():
+        made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
+    found = []
+    for start, size, result in made:
+        model = (result.metrics or {}).get("untrained", {})
+        scores, weighting = study.score.of_sets(model), read_weighting(result.trial.folder)
+        if scores and (start.name or weighting):
+            found.append(
+                Beginning(
+                    start=start.name,
+                    label=start.label,
+                    size=size,
+                    folder=_relative(study, result.trial),
+                    params=model["params"],
+                    average=study.score.mean(scores.values()),
+                    weighting=weighting,
+                )
+            )
+    return found
+
+
+def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
+    trial, metrics = result.trial, result.metrics or {}
+    scored, score = metrics.get(model, {}), study.score
+    training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
+    return Run(
+        method=method,
+        seed=trial.seed,
+        folder=_relative(study, trial),
+        command=shown_command(study.launcher.train_command(trial.recipe)),
+        settings=dict(trial.settings),
+        scores=score.of_sets(scored),
+        perplexity=scored.get("perplexity"),
+        texts=(None if score is PERPLEXITY else PERPLEXITY.of_sets(scored)) or {},
+        valid=score.of_validation(scored),
+        costs={
+            "training_tokens": training.get("tokens"),
+            "training_tokens_per_second": training.get("tokens_per_second"),
+            "peak_memory_bytes": training.get("peak_memory_bytes"),
+            "generation_tokens_per_second": scored.get("generation_tokens_per_second"),
+            "seconds": result.seconds,
+        },
+        history=read_metrics_log(trial.folder),
+        error=result.error,
+    )
+
+
+def _relative(study: Study, trial: Trial) -> str:
+    return os.path.relpath(trial.folder, study.root)
+
+
+def _samples(study: Study, findings: Findings) -> list[Sample]:
+    """Return prompts spread evenly over the test sets, with each model's answer (first seed, first pass)."""
+    answered = {start: base.trial.folder / "predictions" for start, base in findings.bases.items()}
+    first = answered[study.starts[0].name]
+    folders = {"teacher": first / "teacher"}
+    folders |= {start.key("none"): answered[start.name] / "untrained" for start in study.starts}
+    for name, runs in findings.runs.items():
+        ended = next((run for run in runs if run.metrics is not None), None)
+        if ended is not None:
+            folders[name] = ended.trial.folder / "predictions" / "student"
+    return read_samples(folders, list(study.recipe.data.tests))
+
+
+def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
+    recipe, run = study.recipe, findings.base["run"]
+    data, train = recipe.data, recipe.train
+    grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
+    starts = [f"{start.name} ({start.label})" for start in study.starts if start.name]
+    same = "order of the examples, global batch, number of training tokens"
+    chosen = f"on {data.valid} by {study.score.name} with seed {study.seeds[0]}, never on a test set; all tried {grid}"
+    examples = f"sequences of {data.max_length} tokens" if study.score is PERPLEXITY else "examples"
+    return {
+        "Command": command,
+        "Hardware": run["hardware"],
+        "Versions": describe_versions(run),
+        "Teacher": recipe.teacher.model,
+        "Training data": f"{data.train}, {train.global_batch_size} {examples} a step, {train.steps} steps",
+        **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
+        "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
+        "Chosen": f"nothing; all have {grid}" if data.valid is None else chosen,
+        **_scoring(study, findings),
+        "Seeds": ", ".join(map(str, study.seeds)),
+    }
+
+
+def _scoring(study: Study, findings: Findings) -> dict[str, str]:
+    if study.score is ROUGE_L:
+        decoding = findings.base["run"]["decoding"]
+        words = describe_words(findings.base["teacher"].get("rouge_words", {}))
+        return {"Decoding": f"{decoding}, ROUGE-L {words}, best of the references, x 100"}
+    text = next(iter(findings.base["teacher"]["texts"].values()))
+    begin = f", each begins with {text['begin']}" if text.get("begin") else ""
+    return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next{begin}"}

@@ -1,0 +1,249 @@
+"""Runs the trials of a study: each trial in its own process, or one after the other in this process.
+
+A failed trial does not stop the other trials, and an interrupted study leaves no process running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import to_dict
+from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.progress import Activity
+from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.launch import free_port
+from llmdistill.studies.trials import Progress, Result, Trial, ended_result, kept_result, last_line, write_recipe
+
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 60.0
+"""How long the trials of a stopped study may take to finish and save their step."""
+_PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
+"""Flags of the deepspeed launcher that place a run; they conflict with trials_at_once, which assigns the GPUs."""
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """Runs trials one after the other in this process or process group, which saves the start-up time of each trial."""
+
+    world: World
+    train: Callable[[RunConfig], object]
+    """Executes the whole run of a configuration; every rank calls it."""
+
+    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
+        """Run the trials that are not finished and return the results of all trials in order; every rank must call it.
+
+        A UserError, and on a single rank any other exception, makes only its trial fail.
+        """
+        shown = Progress() if progress is None or not self.world.is_main else progress
+        return [self._run(trial, shown) for trial in trials]
+
+    def _run(self, trial: Trial, progress: Progress) -> Result:
+        kept = on_main(lambda: kept_result(trial), self.world)
+        if kept is not None:
+            return progress.end(kept, kept=True)
+        progress.start(trial)
+        began, reason = time.perf_counter(), None
+        try:
+            self.train(trial.config)
+        except UserError as error:
+            reason = str(error)
+        except Exception as error:
+            if self.world.size > 1:  # the other ranks may be at any other point of the run
+                raise
+            write_text(trial.log, traceback.format_exc())
+            reason = f"{type(error).__name__}: {error} (log {trial.log})"
+        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
+        return progress.end(on_main(lambda: ended_result(trial, reason, time.perf_counter() - began), self.world))
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    trial: Trial
+    slot: Sequence[str]
+    began: float
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Runs each trial as a training run in its own process; trials_at_once trials run at the same time."""
+
+    flags: Sequence[str] = ()
+    trials_at_once: int = 1
+    """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
+
+    def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
+        return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
+
+    def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
+        """Return the command that runs a module; on a CPU without flags the launcher would cost seconds for nothing."""
+        flags = self.flags if flags is None else flags
+        if not flags and not torch.cuda.is_available():
+            return [sys.executable, "-m", module, *arguments]
+        beside = Path(sys.executable).with_name("deepspeed")
+        launcher = str(beside) if beside.is_file() else "deepspeed"
+        return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
+
+    def check(self) -> None:
+        """Raises UserError if the machine cannot run trials_at_once trials at the same time."""
+        self._slots()
+
+    def call(self, command: Sequence[str], log: Path) -> str | None:
+        """Run a command, which is written beside its log; returns None, or the reason of the failure."""
+        write_text(log.with_suffix(".command"), shown_command(command) + "\n")
+        with Activity("Running", detail=lambda: last_line(log)), _ended([process := _start(command, log, {})]):
+            code = process.wait()
+        return None if code == 0 else _reason(log, code)
+
+    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
+        """Run the trials that are not finished and return the results of all trials in order."""
+        slots, waiting, shown = self._slots(), list(trials)[::-1], progress or Progress()
+        running: list[_Running] = []
+        results: dict[Path, Result] = {}
+        processes: list[subprocess.Popen[bytes]] = []
+        with _ended(processes):
+            while waiting or running:
+                while waiting and slots:
+                    trial = waiting.pop()
+                    kept = kept_result(trial)
+                    if kept is not None:
+                        results[trial.folder] = shown.end(kept, kept=True)
+                        continue
+                    shown.start(trial)
+                    running.append(self._start(trial, slots.pop(0)))
+                    processes.append(running[-1].process)
+                time.sleep(_POLL_SECONDS)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    slots.append(each.slot)
+                    code = each.process.returncode
+                    error = None if code == 0 else _reason(each.trial.log, code)
+                    seconds = time.perf_counter() - each.began
+                    results[each.trial.folder] = shown.end(ended_result(each.trial, error, seconds))
+        return [results[trial.folder] for trial in trials]
+
+    def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
+        # Launchers that run at the same time must not use the same port.
+        port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
+        command = self.train_command(write_recipe(trial.recipe, to_dict(trial.config)), [*slot, *port])
+        began = time.perf_counter()
+        return _Running(_start(command, trial.log, self._environment()), trial, slot, began)
+
+    def _slots(self) -> list[Sequence[str]]:
+        """Return the launcher's flags for each of the trials that run at the same time."""
+        count = self.trials_at_once
+        if count == 1:
+            return [self.flags]
+        placed = next((flag for flag in self.flags if flag.split("=")[0] in _PLACES), None)
+        if placed is not None:
+            raise UserError(f"--trials_at_once {count}: {placed} puts all trials into one place; leave one of them out")
+        if not torch.cuda.is_available():
+            return [self.flags] * count
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = visible.split(",")[: self._num_gpus()]
+        share = len(gpus) // count
+        if share == 0:
+            raise UserError(f"--trials_at_once {count}: there are {len(gpus)} GPU(s) to share out; give at most that")
+        groups = [gpus[number * share : (number + 1) * share] for number in range(count)]
+        return [("--include", f"localhost:{','.join(group)}") for group in groups]
+
+    def _num_gpus(self) -> int | None:
+        words = " ".join(self.flags).replace("=", " ").split()
+        return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment variables for trials that share the CPU cores of a machine without GPUs."""
+        if self.trials_at_once == 1 or torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
+            return {}
+        processes = self.trials_at_once * (self._num_gpus() or 1)
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+Runner = InProcess | Launcher
+
+
+def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in its own process group and write its output to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **more},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+@contextmanager
+def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End all running processes when the block is interrupted, so that they do not disturb a resumed study."""
+    try:
+        yield
+    except BaseException:
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, signal.SIGTERM)
+        patience = time.monotonic() + _STOP_SECONDS
+        for process in alive:
+            # The launcher of a trial ends at once, and its ranks after the step that they are doing.
+            while _group_is_alive(process) and time.monotonic() < patience:
+                time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
+
+
+def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
+    leader.poll()  # otherwise its group would live on in it
+    try:
+        os.killpg(leader.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as the words of a command, without those that are None or empty."""
+    shown = {f"--{key}": value for key, value in settings.items() if value is not None and value != {}}
+    return [word for key, each in shown.items() for word in (key, each if isinstance(each, str) else json.dumps(each))]
+
+
+def shown_command(command: Sequence[str]) -> str:
+    names = {sys.executable: "python", str(Path(sys.executable).with_name("deepspeed")): "deepspeed"}
+    return shlex.join(names.get(word, word) for word in command)
+
+
+def _reason(log: Path, code: int) -> str:
+    """Return the error message in a run's log, or the last non-empty line if there is no error message."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = errors[-1] if errors else (lines[-1] if lines else "it printed nothing")
+    return f"{said} (exit code {code}, log {log})"
+
+
+def _die_with_parent() -> None:
+    """On Linux, end the child process when the parent process is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG

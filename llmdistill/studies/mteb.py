@@ -1,0 +1,103 @@
+"""Scores of several encoders on MTEB side by side, such as those of a run: teacher, untrained student and student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from llmdistill.artifacts import read_result, write_result
+from llmdistill.config.side_by_side import MtebConfig
+from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import say
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import max_positions
+from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Pooling
+from llmdistill.report.tables import TitledTable
+from llmdistill.students.counting import count_parameters
+from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
+from llmdistill.tasks.mteb import SentenceEncoder, find_mteb
+
+_TOKENS = 512
+"""Largest number of tokens of a text where neither the user nor the files say one."""
+
+
+def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
+    """Score each model on the tasks; each score is kept, so that the same command goes on with the next task."""
+    models.check_kind(causal=False, reason="embeddings of sentences are scored for encoders: give an encoder")
+    settings = {}
+    for name, path in models.paths.items():
+        # As the files beside the model say, else the mean of its outputs.
+        said = read_sentence_settings(path) or SentenceSettings(pooling=Pooling(), max_length=None)
+        length = max_positions(load_config(path), config.max_length or said.max_length or _TOKENS)
+        settings[name] = replace(said, max_length=length)
+    tasks = find_mteb(config.tasks, config.benchmark, config.languages)
+    decides = [task.decides() for task in tasks]
+    asked: dict[tuple[str, str], Any] = {}
+    for name, path in models.paths.items():
+        own = {"dtype": models.dtype, "embeddings": asdict(settings[name]), "content of model": fingerprint(str(path))}
+        asked |= {(name, task.name): {**each, **own} for task, each in zip(tasks, decides, strict=True)}
+    found = {key: read_result(models.file(*key), each) for key, each in asked.items()}
+    for task in tasks:
+        if any(found[name, task.name] is None for name in models.paths):
+            task.check_data()
+    entries = {}
+    for name, path in models.paths.items():
+        left = [task for task in tasks if found[name, task.name] is None]
+        if left:
+            say(f"{name}: {path} ...")
+            model = models.load(name, "embedding")
+            encoder = SentenceEncoder(model, load_tokenizer(path), settings[name])
+        for task in left:
+            say(f"{name}: {task.name} ...")
+            result = {"params": count_parameters(model), **task.score(encoder, batch_size=config.batch_size)}
+            found[name, task.name] = write_result(models.file(name, task.name), asked[name, task.name], result)
+        entries[name] = _entry(path, settings[name], {task.name: found[name, task.name] for task in tasks})
+    details = {f"Embeddings of {name}": each["embeddings"] for name, each in entries.items()}
+    return ModelScores(results={"models": entries}, details=details)
+
+
+def _entry(path: Path, settings: SentenceSettings, scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a model as results.json has them, without what they were asked for."""
+    normalized = ", normalized" if settings.pooling.normalize else ""
+    return {
+        "path": str(path),
+        "params": next(iter(scores.values()))["params"],
+        "embeddings": f"{' and '.join(settings.pooling.modes)} of at most {settings.max_length} tokens{normalized}",
+        "tasks": {
+            name: {key: value for key, value in each.items() if key not in ("asked", "params")}
+            for name, each in scores.items()
+        },
+    }
+
+
+def table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each model: the mean of the tasks, and each task by its main score."""
+    models = results["models"]
+    tasks = next(iter(models.values()))["tasks"]
+    averaged = len(tasks) > 1
+    header = ["", "params", *["average"] * averaged, *(f"{name} {task['metric']}" for name, task in tasks.items())]
+    rows = []
+    for name, each in models.items():
+        scores = [task["score"] for task in each["tasks"].values()]
+        shown = (f"{100 * score:.2f}" for score in ([fmean(scores)] * averaged + scores))
+        rows.append([name, f"{each['params']:,}", *shown])
+    what = "Tasks of MTEB" if results["benchmark"] is None else f"The benchmark {results['benchmark']} of MTEB"
+    languages = "" if results["languages"] is None else f", in {', '.join(results['languages'])}"
+    title = f"{what}{languages}, main scores x 100, each the mean of its splits and subsets"
+    return TitledTable(title, header, rows)
+
+
+SUITE = ModelSuite(
+    name="mteb",
+    title="MTEB",
+    asked=("tasks", "benchmark", "languages", "max_length"),
+    score=_score,
+    table=table,
+    template="mteb.md.j2",
+    closing="The scores of each model on each task are in a folder of its name, and all of them in results.json.",
+)

@@ -1,0 +1,199 @@
+"""The suites of `llmdistill evaluate` that run models as they are, side by side: what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_result
+from llmdistill.config.side_by_side import SideBySideConfig
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.files import file_name, write_json
+from llmdistill.fingerprints import fingerprint
+from llmdistill.messages import say
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_causal
+from llmdistill.models.load import Head, load_model
+from llmdistill.report.pages import write_page
+from llmdistill.report.plots import Drawing, save_plot
+from llmdistill.report.record import make_record
+from llmdistill.report.table import MODELS
+from llmdistill.report.tables import TitledTable, print_table
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
+from llmdistill.students.counting import count_parameters
+from llmdistill.training.run_folder import METRICS_FILE, RUN_FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModels:
+    """The models of a command, how they run, and where their results go."""
+
+    paths: Mapping[str, Path]
+    folder: Path
+    dtype: str
+    device: torch.device
+
+    def check_kind(self, *, causal: bool, reason: str) -> None:
+        """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
+        for name, path in self.paths.items():
+            if is_causal(load_config(path)) != causal:
+                kind = "an encoder" if causal else "a decoder"
+                raise UserError(f"--model: the {name} ({path}) is {kind}, and {reason}")
+
+    def load(self, name: str, head: Head) -> PreTrainedModel:
+        return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
+
+    def file(self, *names: str) -> Path:
+        """Return the file that keeps the results of a model, or those of a model on a task."""
+        return self.folder.joinpath(*map(file_name, names), RESULT_FILE)
+
+    def score_each(
+        self,
+        score: Callable[[str, PreTrainedModel], Mapping[str, Any]],
+        *,
+        asked: Mapping[str, Any],
+        on: str,
+        head: Head,
+        check: Callable[[], object] = lambda: None,
+    ) -> dict[str, dict[str, Any]]:
+        """Return path, parameters and scores of each model, which are kept in its folder as soon as they are there.
+
+        The scores depend on the model and on what is `asked`; `on` says in words what they are scored on. `check` is
+        called before the first model is loaded, unless all scores are kept.
+        """
+        of_model = {name: {**asked, "content of model": fingerprint(str(path))} for name, path in self.paths.items()}
+        kept = {name: read_result(self.file(name), each) for name, each in of_model.items()}
+        if None in kept.values():
+            check()
+        entries = {}
+        for name, found in kept.items():
+            if found is None:
+                say(f"{name}: {self.paths[name]} on {on} ...")
+                model = self.load(name, head)
+                result = {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
+                found = write_result(self.file(name), of_model[name], result)
+            entries[name] = {key: value for key, value in found.items() if key != "asked"}
+        return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScores:
+    results: Mapping[str, Any]
+    """`models` with path and parameters of each, and further parts of results.json, such as `warnings`."""
+    drawings: Sequence[Drawing] = ()
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSuite:
+    """What is measured or drawn of models side by side."""
+
+    name: str
+    title: str
+    asked: Sequence[str]
+    score: Callable[[Any, ComparedModels], ModelScores]
+    """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
+    table: Callable[[Mapping[str, Any]], TitledTable]
+    turned: bool = True
+    """Whether rows become columns on a narrow terminal."""
+    note: str = ""
+    """What the report says after the title of the table."""
+    template: str = "side_by_side.md.j2"
+    closing: str = "The scores of each model are in a folder of its name, and all of them in results.json."
+
+    def evaluate(self, config: SideBySideConfig, *, command: str) -> dict[str, Any]:
+        """Score the models, write drawings, results.json and report.md, and return the results with their folder."""
+        world = World.alone()
+        models = ComparedModels(
+            paths=named_models(config.model),
+            folder=Path(config.output_dir or default_folder(self.name, config.model[0])),
+            dtype=chosen_dtype(config.dtype, world.device),
+            device=world.device,
+        )
+        scores = self.score(config, models)
+        results = {
+            **{key: getattr(config, key) for key in self.asked},
+            "dtype": models.dtype,
+            **scores.results,
+            "run": make_record(command, world.size),
+        }
+        for drawing in scores.drawings:
+            save_plot(drawing.figure, models.folder, drawing.name)
+        write_json(models.folder / "results.json", results)
+        table = self.table(results)
+        write_page(
+            models.folder / "report.md",
+            self.template,
+            title=self.title,
+            legend=f"{table.title.removesuffix('.')}.{self.note}",
+            table=table,
+            drawings=scores.drawings,
+            warnings=results.get("warnings", []),
+            record=results["run"],
+            models=results["models"],
+            dtype=models.dtype,
+            details=scores.details,
+            closing=self.closing,
+        )
+        return {**results, "folder": str(models.folder)}
+
+    def print(self, results: Mapping[str, Any]) -> None:
+        print_table(*self.table(results), turned=self.turned)
+        for warning in results.get("warnings", []):
+            Console().print(f"Warning: {warning}", highlight=False, markup=False)
+
+
+def named_models(references: Sequence[str]) -> dict[str, Path]:
+    """Return the folder or hub name of each model, by its name in reports.
+
+    The folder of a finished run stands for its teacher, its untrained student and its student, and NAME=REFERENCE for a
+    model, or the student of a run, under that name. UserError for a run that goes on, or two models of the same name.
+    """
+    models: dict[str, Path] = {}
+    for reference in references:
+        for name, path in _models_of(reference).items():
+            if name in models:
+                raise UserError(
+                    f"--model: {models[name]} and {path} would both be called {name}; write NAME=FOLDER for one of them"
+                )
+            models[name] = path
+    return models
+
+
+def _models_of(reference: str) -> dict[str, Path]:
+    own, equals, named = reference.partition("=")
+    if equals and own and named and not Path(reference).exists():
+        found = _run_models(named)
+        return {own: locate(named) if found is None else found[MODELS["student"]]}
+    found = _run_models(reference)
+    return {reference: locate(reference)} if found is None else found
+
+
+def _run_models(reference: str) -> dict[str, Path] | None:
+    """Return the models of a finished run by their names in reports; None if the reference is no run."""
+    path = locate(reference)
+    record = read_record(path / RUN_FILE, remedy="name a model's folder instead of the run's")
+    if record is None:
+        return None
+    if not (path / METRICS_FILE).is_file():
+        raise UserError(f"--model {reference}: the run in this folder is not finished; let it end, or name a model")
+    config = record["config"]
+    teacher = config["teacher"]["model"]
+    untrained = path / "untrained" if (path / "untrained").is_dir() else config["student"]["model"]
+    found = {"teacher": teacher, "untrained": untrained, "student": path / "student"}
+    return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
+
+
+def default_folder(kind: str, reference: str) -> Path:
+    """Return where results go if the user does not say: into the run, or beside the results of other models."""
+    if (Path(reference) / RUN_FILE).is_file():
+        return Path(reference) / kind
+    return Path("runs") / kind / file_name(reference)

@@ -1,0 +1,139 @@
+"""The speed of several models side by side, as papers measure it (MiniLM Table 4, KroneckerBERT A.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.config.side_by_side import SpeedConfig
+from llmdistill.data.pairs import collate_pairs, encode_pairs
+from llmdistill.errors import UserError
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import has_segments, is_causal
+from llmdistill.models.load import Head, build_random
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.report.tables import TitledTable
+from llmdistill.runtime.devices import TORCH_DTYPES
+from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches, timing
+from llmdistill.students.shapes import parse_shape, shaped_config
+from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
+from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
+
+
+def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
+    paths = models.paths
+    configs = {name: load_config(path) for name, path in paths.items()}
+    first = next(iter(configs))
+    shapes = {shape: shaped_config(configs[first], parse_shape(shape, key="--shapes")) for shape in config.shapes}
+    if paths.keys() & shapes.keys():
+        raise UserError(f"--shapes {', '.join(paths.keys() & shapes.keys())}: a model has this name; leave one out")
+    for name, each in {**configs, **shapes}.items():
+        check_length(name, each, config.max_length)
+    examples = _examples(config)
+    loaded = {name: models.load(name, _head(configs[name])) for name in paths}
+    for shape, each in shapes.items():
+        model: Any = build_random(each, _head(each), seed=0)
+        loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
+    batches = _random_batches(config, loaded)
+    if examples is not None:
+        tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in loaded}
+        batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in loaded.items()}
+    rows: dict[str, dict[str, Any]] = {
+        name: {
+            "path": str(paths[name]) if name in paths else "random weights",
+            "params": parameter_split(model),
+            "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
+        }
+        for name, model in loaded.items()
+    }
+    for kind, training in {"forward": False, **({"step": True} if config.training else {})}.items():
+        seconds = time_batches(loaded, batches, warmup=config.warmup, training=training)
+        reference = timing(seconds[first])["median"]
+        for name, times in seconds.items():
+            found = timing(times)
+            rows[name][kind] = {"seconds": sum(times), **found, "speedup": reference / found["median"]}
+    return ModelScores(results={"models": rows})
+
+
+def _head(config: PreTrainedConfig) -> Head:
+    return "lm_head" if is_causal(config) else "none"
+
+
+def _examples(config: SpeedConfig) -> list[Any] | None:
+    """Return the examples of the task, as many as the batches hold; None without a task."""
+    if config.task is None:
+        return None
+    names, needed = {glue.hub: name for name, glue in GLUE_TASKS.items()}, config.batches * config.batch_size
+    if config.task not in names:
+        raise UserError(f"--task {config.task}: take the examples of a task of GLUE ({', '.join(names)})")
+    examples = read_split(names[config.task], "train", config.data_dir)[:needed]
+    if len(examples) < needed:
+        raise UserError(
+            f"--task {config.task}: {len(examples):,} training examples, but {config.batches} batches of "
+            f"{config.batch_size} hold {needed:,}; lower --batches or --batch_size"
+        )
+    return list(examples)
+
+
+def _encoded(
+    config: SpeedConfig, examples: list[Any], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> list[Inputs]:
+    items = encode_pairs(examples, tokenizer, config.max_length)
+    padding: Any = tokenizer.pad_token_id
+    batches = list[Inputs]()
+    for start in range(0, len(items), config.batch_size):
+        batch = collate_pairs(items[start : start + config.batch_size], padding)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if has_segments(model.config):
+            inputs["token_type_ids"] = batch.token_type_ids
+        batches.append(inputs)
+    return [*islice(cycle(batches), config.warmup), *batches]
+
+
+def _random_batches(config: SpeedConfig, models: Mapping[str, PreTrainedModel]) -> dict[str, list[Inputs]]:
+    """Return full batches of tokens that every model has; the papers pad each example to the same length."""
+    high = min(model.config.vocab_size for model in models.values())
+    shape = (config.batch_size, config.max_length)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(high, size=shape))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: [inputs] * (config.warmup + config.batches) for name in models}
+
+
+def table(results: Mapping[str, Any]) -> TitledTable:
+    """Return a row for each model: the parameters, the seconds of all batches, and those of a training step."""
+    trains = "step" in next(iter(results["models"].values()))
+    header = ["", "Emd", "Trm", f"{results['batches']} batches", "speed-up", "tokens/s"]
+    header += ["training step", "speed-up"] if trains else []
+    rows = []
+    for name, each in results["models"].items():
+        forward = each["forward"]
+        row = [name, f"{each['params']['embedding']:,}", f"{each['params']['transformer']:,}"]
+        speed = each["tokens"] / forward["seconds"]
+        row += [f"{forward['seconds']:.1f} s", f"{forward['speedup']:.1f}x", f"{speed:,.0f}"]
+        if trains:
+            step = each["step"]
+            row += [f"{1000 * step['median']:.0f} ms ± {1000 * step['iqr'] / 2:.0f}", f"{step['speedup']:.1f}x"]
+        rows.append(row)
+    length, task = results["max_length"], results["task"]
+    what = f"{length} random tokens" if task is None else f"examples of {task}, at most {length} tokens"
+    title = (
+        f"Seconds for {results['batches']} batches of {results['batch_size']} sequences ({what}), {results['dtype']}; "
+        "medians compared"
+    )
+    return TitledTable(title, header, rows)
+
+
+SUITE = ModelSuite(
+    name="speed",
+    title="Speed",
+    asked=("batches", "batch_size", "max_length", "task", "warmup"),
+    score=_score,
+    table=table,
+    note=" Parameters of the token embedding (Emd) and of the layers (Trm).",
+    closing="All figures are in results.json.",
+)

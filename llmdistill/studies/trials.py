@@ -1,0 +1,257 @@
+"""The trials of a study, each a training run in its own folder that is not repeated, and the choice among settings."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmdistill.artifacts import read_record
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import build, set_value, to_dict
+from llmdistill.errors import UserError
+from llmdistill.files import write_json, write_text
+from llmdistill.fingerprints import digest
+from llmdistill.messages import say
+from llmdistill.methods import METHODS
+from llmdistill.progress import Activity
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.training.run_folder import finished_metrics, input_fingerprints, shaping_ds_config, shaping_settings
+
+
+@dataclass(frozen=True)
+class Trial:
+    title: str
+    settings: Mapping[str, Any]
+    """The grid's values that define this trial together with its seed, by dotted key; empty without a grid."""
+    seed: int
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        assert self.config.output_dir is not None
+        return Path(self.config.output_dir)
+
+    @property
+    def recipe(self) -> Path:
+        """The file with the trial's whole configuration."""
+        return self.folder.with_name(f"{self.folder.name}.yaml")
+
+    @property
+    def log(self) -> Path:
+        """The file with the output of the run."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def seconds(self) -> float | None:
+        """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
+        record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
+        return None if record is None else float(record["seconds"])
+
+
+@dataclass(frozen=True)
+class Result:
+    trial: Trial
+    metrics: dict[str, Any] | None
+    error: str | None = None
+    seconds: float | None = None
+    """As `Trial.seconds`."""
+
+
+def kept_result(trial: Trial) -> Result | None:
+    """Return the result of a finished trial, an error if its folder belongs to another run, else None."""
+    try:
+        metrics = finished_metrics(trial.config)
+    except UserError as error:
+        return Result(trial, None, str(error))
+    return None if metrics is None else Result(trial, metrics, None, trial.seconds())
+
+
+def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
+    """Return the result of a trial that has just ended, after a start of some seconds; `error`: why it failed."""
+    if error is not None:
+        return Result(trial, None, error)
+    result = kept_result(trial)
+    if result is None:
+        return Result(trial, None, f"it ended without its scores; see {trial.log}")
+    if result.metrics is None:
+        return result
+    total = seconds + (trial.seconds() or 0.0)
+    write_json(trial.folder / "seconds.json", {"seconds": total})
+    return Result(trial, result.metrics, None, total)
+
+
+class Progress:
+    """Prints which trial is running, how it ended, and the progress of the study; without a total it prints nothing.
+
+    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log. `describe`
+    returns the scores in the metrics of a run in one line; `then` is called with each result.
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        describe: Callable[[Mapping[str, Any]], str] = str,
+        then: Callable[[Result], None] = lambda result: None,
+    ) -> None:
+        self._total, self._describe, self._then, self._seen = total, describe, then, 0
+        self._running: dict[Path, tuple[Trial, str]] = {}
+        self._activity = Activity("Running", total, "runs", detail=self._detail)
+
+    def __enter__(self) -> Progress:
+        self._activity.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.__exit__()
+
+    def start(self, trial: Trial) -> None:
+        head = self._next(trial)
+        self._running[trial.folder] = trial, head
+        trained = (trial.folder / "student" / "config.json").is_file()
+        self._print(f"{head}{': its student is trained already, and is scored' if trained else ''} ...")
+
+    def end(self, result: Result, *, kept: bool = False) -> Result:
+        """Print the result of a trial and return it; `kept`: the trial was not started again."""
+        _, head = self._running.pop(result.trial.folder, None) or (None, self._next(result.trial))
+        self._activity.advance(earlier=kept)
+        if result.metrics is None:
+            self._print(f"{head}: FAILED: {result.error}")
+        else:
+            self._print(f"{head}: {self._describe(result.metrics)}{' (kept)' if kept else ''}")
+        self._then(result)
+        return result
+
+    def _next(self, trial: Trial) -> str:
+        self._seen += 1
+        return f"[{self._seen}/{self._total}] {trial.title}"
+
+    def _print(self, line: str) -> None:
+        if self._total is not None:
+            say(line)
+
+    def _detail(self) -> str:
+        running = [trial for trial, _ in list(self._running.values())]
+        return "; ".join(": ".join(filter(None, (trial.title, last_line(trial.log)))) for trial in running)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a running program's output that is no border; "" if there is none yet."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode("utf-8", errors="replace").split("\n")
+        return " ".join(next((line for line in reversed(lines) if any(map(str.isalnum, line))), "").split())
+    return ""
+
+
+def make_trial(
+    root: Path,
+    base: RunConfig,
+    name: str,
+    changes: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    title: str | None = None,
+) -> Trial:
+    """Return the trial of a recipe with some settings changed.
+
+    `changes` and `settings` are values by dotted key; the settings come from a grid and appear in the title and in the
+    folder's name, which ends with a digest of everything that determines the student, so a changed recipe makes new
+    trials.
+    """
+    settings = settings or {}
+    values = changed_values(base, {**changes, **settings})
+    shaping = shaping_settings(values)
+    # Inputs that the study makes itself are identified by their folders. The validation set is part of the identity
+    # because it determines the learning curves.
+    identity = {
+        **shaping,
+        "inputs": input_fingerprints(values, made_below=root),
+        "ds_config": shaping_ds_config(read_ds_config(values["ds_config"])),
+        "valid": values["data"]["valid"],
+    }
+    folder = "-".join([name, *_pairs(settings, ""), f"seed{values['seed']}", digest(identity)[:8]])
+    values["output_dir"] = str(root / "trials" / folder)
+    shown = trial_title(name if title is None else title, settings, values["seed"])
+    return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
+
+
+def write_recipe(file: Path, settings: Mapping[str, Any]) -> Path:
+    """Write a recipe that a run is trained with, and return its path."""
+    write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return file
+
+
+def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with settings changed by dotted key, as plain JSON values; UserError for unknown ones."""
+    values = to_dict(base)
+    for key, value in changes.items():
+        set_value(values, key, value)
+    return values
+
+
+def trial_title(name: str, settings: Mapping[str, Any], seed: int) -> str:
+    """Return the title of a trial, such as `kd learning_rate=0.003 seed=0`."""
+    return " ".join([name, *_pairs(settings, "="), f"seed={seed}"])
+
+
+def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:
+    """Return the values as texts, each after the last part of its key."""
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
+    return [f"{key.rsplit('.', 1)[-1]}{sign}{text}" for key, text in texts.items()]
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of a grid's values, by dotted key; the values of the last key change first."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+@dataclass(frozen=True)
+class Choice:
+    settings: Mapping[str, Any]
+    results: list[Result]
+    """The finished trials of these settings, one per seed."""
+    best: Result
+    """The trial with the best score; the first one if several are equal."""
+
+
+Score = Callable[[Result], float]
+"""The score of a finished trial; higher is better."""
+
+
+def by_settings(results: Sequence[Result]) -> list[list[Result]]:
+    """Return the finished trials, grouped by their settings; each group has one trial per seed."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.metrics is not None:
+            groups.setdefault(repr(dict(result.trial.settings)), []).append(result)
+    return list(groups.values())
+
+
+def choose(results: Sequence[Result], score: Score) -> Choice | None:
+    """Choose the settings with the best mean score over seeds, the first if several are equal.
+
+    If trials failed, only the settings with the most finished seeds are compared. A single combination of settings
+    with a single seed needs no score. Returns None if every trial failed.
+    """
+    groups = by_settings(results)
+    if not groups:
+        return None
+    most = max(map(len, groups))
+    groups = [group for group in groups if len(group) == most]
+    chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(score, group)))
+    best = chosen[0] if len(chosen) == 1 else max(chosen, key=score)
+    return Choice(chosen[0].trial.settings, chosen, best)
+
+
+def may_be_best(results: Sequence[Result], score: Score, seeds: int) -> list[Result]:
+    """Return the best trial so far, and the best one of the settings that have not run with all `seeds` seeds."""
+    groups = by_settings(results)
+    leaders = [max(group, key=score) for group in groups if len(group) < seeds]
+    choice = choose([result for group in groups if len(group) == seeds for result in group], score)
+    return leaders if choice is None else [*leaders, choice.best]

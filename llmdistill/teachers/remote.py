@@ -1,0 +1,157 @@
+"""A teacher behind a server that speaks OpenAI's protocol: sequences are asked about over HTTP, ahead of their step.
+
+A completion of one token is asked for each sequence, with `prompt_logprobs`, which vLLM adds to the protocol: the most
+likely tokens in the place of each token of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from llmdistill.batch import Batch, Loader, Outputs, Positions, Taps, TopK
+from llmdistill.errors import UserError
+from llmdistill.generation.model_server import ModelServer
+from llmdistill.generation.vllm_engine import to_top_k
+
+_REQUESTS = 16
+"""Requests that a rank has under way at the same time."""
+
+
+class TeacherServer:
+    """A server with one model, as its client sees it. Its methods may be called in any thread."""
+
+    def __init__(self, url: str, model: str, *, k: int, vocabulary: int, wait: float) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            url: where the protocol's paths begin, with or without /v1.
+            model: the name under which the server has the model.
+            k: the number of most likely tokens that are asked for.
+            vocabulary: the number of the model's tokens.
+            wait: the seconds without any answer after which the server is lost.
+        """
+        self._server = ModelServer(url, key="teacher.url", wait=wait, requests=_REQUESTS)
+        self._model, self._k, self._vocabulary = model, k, vocabulary
+
+    def check(self, longest: int) -> None:
+        """Check that the server is there, has the model, reads so many tokens, and gives log-probabilities.
+
+        Raises:
+            UserError: it does not; the message says what.
+        """
+        models = self._server.models(
+            f"start it with `vllm serve {self._model} --max-logprobs {self._k}`, or correct the url"
+        )
+        if self._model not in models:
+            raise UserError(
+                f"{self._server.name}: it serves {', '.join(models) or 'no model'}, and teacher.model is "
+                f"{self._model}: serve that one, or add `--served-model-name {self._model}` if it is the same"
+            )
+        self._server.check_room(models[self._model], longest + 1)
+        self.score([[self._vocabulary - 1]])
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[TopK]:
+        """Return the k most likely tokens after each of the T tokens of each sequence, (T, k), with the tail at 1.
+
+        Raises:
+            ServerLost: the server has not answered for too long.
+            UserError: it refuses a sequence, or gives something else than is asked for.
+        """
+        return [each.result() for each in [self.ask(ids) for ids in token_ids]]
+
+    def ask(self, token_ids: Sequence[int]) -> Future[TopK]:
+        """Ask what `score` returns of one sequence, which is there later, and so are its exceptions."""
+        ids = list(token_ids)
+        body = {
+            "model": self._model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": self._k,
+            "logprobs": self._k,
+            "return_tokens_as_token_ids": True,
+        }
+        return self._server.complete(
+            body,
+            partial(self._top_k, ids),
+            what=f"{len(ids)} tokens with {self._k} log-probabilities each",
+            remedy=f"serve the model of teacher.model, with --max-logprobs {self._k}",
+        )
+
+    def _top_k(self, ids: list[int], answer: Any) -> TopK:
+        try:
+            choice = answer["choices"][0]
+            entries = [
+                {int(token): each["logprob"] for token, each in row.items()} for row in choice["prompt_logprobs"][1:]
+            ]
+            after = choice["logprobs"]["top_logprobs"]
+            entries += [{int(name.removeprefix("token_id:")): value for name, value in row.items()} for row in after]
+            top = to_top_k(entries, self._k) if len(entries) == len(ids) else None
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            top = None
+        if top is None:
+            raise UserError(
+                f"{self._server.name}: it does not give the {self._k} most likely tokens after each of {len(ids)} "
+                "tokens (prompt_logprobs and logprobs, as vLLM does): take a server that does"
+            )
+        if not 0 <= int(top.tokens.min()) <= int(top.tokens.max()) < self._vocabulary:
+            raise UserError(
+                f"{self._server.name}: it names the token {int(top.tokens.max())}, and {self._model} has "
+                f"{self._vocabulary}: serve the model of teacher.model"
+            )
+        return top
+
+
+class RemoteTeacher:
+    """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
+
+    def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
+        """`training.checks` has found that such a server gives what is needed."""
+        self._server, self._device = server, device
+
+    def ask(self, batch: Batch) -> Batch:
+        """Ask about each sequence of a batch; returns the batch with the answers to come."""
+        ids_BT, mask_BT = batch.input_ids.cpu(), batch.attention_mask.cpu()
+        sequences = [
+            ids_T[mask_T == number]
+            for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
+            for number in range(1, int(mask_T.max()) + 1)
+        ]
+        return replace(batch, asked=tuple(self._server.ask(ids.tolist()) for ids in sequences))
+
+    def wait(self, batches: Iterable[Batch]) -> None:
+        """Wait for what was asked about batches; raises what `TeacherServer.score` does."""
+        for batch in batches:
+            for each in batch.asked:
+                each.result()
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Return the outputs for a batch, which is asked about now if it was not before; raises as `wait` does."""
+        batch = (batch if batch.asked else self.ask(batch)).with_label_rows(shift=True)
+        answers = [each.result() for each in batch.asked]
+        top = TopK(
+            torch.cat([each.tokens for each in answers]).to(self._device),
+            torch.cat([each.log_probs for each in answers]).to(self._device),
+            {1.0: torch.cat([each.tails[1.0] for each in answers]).to(self._device)},
+        )
+        # The answers are those at all real tokens, in their order.
+        here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}
+        return Outputs(logits=None, taps=Taps(), lm_head={place: top.at(rows) for place, rows in here.items()})
+
+
+@dataclass(frozen=True)
+class AskingLoader:
+    """A loader whose batches are asked about as soon as they are made."""
+
+    loader: Loader
+    ask: Callable[[Batch], Batch]
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """See Loader."""
+        return [self.ask(batch) for batch in self.loader.micro_batches(step)]

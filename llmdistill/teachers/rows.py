@@ -1,0 +1,186 @@
+"""The outputs of a teacher as rows of single examples, and back as the outputs for any batch of these examples.
+
+The rows of an example do not depend on the batch, its padding, or the row in which the example is packed. The names of
+the tensors begin with the positions to which their rows belong:
+
+    labels.states, tokens.states        (N, K), inputs of the last linear of the LM head
+    labels.top, tokens.top              (N, k) int32, the most likely tokens
+    labels.log_probs, tokens.log_probs  (N, k), their log-probabilities
+    labels.tail.2.0, tokens.tail.2.0    (N,), the log-mass of the tail at temperature 2
+    sequences.logits                    (B, C), one row an example
+    query.3, hidden.5, ...              (N, H, D) or (N, W), a tap at all real tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions, TapRequest, Taps, TopK
+from llmdistill.losses.top_k import most_likely
+
+_CHUNK = 256
+"""Rows whose logits are computed at a time to find the most likely tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The outputs of a teacher that are needed, whatever the batch."""
+
+    positions: tuple[Positions, ...]
+    """The kinds of positions at which the distributions over tokens are compared."""
+    temperatures: tuple[float, ...]
+    """The temperatures at which they are compared, in ascending order."""
+    taps: TapRequest
+    """The inner tensors."""
+    sequences: bool
+    """Whether the output of a classifier is needed."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the request as plain JSON values."""
+        return {
+            "positions": list(self.positions),
+            "temperatures": list(self.temperatures),
+            "taps": {aspect: sorted(layers) for aspect, layers in sorted(self.taps.items()) if layers},
+            "sequences": self.sequences,
+        }
+
+    def lacking(self, held: Mapping[str, Any]) -> str | None:
+        """Return the first thing that this request needs and a cache does not hold, as words; None if it has all.
+
+        `held` is the record of the cache: that of its request, with `top_k` (None if the cache holds hidden states).
+        """
+        for place in self.positions:
+            if place not in held["positions"]:
+                return f"the distributions at {place}"
+        for temperature in self.temperatures:
+            if held["top_k"] is not None and temperature not in held["temperatures"]:
+                return f"the tail's mass at temperature {temperature:g}"
+        for aspect, layers in self.taps.items():
+            for layer in sorted(layers.difference(held["taps"].get(aspect, ()))):
+                return "the embedding" if aspect == "embedding" else f"the {aspect} of layer {layer + 1}"
+        return "the output of the classifier" if self.sequences and not held["sequences"] else None
+
+
+def place_of(name: str) -> Positions:
+    """Return the positions to which the rows of a kept tensor belong, from its name in `teachers.rows`."""
+    first = name.partition(".")[0]
+    return next((place for place in POSITIONS if place == first), "tokens")
+
+
+def to_rows(
+    outputs: Outputs, batch: Batch, request: Request, *, top_k: int | None, vocabulary: int | None
+) -> dict[str, Tensor]:
+    """Return the rows of all examples of a batch, one after the other in the order of its `sample_ids`.
+
+    Args:
+        outputs: what `TappedModel.teach` returned for the batch.
+        batch: with `label_rows`, on any device, where the rows are too.
+        request: what is kept.
+        top_k: number of most likely tokens to keep; None keeps hidden states.
+        vocabulary: the first tokens, which are compared; None compares all.
+    """
+    rows: dict[str, Tensor] = {}
+    for place in request.positions:
+        head = outputs.lm_head[place]
+        assert isinstance(head, HeadInputs), "a cache is made from a live teacher"
+        if top_k is None:
+            assert head.weight is not None, "hidden states need the head"
+            rows[f"{place}.states"] = head.rows
+            continue
+        rows |= top_rows(_most_likely(head, top_k, request.temperatures, vocabulary), place)
+    for aspect, layers in request.taps.items():
+        for layer in layers:
+            tensor = getattr(outputs.taps, aspect)[layer]
+            by_token = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor
+            rows[f"{aspect}.{layer}"] = by_token.flatten(0, 1).index_select(0, batch.rows_at("tokens"))
+    if request.sequences:
+        assert outputs.sequence_logits is not None, "the teacher has no head for sequences"
+        rows["sequences.logits"] = outputs.sequence_logits
+    return rows
+
+
+def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
+    """Return the rows of the most likely tokens at positions of one kind."""
+    rows = {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
+    return rows | {f"{place}.tail.{temperature}": tail for temperature, tail in top.tails.items()}
+
+
+def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabulary: int | None) -> TopK:
+    weight_VK = None if head.weight is None else head.weight[:vocabulary]
+    bias_V = None if head.bias is None else head.bias[:vocabulary]
+    parts = []
+    for rows_nK in head.rows.split(_CHUNK):
+        if weight_VK is None:
+            logits_nV = rows_nK[:, :vocabulary]
+        else:
+            logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
+        parts.append(most_likely(logits_nV, k, temperatures))
+    return TopK(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.log_probs for part in parts]),
+        {t: torch.cat([part.tails[t] for part in parts]) for t in temperatures},
+    )
+
+
+def rows_of_samples(batch: Batch, place: Positions) -> Tensor:
+    """The number of rows of each example of a batch, in the order of its `sample_ids`: (examples,), on the CPU.
+
+    The batch has `label_rows` and is on the CPU.
+    """
+    sizes = torch.tensor([len(ids) for ids in batch.sample_ids])
+    if place == "sequences":
+        return torch.ones_like(sizes)
+    before_B = sizes.cumsum(0) - sizes
+    # The mask has the number, from 1, of a token's example in its row.
+    sample_BT = before_B[:, None] + batch.attention_mask - 1
+    return torch.bincount(sample_BT.flatten()[batch.rows_at(place)], minlength=int(sizes.sum()))
+
+
+def to_outputs(
+    read: Callable[[str], Tensor],
+    batch: Batch,
+    request: Request,
+    *,
+    top_k: int | None,
+    head: HeadInputs | None,
+    scaling: Mapping[int, float],
+) -> Outputs:
+    """Return a teacher's outputs for a batch from the rows of its examples, as `TappedModel.teach` does.
+
+    Taps are 0 at padding, which no loss looks at.
+
+    Args:
+        read: returns the rows of the batch's examples of the tensor with this name, on the batch's device.
+        batch: with `label_rows`.
+        request: what is needed of the teacher.
+        top_k: the number of most likely tokens in the cache; None if it has hidden states.
+        head: weight and bias of the LM head, for hidden states.
+        scaling: `Taps.scaling`.
+    """
+    taps = Taps(visible_until=batch.visible_until, scaling=dict(scaling))
+    for aspect, layers in request.taps.items():
+        for layer in layers:
+            getattr(taps, aspect)[layer] = _scattered(read(f"{aspect}.{layer}"), batch)
+    lm_head: dict[Positions, HeadInputs | TopK] = {}
+    for place in request.positions:
+        if top_k is None:
+            assert head is not None, "hidden states need the head"
+            lm_head[place] = head._replace(rows=read(f"{place}.states"))
+        else:
+            tails = {t: read(f"{place}.tail.{t}") for t in request.temperatures}
+            lm_head[place] = TopK(read(f"{place}.top").long(), read(f"{place}.log_probs"), tails)
+    sequences = read("sequences.logits") if request.sequences else None
+    return Outputs(logits=None, taps=taps, lm_head=lm_head, sequence_logits=sequences)
+
+
+def _scattered(rows: Tensor, batch: Batch) -> Tensor:
+    """A tap at all real tokens, (N, H, D) or (N, W), as (B, H, T, D) or (B, T, W)."""
+    places, shape = batch.attention_mask.shape, rows.shape[1:]
+    flat = rows.new_zeros(places.numel(), *shape)
+    whole = flat.index_copy_(0, batch.rows_at("tokens"), rows).view(*places, *shape)
+    return whole.transpose(1, 2) if whole.dim() == 4 else whole

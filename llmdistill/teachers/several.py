@@ -1,0 +1,70 @@
+"""Several teachers as one: all of them are asked, or each for the rows that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, SeveralHeads, Taps
+from llmdistill.errors import UserError
+from llmdistill.step.passes import rows_of
+from llmdistill.teachers.cached import Teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedTeachers:
+    """Teachers whose distributions over tokens are averaged at every position."""
+
+    teachers: Mapping[str, Teacher]
+    """By name; "" is `teacher.model`."""
+    weights: Sequence[float]
+    """Over 0, in the order of the teachers; only their proportions matter."""
+    average: Literal["probabilities", "log_probabilities"]
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run every teacher on a batch."""
+        total = sum(self.weights)
+        weights = tuple(weight / total for weight in self.weights)
+        found = [teacher.teach(batch, lm_head=lm_head).lm_head for teacher in self.teachers.values()]
+        heads = {place: tuple(_head(each, place) for each in found) for place in lm_head}
+        several = {place: SeveralHeads(of, weights, self.average) for place, of in heads.items()}
+        return Outputs(logits=None, taps=Taps(), lm_head=several)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachersOfRows:
+    """Teachers of which each teaches the rows that ask for it by name."""
+
+    teachers: Mapping[str, Teacher]
+    """By name; "" is the one of the rows that name none."""
+    together: frozenset[str]
+    """The teachers whose forward pass needs every rank: they run even if no row of a batch asks for them."""
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run each teacher on its own rows of a decoder's batch."""
+        assert tuple(lm_head) == ("labels",), "the positions of decoders are those of the labels"
+        device, there = batch.input_ids.device, batch.to("cpu").with_label_rows(shift=True)
+        row_N = there.rows_at("labels") // there.input_ids.shape[1]
+        unknown = set(batch.teachers) - set(self.teachers)
+        if unknown:  # in a stream; the rows of other sets are checked before the training
+            raise UserError(f"data.train: a row has the teacher {min(unknown)!r}: name it in teacher.others")
+        whole = there.unlocated()
+        heads, places = [], []
+        for name, teacher in self.teachers.items():
+            own = [row for row, asked in enumerate(batch.teachers) if asked == name]
+            if not own and name not in self.together:
+                continue
+            part = rows_of(whole, own or [0]).with_label_rows(shift=True).to(device)
+            head = _head(teacher.teach(part, lm_head=lm_head).lm_head, "labels")
+            heads.append(head if own else head._replace(rows=head.rows[:0]))
+            places.append(torch.isin(row_N, torch.tensor(own, dtype=torch.long)).nonzero()[:, 0])
+        return Outputs(logits=None, taps=Taps(), lm_head={"labels": SeveralHeads(tuple(heads), places=tuple(places))})
+
+
+def _head(found: Mapping[Positions, object], place: Positions) -> HeadInputs:
+    head = found[place]
+    assert isinstance(head, HeadInputs), "several teachers give their whole distributions"
+    return head

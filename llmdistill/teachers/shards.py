@@ -1,0 +1,197 @@
+"""Makes a teacher's cache: plans its shards, writes those that are missing, and closes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.artifacts import compare_records, read_record
+from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, TopK
+from llmdistill.config.cache import CacheConfig
+from llmdistill.errors import UserError
+from llmdistill.files import is_unused, write_json
+from llmdistill.models.sharded import gathered
+from llmdistill.progress import progress
+from llmdistill.runtime.distributed import World
+from llmdistill.step.forward import TappedModel
+from llmdistill.teachers.cache_folder import (
+    CACHE_FILE,
+    HEAD_FILE,
+    REQUEST_FILE,
+    entry_of,
+    is_whole,
+    shard_name,
+    write_tensors,
+)
+from llmdistill.teachers.rows import Request, rows_of_samples, to_rows, top_rows
+
+Shard = list[list[int]]
+"""The batches of one shard: the indices of their examples in the training set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A cache that is made."""
+
+    folder: Path
+    settings: CacheConfig
+    request: Request
+    shift: bool
+    """Whether the label of a position is that of the next token (decoders)."""
+    vocabulary: int | None
+    """The first tokens, which are compared; None compares all."""
+    items: Sequence[Any]
+    """The training set."""
+    collate: Callable[[list[Any]], Batch]
+    shards: Sequence[Shard]
+    record: Mapping[str, Any]
+    """The content of request.json."""
+    world: World
+
+    @property
+    def top_k(self) -> int | None:
+        return self.settings.kept_top_k
+
+    @property
+    def has_head(self) -> bool:
+        return self.top_k is None and bool(self.request.positions)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Collate examples, on the CPU."""
+        return self.collate([self.items[index] for index in indices]).with_label_rows(shift=self.shift)
+
+
+def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> list[Shard]:
+    """Return the shards of a set of examples: equal examples once, neighbors of about the same length."""
+    unique = {sample: index for index, sample in enumerate(ids.tolist())}
+    ordered, size = sorted(unique.values(), key=lambda index: int(lengths[index])), settings.micro_batch_size
+    shards: list[Shard] = []
+    tokens = settings.shard_tokens
+    for batch in (ordered[start : start + size] for start in range(0, len(ordered), size)):
+        if tokens >= settings.shard_tokens:
+            shards.append([])
+            tokens = 0
+        shards[-1].append(batch)
+        tokens += int(lengths[batch].sum())
+    return shards
+
+
+def claim(job: Job) -> list[int]:
+    """Return the shards that must be written; raises UserError if the folder holds something else."""
+    remedy = "give another --output, or remove this one"
+    finished = read_record(job.folder / CACHE_FILE, remedy=remedy, keys={"files": dict})
+    asked = read_record(job.folder / REQUEST_FILE, remedy=remedy) if finished is None else finished
+    if asked is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
+        raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
+    subject = f"--output {job.folder}: it holds another cache"
+    old = None if asked is None else {key: asked.get(key) for key in job.record}
+    compare_records(old, job.record, subject=subject, remedy=remedy)
+    if finished is None:
+        write_json(job.folder / REQUEST_FILE, job.record)
+    missing = [n for n in range(len(job.shards)) if not is_whole(job.folder, shard_name(n), finished)]
+    if not missing and job.has_head and not is_whole(job.folder, HEAD_FILE, finished):
+        return [0]  # the head comes with any batch
+    return missing
+
+
+def finish(job: Job) -> dict[str, Any]:
+    """Write the record, then remove what stood for it."""
+    finished = read_record(job.folder / CACHE_FILE, remedy="remove the file")
+    names = [shard_name(number) for number in range(len(job.shards))]
+    names += [HEAD_FILE] if job.has_head else []
+    entries = {name: entry_of(job.folder, name, finished) for name in names}
+    missing = [name for name, entry in entries.items() if entry is None]
+    if missing:
+        raise UserError(
+            f"{job.folder / missing[0]} is missing after all ranks have written: every rank must see the same folder; "
+            "start the command again"
+        )
+    record = {**job.record, "files": entries}
+    write_json(job.folder / CACHE_FILE, record)
+    for file in (job.folder / REQUEST_FILE, *((job.folder / name).with_suffix(".json") for name in names)):
+        file.unlink(missing_ok=True)
+    return record
+
+
+def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, sharded: bool) -> None:
+    """Write this rank's share of the missing shards; every rank must call this, as a sharded teacher needs them all."""
+    world = job.world
+    rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
+    for numbers in progress(rounds, "Teacher's outputs", "rounds of shards"):
+        has_own = world.rank < len(numbers)
+        number = numbers[world.rank if has_own else 0]
+        shard, made = job.shards[number], []
+        own = len(shard) if has_own else 0
+        for turn in range(max(len(job.shards[each]) for each in numbers) if sharded else own):
+            batch, outputs, rows = _taught(job, teacher, shard, turn)
+            if turn < own:
+                made.append((batch, rows))
+                scaling = outputs.taps.scaling
+        if has_own:
+            _save(job, number, made, scaling)
+
+
+def _save(
+    job: Job, number: int, made: Iterable[tuple[Batch, Mapping[str, Tensor]]], scaling: Mapping[int, float]
+) -> None:
+    """Write a shard of batches, on the CPU, and the rows of their examples."""
+    ids, rows, counts = list[int](), dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+    for batch, of_batch in made:
+        ids += [each for row in batch.sample_ids for each in row]
+        for name, tensor in of_batch.items():
+            rows.setdefault(name, []).append(tensor)
+        for place in POSITIONS:
+            counts.setdefault(place, []).append(rows_of_samples(batch, place))
+    tensors = {"ids": torch.tensor(ids)} | {name: torch.cat(parts) for name, parts in rows.items()}
+    for name, parts in counts.items():
+        tensors[f"offsets.{name}"] = functional.pad(torch.cat(parts).cumsum(0), (1, 0))
+    write_tensors(job.folder, shard_name(number), tensors, {"scaling": json.dumps(scaling)})
+
+
+def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list[int]]], list[TopK]]) -> None:
+    """Write the missing shards of the most likely tokens from this one process.
+
+    `score` returns those after each of the T tokens of given sequences, (T, k), with the tail at temperature 1.
+    """
+    for number in progress(missing, "Teacher's outputs", "shards"):
+        # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
+        batches = [job.batch([index]) for indices in job.shards[number] for index in indices]
+        made = []
+        for batch, top in zip(batches, score([each.input_ids[0].tolist() for each in batches]), strict=True):
+            rows: dict[str, Tensor] = {}
+            for place in job.request.positions:
+                rows |= top_rows(top.at(batch.rows_at(place)), place)
+            made.append((batch, rows))
+        _save(job, number, made, {})
+
+
+def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
+    """Run the teacher on a batch of a shard, by turns: the batch, on the CPU, the outputs, and the rows to keep."""
+    batch = job.batch(shard[min(turn, len(shard) - 1)])
+    moved = batch.to(job.world.device)
+    with torch.no_grad():
+        outputs = teacher.teach(moved, lm_head=job.request.positions)
+        head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
+        with nullcontext() if head is None else gathered(head.weight, head.bias):
+            if head is not None and job.top_k is None:
+                _write_head(job, head)
+            rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=job.vocabulary)
+    return batch, outputs, {name: each.cpu() for name, each in rows.items()}
+
+
+def _write_head(job: Job, head: HeadInputs) -> None:
+    """Write the LM head, once, on rank 0."""
+    if not job.world.is_main or entry_of(job.folder, HEAD_FILE, None) is not None:
+        return
+    assert head.weight is not None, "hidden states need the head"
+    tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+    write_tensors(job.folder, HEAD_FILE, {name: each.detach().cpu() for name, each in tensors.items()}, {})

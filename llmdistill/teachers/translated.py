@@ -1,0 +1,269 @@
+"""A teacher with another tokenizer than its student: it reads the text of each batch in its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
+from llmdistill.data.begin import begin_tokens
+from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
+from llmdistill.progress import progress
+from llmdistill.teachers.cached import Teacher
+
+
+class _Translated(NamedTuple):
+    """A sequence in the tokens of the teacher."""
+
+    ids: np.ndarray
+    spans: np.ndarray
+    """The span of each of the teacher's tokens; -1 for a token in none."""
+    student_spans: np.ndarray
+    """The same of the student's tokens that have a label."""
+    pairs: np.ndarray
+    """For each span whether it is one token on both sides, which both know."""
+
+
+class Translation:
+    """Turns batches of a student's tokens into batches of the teacher's."""
+
+    def __init__(
+        self,
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        *,
+        prompts: Mapping[int, Sequence[int]] | None,
+        longest: int,
+    ) -> None:
+        """Find the tokens that both know.
+
+        Args:
+            student: the student's tokenizer.
+            teacher: the teacher's.
+            prompts: the teacher's tokens of each prompt, and of what stands between the answers of a conversation, by
+                the ids that `parts_before` gives the student's; None if sequences are plain text, which the teacher
+                reads as it is.
+            longest: the most tokens that the teacher reads; what is beyond is not compared.
+
+        Raises:
+            UserError: the tokens of one of them are no pieces of a text.
+        """
+        self._student, self._teacher = TokenBytes(student), TokenBytes(teacher)
+        self._prompts, self._longest = prompts, longest
+        self._pad = int(teacher.pad_token_id or 0)  # which is masked
+        self._starts = begin_tokens(teacher)
+        self._ends = dict(zip(self._student.ends, self._teacher.ends, strict=True))
+        self._shared = shared_tokens(self._student, self._teacher)
+        self.shared = torch.tensor([*self._shared]), torch.tensor([*self._shared.values()])
+
+    def __call__(self, batch: Batch) -> tuple[Batch, OtherTokens]:
+        """Return the teacher's batch, whose labels are the tokens that are compared, and what it is compared with.
+
+        Its samples are known by the teacher's tokens and by which of them are compared, whatever the student's are. The
+        head of the OtherTokens is still empty.
+        """
+        ids_BT, mask_BT = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy()
+        labels_BT = batch.labels.cpu().numpy().copy()
+        labels_BT[:, 0] = IGNORE_INDEX  # no token before it predicts it
+        sequences = [
+            self._sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
+            for ids_T, mask_T, labels_T in zip(ids_BT, mask_BT, labels_BT, strict=True)
+            for number in range(1, int(mask_T.max()) + 1)
+        ]
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("spans", "pairs", "student_spans", "starts")}
+        rows, num_spans = 0, 0
+        for each in sequences:
+            spans_m = each.spans[each.spans >= 0]
+            # Row of the teacher and number in the batch of each span; the last entry stands for no span.
+            first_row = np.append(rows + np.searchsorted(spans_m, np.arange(len(each.pairs))), -1)
+            number = np.append(np.where(each.pairs, -1, num_spans + np.cumsum(~each.pairs) - 1), -1)
+            is_pair = np.append(each.pairs, False)
+            spans_n = each.student_spans
+            is_first = np.diff(spans_n, prepend=-1) != 0
+            columns["spans"].append(number[spans_m])
+            columns["pairs"].append(np.where(is_pair[spans_n], first_row[spans_n], -1))
+            columns["student_spans"].append(number[spans_n])
+            columns["starts"].append(np.where(is_first & ~is_pair[spans_n], first_row[spans_n], -1))
+            rows, num_spans = rows + len(spans_m), num_spans + int((~each.pairs).sum())
+        labels = [np.where(each.spans >= 0, each.ids, IGNORE_INDEX) for each in sequences]
+        taught = Batch(
+            padded([each.ids for each in sequences], self._pad),
+            padding_mask([each.ids for each in sequences]),
+            padded(labels, IGNORE_INDEX),
+            sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
+        )
+        found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+        compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
+        empty = HeadInputs(torch.empty(0), None, None)
+        return taught, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **found)
+
+    def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
+        """Translate one sequence; only spans of which both models predict all tokens are kept."""
+        read, spans_of_parts, student_spans_of_parts, count = list[int](), list[np.ndarray](), list[np.ndarray](), 0
+        for start, begin, end, context in self._parts(ids, labeled):
+            found, of_student, of_teacher = self._translate(ids[begin:end].tolist())
+            if not (read or context or found):
+                context = [self._pad]  # a model reads one token at least
+            read += [*context, *found]
+            spans_of_parts += [np.full(len(context), -1), np.where(of_teacher >= 0, of_teacher + count, -1)]
+            student_spans_of_parts += [np.full(begin - start, -1), np.where(of_student >= 0, of_student + count, -1)]
+            count += int(max(of_teacher.max(initial=-1), of_student.max(initial=-1))) + 1
+        theirs = np.array(read, dtype=np.int64)[: self._longest]
+        spans, student_spans = np.concatenate(spans_of_parts), np.concatenate(student_spans_of_parts)
+
+        # The first token that the teacher reads is predicted by none, and so are those beyond its positions.
+        of_teacher, of_student = _tokens(spans, count), _tokens(student_spans, count)
+        kept = (of_teacher > 0) & (of_teacher == _tokens(spans[1 : self._longest], count))
+        kept &= (of_student > 0) & (of_student == _tokens(student_spans[labeled], count))
+        again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)  # without gaps; the last entry is for no span
+        spans, student_spans = again[spans][: self._longest], again[student_spans]
+
+        last_theirs, last_ours = np.zeros(int(kept.sum()), np.int64), np.zeros(int(kept.sum()), np.int64)
+        last_theirs[spans[spans >= 0]] = theirs[spans >= 0]
+        last_ours[student_spans[student_spans >= 0]] = ids[student_spans >= 0]
+        known = np.array([self._shared.get(index, -1) for index in last_ours.tolist()], np.int64)
+        pairs = (of_teacher[kept] == 1) & (of_student[kept] == 1) & (known == last_theirs)
+        return _Translated(theirs, spans, student_spans[labeled], pairs)
+
+    def _parts(self, ids: np.ndarray, labeled: np.ndarray) -> list[tuple[int, int, int, Sequence[int]]]:
+        """Split a sequence into parts (start, begin, end, context): the teacher reads the context instead of the tokens
+        from start to begin, such as a prompt, and the text of those from begin to end.
+        """
+        if self._prompts is None:
+            return [(0, 0, len(ids), self._starts)]
+        # The labels begin and end at these places in turn.
+        places = np.flatnonzero(np.diff(labeled, prepend=False, append=False)).tolist()
+        found: list[tuple[int, int, Sequence[int]]] = []
+        for stop, begin in zip([0, *places[1::2]], places[::2] or [len(ids)], strict=False):
+            context = self._prompts.get(sample_id(*([ids[:stop]] if stop else []), ids[stop:begin]))
+            if context is not None:
+                found.append((stop, begin, context))
+            elif stop == 0:
+                # Without a prompt the first token of an answer is no label either.
+                found.append((0, 0, self._prompts.get(sample_id([]), self._starts)))
+        ends = [*(start for start, _, _ in found[1:]), len(ids)]
+        return [(start, begin, end, context) for (start, begin, context), end in zip(found, ends, strict=True)]
+
+    def _translate(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the teacher's tokens of a text, and the spans of the student's tokens and of these.
+
+        The text ends before the first byte that is no UTF-8, as where an answer is cut within a character. An end token
+        becomes the teacher's; its other special tokens are not in the text.
+        """
+        found: list[int] = []
+        student_spans: list[np.ndarray] = []
+        spans: list[np.ndarray] = []
+        count = 0
+        for is_special, group in groupby(ids, self._student.special.__contains__):
+            part = list(group)
+            if is_special:
+                for index in part:
+                    end = self._ends.get(index)
+                    student_spans.append(np.array([-1 if end is None else count]))
+                    if end is not None:
+                        found.append(end)
+                        spans.append(np.array([count]))
+                        count += 1
+                continue
+            pieces = self._student.split(part)
+            if not student_spans:  # a window of a text may begin within a character, whose rest no text has
+                rest = next((n for n, piece in enumerate(pieces) if not 0x80 <= (piece or b" ")[0] < 0xC0), len(pieces))
+                student_spans.append(np.full(rest, -1))
+                pieces = pieces[rest:]
+            text = _text(b"".join(pieces))
+            theirs = self._teacher.encode(text)
+            of_student, of_teacher = equal_spans(pieces, self._teacher.split(theirs, text))
+            student_spans.append(np.where(of_student >= 0, of_student + count, -1))
+            spans.append(np.where(of_teacher >= 0, of_teacher + count, -1))
+            found += theirs
+            count += int(of_student.max(initial=-1)) + 1
+        nothing = np.array([], dtype=np.int64)
+        return found, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
+
+
+@dataclass(frozen=True)
+class TranslatedExample:
+    """One example of a training set, as a cache of the teacher's outputs knows it."""
+
+    item: Any
+    sample_id: int
+    length: int
+
+    def __len__(self) -> int:
+        """The number of the teacher's tokens."""
+        return self.length
+
+
+def translated_examples(
+    items: Sequence[Any], collate: Callable[[list[Any]], Batch], translation: Translation
+) -> tuple[list[TranslatedExample], Callable[[list[TranslatedExample]], Batch]]:
+    """Return the examples of a training set in the teacher's tokens, and what collates them."""
+
+    def taught(examples: list[Any]) -> Batch:
+        return translation(collate(examples))[0]
+
+    found = []
+    for item in progress(items, "Translating", "examples"):
+        batch = taught([item])
+        found.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
+    return found, lambda examples: taught([each.item for each in examples])
+
+
+def _tokens(spans: np.ndarray, count: int) -> np.ndarray:
+    """The number of tokens in each of so many spans."""
+    return np.bincount(spans[spans >= 0], minlength=count)
+
+
+def _text(whole: bytes) -> str:
+    """Return the text of bytes, up to the first byte that is no UTF-8."""
+    try:
+        return whole.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return whole[: error.start].decode("utf-8")
+
+
+@dataclass
+class TranslatedTeacher:
+    """Gives the outputs of a teacher that reads other tokens than the student."""
+
+    teacher: Teacher
+    translation: Translation
+    say: Callable[[str], None]
+    """Shows a note to the user."""
+    _is_told: bool = field(default=False, init=False)
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""
+        assert tuple(lm_head) == ("labels",), "the positions of other tokens are those of the labels"
+        device = batch.input_ids.device
+        taught, others = self.translation(batch)
+        if not self._is_told:
+            self.say(f"Note        the teacher has another tokenizer; of the first batch's labels {shares(others)}")
+            self._is_told = True
+        found = self.teacher.teach(taught.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        head = found.lm_head["labels"]
+        assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
+        moved = {
+            name: getattr(others, name).to(device) for name in ("labels", "spans", "pairs", "student_spans", "starts")
+        }
+        ours, theirs = others.shared
+        return Outputs(
+            logits=None,
+            taps=Taps(),
+            lm_head={"labels": others._replace(head=head, shared=(ours.to(device), theirs.to(device)), **moved)},
+        )
+
+
+def shares(others: OtherTokens) -> str:
+    """Return how many of the labels are compared, and how, as words."""
+    count = max(1, len(others.pairs))
+    pairs, spans = (int((each >= 0).sum()) / count for each in (others.pairs, others.student_spans))
+    missing = abs(1 - pairs - spans)  # not -0 %
+    return f"{pairs:.0%} are compared token by token, {spans:.0%} within spans of several, {missing:.0%} not"

@@ -1,0 +1,295 @@
+"""The one place where a plan becomes objects: teacher, student, engine, batches and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch, Loader
+from llmdistill.data.prompts import answer_ends
+from llmdistill.data.sampler import Prefetched, Share
+from llmdistill.embedded import locate
+from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
+from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
+from llmdistill.models.adapters import adapt, is_adapter
+from llmdistill.models.load import load_model
+from llmdistill.models.sentences import has_dense
+from llmdistill.models.sharded_load import load_sharded
+from llmdistill.runtime.distributed import World, is_there, on_every, on_main
+from llmdistill.runtime.ds_check import check_ds_config
+from llmdistill.runtime.engine import add_projectors, build_engine, save_student
+from llmdistill.runtime.environment import kernels
+from llmdistill.runtime.terminal import warn_main
+from llmdistill.step.compile import check_compilers
+from llmdistill.step.heads import read_classifier, set_classifier
+from llmdistill.step.tapped import tapped
+from llmdistill.students.convert import compress, make_student
+from llmdistill.tasks.base import ScoredModel, TaskData
+from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.remote import AskingLoader, RemoteTeacher
+from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
+from llmdistill.training.callbacks.best import BestStudent
+from llmdistill.training.checks import HANDED_OVER
+from llmdistill.training.plan import Plan
+from llmdistill.training.teachers import make_teacher, teacher_of_steps, teacher_server
+from llmdistill.training.trackers import check_access
+from llmdistill.training.trainer import Trainer
+
+
+def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
+    """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
+
+    The student is made once, by rank 0; a resumed run uses the same folder. What calibration data decide is measured on
+    all ranks, on the run's teacher (which is loaded only then) and data. Every rank must call this function.
+    """
+    if plan.config.student.model is not None:
+        return locate(plan.config.student.model)
+    folder = plan.folder / "untrained"
+    made = folder / "config.json"
+    if not is_there(made, world):
+        settings, of_models, device = plan.config.student, plan.models, world.device
+        # A decoder on no task has the head of the teacher's folder in the run too.
+        is_whole = of_models.causal and plan.task.head is None
+        whole = teacher if is_whole else cache(lambda: make_teacher(plan, world, head="saved"))
+        weighted = measure_weights(plan, world, whole, data)
+        importance = measure_parts(plan, world, whole, data)
+
+        def make() -> None:
+            path = of_models.teacher_path
+            if settings.shape is not None:
+                seed, head = plan.config.seed, of_models.student_head
+                make_student(path, folder, settings, seed=seed, head=head, importance=importance)
+                return
+            # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
+            head = "saved" if of_models.causal else of_models.student_head
+            compress(path, folder, settings.factorize, settings.method, device=device, head=head, weighted=weighted)
+
+        on_main(make, world)
+        is_there(made, world)
+    return folder
+
+
+def rollout_server(plan: Plan, end_token_ids: list[int], vocabulary: int) -> RolloutServer:
+    """Return the client of the server that writes the student's answers (data.rollout.url)."""
+    data = plan.config.data
+    assert data.rollout.url is not None
+    return RolloutServer(
+        data.rollout.url,
+        vocabulary=vocabulary,
+        max_new_tokens=data.max_length - data.max_prompt_length,
+        end_token_ids=end_token_ids,
+        wait=data.rollout.wait,
+    )
+
+
+def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
+    """Load the student with the head that the run needs; a missing head is initialized by torch's random generator.
+
+    `shard` loads it in shards if the run trains it at ZeRO stage 3; every rank must then call this function.
+    """
+    load = load_model
+    if shard and plan.zero_stage == 3 and not is_adapter(folder):
+        load = partial(load_sharded, ds_config=plan.ds_config)
+    model = load(
+        str(folder), dtype=dtype, head=plan.models.student_head, new_head=True, num_classes=plan.task.num_outputs
+    )
+    plan.task.configure(model)
+    return model
+
+
+def check_machine(plan: Plan, world: World) -> None:
+    """Raise a UserError if this machine, DeepSpeed or a server does not support a setting; warn of slow losses."""
+    check_ds_config(plan.ds_config, plan.config.ds_config)
+    if plan.is_remote:
+        on_every(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+    if plan.config.data.rollout.url is not None:
+        on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
+    on_main(lambda: check_access(plan.config.train.report_to or []), world)
+    if plan.config.train.compile:
+        check_compilers(world.device)
+    losses = kernels()
+    if losses.state == "warning" and world.device.type == "cuda":
+        warn_main(f"{losses.what}: {losses.said}; {losses.remedy}", world)
+
+
+def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> tuple[Any, nn.ModuleDict]:
+    """Return the DeepSpeed engine of the student, and the projectors, which map its widths to the teacher's.
+
+    `embeddings` is the first value of the projector for embeddings of sentences, None without one.
+    """
+    config = plan.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # initializes a missing head equally on every rank
+        student = load_student(plan, student_folder, plan.models.dtype, shard=True)
+    if plan.models.copies_classifier:
+        set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
+    adapt(student, config.student, config.seed)
+    projectors = add_projectors(student, plan.method.projections, config.seed, embeddings=embeddings)
+    return build_engine(student, plan.ds_config, config.train), projectors
+
+
+def count_steps(plan: Plan, data: TaskData) -> Plan:
+    """Return the plan with train.epochs and train.warmup_ratio converted to steps by the size of the training set.
+
+    The same examples give the same number of steps, so a resumed run has the same plan.
+    """
+    config, train = plan.config, plan.config.train
+    if not plan.trains:
+        return plan
+    steps, notes = train.steps, plan.notes
+    if train.epochs is not None:
+        steps = data.num_steps(train.epochs, train.global_batch_size)
+        notes = [*notes, f"{train.epochs} epoch(s) are {steps:,} steps"]
+    return replace(plan, config=replace(config, train=train.with_steps(steps)), notes=notes)
+
+
+def share_of(plan: Plan, world: World) -> Share:
+    """Return this rank's share of the batches."""
+    return Share(
+        seed=plan.config.seed,
+        global_batch_size=plan.config.train.global_batch_size,
+        micro_batch_size=plan.split.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def prepare_loader(
+    plan: Plan,
+    student_folder: Path,
+    loader: Any,
+    engine: Any,
+    data: TaskData,
+    world: World,
+    remote: RemoteTeacher | None,
+) -> Loader:
+    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
+
+    A remote teacher is asked about each batch as soon as it is made.
+    """
+    config = plan.config
+    if config.data.on_policy == 0:
+        multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
+
+        def prepare(batch: Batch) -> Batch:
+            return batch.lengthened(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
+
+        loader = loader if remote is None else AskingLoader(loader, remote.ask)
+        return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
+    tokenizer: Any = data.tokenizer
+    ends = answer_ends(tokenizer, engine.module.generation_config)
+    writer: Writer
+    if config.data.rollout.url is None:
+        writer = StudentWriter(
+            engine.module,
+            max_new_tokens=config.data.max_length - config.data.max_prompt_length,
+            end_token_ids=ends,
+            pad_token_id=tokenizer.pad_token_id,
+            synced=engine.zero_optimization_stage() == 3,
+        )
+    else:
+        writer = ServerWriter(
+            rollout_server(plan, ends, engine.module.config.vocab_size),
+            student_saver(plan, student_folder, engine, world),
+            folder=plan.folder / HANDED_OVER,
+            every=config.data.rollout.every,
+            world=world,
+        )
+    answered = OnPolicyLoader(
+        loader,
+        writer,
+        share=config.data.on_policy,
+        seed=config.seed,
+        pad_token_id=tokenizer.pad_token_id,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return answered if remote is None else AskingLoader(answered, remote.ask)
+
+
+def make_trainer(
+    plan: Plan,
+    student_folder: Path,
+    teacher: Callable[[], LiveTeacher],
+    data: TaskData,
+    loader: Loader,
+    world: World,
+) -> Trainer:
+    """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
+    method, trained_by = plan.method, teacher_of_steps(plan, teacher, data, world)
+    embeddings = None
+    if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
+        untrained = partial(load_student, plan, student_folder, torch.float32)
+        embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples(), world)
+    remote = trained_by if isinstance(trained_by, RemoteTeacher) else None
+    # The hooks come last, because they must wrap those of DeepSpeed.
+    engine, projectors = make_engine(plan, student_folder, embeddings)
+    return Trainer(
+        engine=engine,
+        student=tapped(
+            method,
+            "student",
+            engine.module,
+            forward=engine,
+            projectors=projectors,
+            vocabulary=plan.models.vocabulary,
+            compiled=plan.config.train.compile,
+        ),
+        teacher=trained_by,
+        method=method,
+        loader=prepare_loader(plan, student_folder, loader, engine, data, world, remote),
+        settings=plan.config.train,
+        seed=plan.config.seed,
+        world=world,
+    )
+
+
+def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:
+    """Return the function that saves the engine's student as a model in a folder; every rank must call it."""
+    return partial(
+        save_student,
+        engine,
+        world,
+        template=partial(load_student, plan, untrained),
+        source=untrained,
+        lora=plan.config.student.lora,
+        bits=plan.config.student.quantize,
+        prompt=plan.config.data.prompt,
+        pooling=plan.method.pooling,
+    )
+
+
+def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: World) -> BestStudent | None:
+    """Return what keeps the best student of the run; None if the run keeps its last one."""
+    by = plan.config.train.keep_best
+    if by is None:
+        return None
+
+    def score() -> float:
+        scored = ScoredModel(
+            model=engine.module,
+            tokenizer=data.tokenizer,
+            predictions=plan.folder / "predictions" / "validations",
+            world=world,
+            sharded=engine.zero_optimization_stage() == 3,
+        )
+        engine.eval()  # without dropout
+        try:
+            return data.validation_score(scored)
+        finally:
+            engine.train()
+
+    return BestStudent(
+        folder=plan.folder,
+        metric="loss" if by == "loss" else str(plan.task.validation_metric),
+        world=world,
+        save=student_saver(plan, untrained, engine, world),
+        score=None if by == "loss" else score,
+    )

@@ -1,0 +1,258 @@
+"""A run's teacher as a file: makes the cache of its outputs, and checks that a cache is that of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmdistill.artifacts import differences, plain
+from llmdistill.batch import POSITIONS, Batch, Positions
+from llmdistill.config import RunConfig
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.command_line import to_dict
+from llmdistill.config.strict import did_you_mean
+from llmdistill.errors import UserError
+from llmdistill.fingerprints import content_fingerprint, fingerprint
+from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
+from llmdistill.runtime.distributed import World, barrier, on_every, on_main
+from llmdistill.step.loss_check import check_losses
+from llmdistill.step.tapped import request_of, tapped
+from llmdistill.tasks.base import TaskData
+from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.rows import rows_of_samples
+from llmdistill.teachers.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
+from llmdistill.teachers.translated import translated_examples
+from llmdistill.training.checks import check_can_cache, check_top_k, lacking_of_vllm
+from llmdistill.training.plan import Plan
+from llmdistill.training.resolved import RunModels
+from llmdistill.training.run_folder import input_fingerprints
+from llmdistill.training.teachers import make_teacher, make_translation, teacher_server
+
+_DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")
+"""Settings of the data that decide which examples there are; the others only arrange them."""
+_TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
+"""The same of data.text, for texts."""
+_ONLY_WHOLE = "several teachers, and one with another tokenizer, are compared by their whole distributions"
+
+
+def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, world: World) -> dict[str, Any]:
+    """Run the teacher of a run over its training set and keep its outputs in a folder; every rank must call this.
+
+    What is there already is kept, whichever ranks wrote it. The shards are the same on any number of ranks. Returns the
+    content of cache.json. Raises UserError if the method or the data allow no cache, or the folder has something else.
+    """
+    check_can_cache(plan)
+    name = settings.teacher
+    if name not in plan.models.teachers:
+        known = did_you_mean(name, plan.models.teachers)
+        raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
+    if plan.is_remote:
+        settings = _of_server(plan, settings, world)
+    else:
+        check_top_k(settings, plan.models.compared_tokens)
+        if _needs_whole(plan) and settings.kept_top_k is not None:
+            raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
+        settings = replace(settings, engine=engine_of(plan, settings, world))
+    items, collate = _taught_examples(plan, data, name)
+    ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
+    shards = plan_shards(ids, lengths, settings)
+    kept = [index for shard in shards for batch in shard for index in batch]
+    record = _record(plan, data, settings, ids[kept], lengths[kept])
+    job = Job(
+        folder=folder,
+        settings=settings,
+        request=request_of(plan.method),
+        shift=plan.method.shift,
+        vocabulary=plan.models.vocabulary,
+        items=items,
+        collate=collate,
+        shards=shards,
+        record=record,
+        world=world,
+    )
+    missing = on_main(lambda: claim(job), world)
+    if missing:
+        _write(plan, job, missing)
+        barrier()  # rank 0 would otherwise look for the shards that others still write
+    return on_main(lambda: finish(job), world)
+
+
+def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
+    """Write the missing shards by a server, by vLLM, which drives all GPUs from one process, or by the live teacher."""
+    if plan.is_remote:
+        write_by_scorer(job, missing[job.world.rank :: job.world.size], teacher_server(plan).score)
+        return
+    if job.settings.engine == "vllm":
+        assert job.top_k is not None, "vLLM gives no hidden states"
+        length = plan.config.data.max_length
+        scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
+        write_by_scorer(job, missing, scorer.score)
+        return
+    live = make_teacher(plan, job.world, name=job.settings.teacher)
+    teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
+    if plan.method.token_terms:
+        check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(job.world.device), job.world)
+        if job.has_head and not teacher.shortcut:
+            raise UserError(
+                "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "
+                f"{teacher.model.config.model_type} are more than its product: take --cache.content top_k"
+            )
+    write_by_teacher(job, missing, teacher, sharded=live.sharded)
+    teacher.remove()
+
+
+def _of_server(plan: Plan, settings: CacheConfig, world: World) -> CacheConfig:
+    """Check the server of teacher.url, and return the settings of a cache that its answers fill."""
+    top_k = plan.config.teacher.top_k
+    assert top_k is not None
+    if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
+        raise UserError(
+            f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of teacher.top_k:"
+            " leave --cache.engine, --cache.content and --cache.top_k out"
+        )
+    on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+    return replace(settings, content="top_k", top_k=top_k, engine="vllm")
+
+
+def check_cache(plan: Plan, data: TaskData, world: World) -> None:
+    """Check that a run's teacher.cache is one of its teacher, data and method, and undamaged; every rank must call it.
+
+    Every file is read once, by one of the ranks. Raises UserError if there is no finished cache, it is that of another
+    teacher, tokenizer, number format, data or method, or a file is damaged.
+    """
+    for name, teacher in plan.models.teachers.items():
+        if teacher.settings.cache is None or not plan.method.needs_teacher:
+            continue
+        folder = on_every(partial(CacheFolder, Path(teacher.settings.cache)), world)
+        on_main(partial(_check_origin, plan, data, folder, name), world)
+        folder.check_files(world)
+        on_main(partial(_check_examples, plan, data, folder, name), world)
+
+
+def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+    """Return the examples that a teacher teaches, one of several by its name, and what collates them."""
+    items, collate = data.taught_examples()
+    if plan.config.teacher.average == "rows":
+        items = [item for item in items if item.teacher == name]
+        if not items:
+            raise UserError(f"data.train: no row asks for the teacher {name!r}: name another one by --cache.teacher")
+    if plan.models.translates:
+        return translated_examples(items, collate, make_translation(plan, data))
+    return items, collate
+
+
+def _needs_whole(plan: Plan) -> bool:
+    return len(plan.models.teachers) > 1 or plan.models.translates
+
+
+def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
+    """Count the positions of each kind in a training set, equal examples once; a UserError if no cache is possible."""
+    check_can_cache(plan)
+    items, collate = data.taught_examples()
+    counts, seen = dict.fromkeys(POSITIONS, 0), set[int]()
+    for item in items:
+        if item.sample_id in seen:
+            continue
+        seen.add(item.sample_id)
+        batch = collate([item]).with_label_rows(shift=plan.method.shift)
+        for place in POSITIONS:
+            counts[place] += int(rows_of_samples(batch, place).sum())
+    return counts
+
+
+def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
+    """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
+    obstacle = lacking_of_vllm(plan, remedy="take --cache.engine hf")
+    if settings.kept_top_k is None:
+        obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
+    return choose_engine(
+        settings.engine,
+        plan.models.teacher_path,
+        no_repeat_ngram_size=0,
+        world_size=world.size,
+        key="--cache.engine",
+        obstacle=obstacle,
+    )
+
+
+def _origin(models: RunModels, data: TaskData, name: str) -> dict[str, Any]:
+    """Return what the outputs of a teacher depend on, besides the examples."""
+    teacher = models.teachers[name]
+    tokenizer = data.teacher_tokenizer() if models.translates else data.tokenizer
+    return {
+        "teacher": fingerprint(teacher.path),
+        "tokenizer": content_fingerprint(sorted(tokenizer.get_vocab().items())),
+        "dtype": str(teacher.dtype).removeprefix("torch."),
+    }
+
+
+def _data_record(config: RunConfig) -> dict[str, Any]:
+    values = to_dict(config)
+    # The caches that a recipe names may be the ones that are made.
+    values["teacher"] = {**values["teacher"], "cache": None, "others": {}}
+    contents = input_fingerprints(values, made_below=None)
+    settings = {f"data.{key}": values["data"][key] for key in _DATA_KEYS}
+    if values["data"]["kind"] == "text":
+        text = values["data"]["text"]
+        settings |= {"data.valid": values["data"]["valid"], **{f"data.text.{key}": text[key] for key in _TEXT_KEYS}}
+        settings |= {"seed": values["seed"]} if text["fraction"] < 1 else {}
+    return settings | {f"content of {key}": each for key, each in contents.items() if key.startswith("data.t")}
+
+
+def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    return plain(
+        {
+            **_origin(plan.models, data, settings.teacher),
+            "model": plan.models.teachers[settings.teacher].settings.model,
+            "held": {
+                **request_of(plan.method).record(),
+                "top_k": settings.kept_top_k,
+                "vocabulary": plan.models.compared_tokens,
+            },
+            "data": _data_record(plan.config),
+            "examples": len(ids),
+            "tokens": int(lengths.sum()),
+            "ids": content_fingerprint(ids.tolist()),
+            "settings": asdict(settings),
+        }
+    )
+
+
+def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
+    """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
+    record, key = folder.record, f"{plan.models.teachers[name].key}.cache {folder.folder}"
+    if _needs_whole(plan) and record["held"]["top_k"] is not None:
+        raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
+    remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
+    asked = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}
+    held = {**record, "vocabulary": record["held"]["vocabulary"]}
+    if record["held"]["top_k"] is None:
+        del asked["vocabulary"]  # the head has the logits of all tokens
+    for what, new in asked.items():
+        if held.get(what) != new:
+            model = f" ({record['model']})" if what == "teacher" else ""
+            raise UserError(f"{key}: its {what} is {held.get(what)}{model}, and that of this run is {new}; {remedy}")
+    lacking = request_of(plan.method).lacking(record["held"])
+    if lacking is not None:
+        methods = " + ".join(plan.config.methods())
+        raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")
+
+
+def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
+    """Raises UserError if an example of the training set is not in a cache."""
+    ids = [item.sample_id for item in _taught_examples(plan, data, name)[0]]
+    missing = folder.missing(ids)
+    if not missing:
+        return
+    found = differences(folder.record["data"], _data_record(plan.config))
+    why = f"{found[0].key} was {found[0].old} and is now {found[0].new}" if found else "its data are others"
+    key = plan.models.teachers[name].key
+    raise UserError(
+        f"{key}.cache {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "
+        f"the one with the id {missing[0]}; {why}: make a cache with `llmdistill cache` and the settings of this run"
+    )

@@ -1,0 +1,343 @@
+"""What is measured on the teacher before a training: the calibration of a student, and a rotation of embeddings."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.artifacts import plain
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.config.command_line import changed, to_dict
+from llmdistill.config.student import FactorizeMethod
+from llmdistill.data.memory import has_columns
+from llmdistill.data.prompts import resolve_prompt
+from llmdistill.data.sampler import Share
+from llmdistill.data.sources import Data, kind_of
+from llmdistill.errors import UserError
+from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint, memory_fingerprint
+from llmdistill.messages import say
+from llmdistill.methods import Method
+from llmdistill.models.families import is_causal, max_positions, shape_of
+from llmdistill.progress import progress
+from llmdistill.report.starts import WEIGHTING_FILE
+from llmdistill.runtime.distributed import World, broadcast_object, largest_number
+from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.students.importance import Importance, measure_importance
+from llmdistill.students.shapes import teacher_layers
+from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.weigh import Source, weigh
+from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
+from llmdistill.students.svd import determined
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models, TaskData
+from llmdistill.tasks.forward import scoring_forward
+from llmdistill.teachers.cached import Teacher
+from llmdistill.teachers.live import LiveTeacher
+from llmdistill.training.inputs import data_file
+from llmdistill.training.plan import Plan
+from llmdistill.training.run_folder import task_reference
+
+_SENTENCES = 4096
+"""The most sentences whose embeddings are matched."""
+_SENTENCES_A_BATCH = 32
+_UNDETERMINED = 1e-5
+"""Embeddings in fp32 say nothing of a direction that is weaker than this share of the strongest."""
+
+
+def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
+    """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
+
+    `teacher` loads the teacher with the head that its folder has. The run's own `data` are taken if the calibration
+    names no others.
+    """
+    settings = plan.config.student.factorize
+    if settings.weighting == "none":
+        return None
+    began = time.perf_counter()
+    source = Source(
+        config=plan.models.teacher,
+        teacher=teacher,
+        batches=cache(lambda: _batches_of_run(plan, world, data)),
+        world=world,
+        device=world.device,
+        kept=_kept(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype, world),
+        say=lambda text: print_main(f"Student     {text}", world),
+    )
+    what = f"{settings.weighting} on {settings.calibration.examples} examples"
+    print_main(f"Student     its factors are weighted by {what}", world)
+    found = weigh(source, settings, plan.config.student.method)
+    if world.is_main:
+        # Statistics that were kept cost what they took then, so that students of a study can be compared.
+        _report(plan.folder, settings, found, max(found.seconds, time.perf_counter() - began))
+    if found.warning() is not None:
+        warn_main(str(found.warning()), world)
+    return found
+
+
+def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
+    """Measure which parts of the teacher a student takes; None if data choose none. Every rank must call it."""
+    settings = plan.config.student
+    if not settings.measures_importance:
+        return None
+    began = time.perf_counter()
+    batches, _ = _batches_of_run(plan, world, data)
+    rounds, reduce = largest_number(len(batches), world), dist.all_reduce if world.size > 1 else None
+    found = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
+    sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
+    layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
+    if world.is_main:
+        named, seconds = [layer + 1 for layer in layers], time.perf_counter() - began
+        values = {
+            "tokens": found.tokens,
+            "seconds": round(seconds, 2),
+            "layers": named,
+            "influence": found.influence_L.tolist(),
+        }
+        write_json(plan.folder / "importance.json", values)
+        listed = ", ".join(map(str, named))
+        say(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
+    return found
+
+
+def _batches_of_run(plan: Plan, world: World, data: TaskData) -> tuple[list[Batch], list[Batch]]:
+    """The `calibration_batches` of a run; its own data are not read a second time."""
+    own = None if plan.config.student.factorize.calibration.data is not None or not plan.trains else data
+    return calibration_batches(plan.config, plan.models, world, own)
+
+
+def measure_weights_on(
+    data: Data,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: FactorizeConfig,
+    method: FactorizeMethod,
+    limits: Mapping[str, Any],
+    device: torch.device | None,
+    origin: Path | str | None,
+) -> Weighted:
+    """Weigh the factorization of a dense model by data, outside of a run.
+
+    The model is moved to `device` for the forward passes, and back; by default it stays. `limits` are prompt,
+    max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
+    of model and tokenizer, identifies kept statistics; a model in memory has none, and its content identifies it.
+    """
+    world = World.alone()
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        words = fingerprint(folder)
+        model.config.save_pretrained(folder)  # says which tokens have an embedding
+        file = data_file(data, Path(folder), name="calibration")
+        positions = max_positions(model.config, DataConfig().max_length)
+        usual = {"max_length": positions, "max_prompt_length": min(DataConfig().max_prompt_length, positions - 1)}
+        of_data = {"train": file, "kind": kind_of(data), "tests": {}}
+        kept = changed(DataConfig(), {**usual, **of_data, **limits}, key="")
+        make_task(RunConfig(ds_config="", data=kept)).check_positions("model", type(model).__name__, model.config)
+        if kept.kind == "instructions":
+            kept = replace(kept, prompt=resolve_prompt(kept.prompt, [tokenizer]))
+        config = RunConfig(ds_config="", student=StudentConfig(method=method, factorize=settings), data=kept)
+        models = Models(
+            teacher=model.config,
+            student=model.config,
+            teacher_path=Path(folder),
+            tokenizer_path=Path(folder),
+            causal=is_causal(model.config),
+            objective=make_task(config).objective(model.config, uses_output=False),
+        )
+
+        def content() -> str:
+            if origin is not None:
+                return fingerprint(origin)
+            tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
+            arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
+            return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
+
+        source = Source(
+            config=model.config,
+            teacher=lambda: LiveTeacher(moved, moved),
+            batches=cache(lambda: calibration_batches(config, models, world)),
+            world=world,
+            device=device,
+            kept=_kept(config, content, model.dtype, world),
+        )
+        own = model.device
+        moved = cast(Any, model).to(own if device is None else device)
+        try:
+            found = weigh(source, settings, method)
+        finally:
+            moved.to(own)
+        _say_which_allocation(found, aside=True)
+        return found
+
+
+def _kept(
+    config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype, world: World
+) -> Callable[[], KeptFactors] | None:
+    """Return what opens the folder of kept statistics; None without one. `teacher` gives the teacher's fingerprint."""
+    settings = config.student.factorize
+    if settings.calibration.folder is None:
+        return None
+    folder = Path(settings.calibration.folder)
+    return lambda: KeptFactors(folder, _record(config, teacher(), dtype, world), settings.weighting)
+
+
+def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -> dict[str, Any]:
+    """Return what determines the statistics of a calibration, as plain JSON values."""
+    calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
+    read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
+    unused = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
+    return plain(
+        {
+            "content of teacher": teacher,
+            "dtype of teacher": str(dtype).removeprefix("torch."),
+            **{f"content of {key}": fingerprint(reference) for key, reference in read.items()},
+            "examples": calibration.examples,
+            "seed": calibration.seed,
+            "micro_batch_size": _batch_size(calibration, world),
+            "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
+            "data": {key: value for key, value in data.items() if key not in unused},
+        }
+    )
+
+
+@torch.no_grad()
+def nearest_rotation(
+    method: Method,
+    untrained: Callable[[], PreTrainedModel],
+    teacher: Teacher,
+    examples: tuple[Sequence[Any], Callable[[list[Any]], Batch]],
+    world: World,
+) -> Tensor:
+    """Return the orthogonal matrix that brings the untrained student's embeddings nearest to the teacher's.
+
+    It is the solution of the orthogonal Procrustes problem (Schönemann 1966): U Vᵀ of the singular value decomposition
+    U Σ Vᵀ = Tᵀ S, where the rows of T and S are the embeddings of at most 4,096 sentences, divided by their lengths.
+    Each rank runs the teacher on all of them in the same batches, so that the matrix does not depend on their number;
+    rank 0 runs the student. Every rank must call this function.
+
+    `untrained` loads the student in fp32, and `examples` are the sentences with the function that collates them.
+    Returns (teacher's width, student's width), in fp32 on the CPU.
+    """
+    items, collate = examples
+    chosen = [items[index] for index in range(0, len(items), -(-len(items) // _SENTENCES))]
+    chosen.sort(key=len, reverse=True)
+    student = untrained().to(world.device) if world.is_main else None  # type: ignore[arg-type]
+    product: Tensor | float = 0.0
+    for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
+        batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).to(world.device)
+        theirs = teacher.teach(batch, lm_head=()).sequence_logits
+        assert theirs is not None, "the teacher gives no embeddings"
+        if student is not None:
+            with scoring_forward(student, pooling=method.pooling) as forward:
+                ours = forward(batch).sequence_logits
+            assert ours is not None
+            first, second = (functional.normalize(each.double(), dim=-1) for each in (theirs, ours))
+            product = product + first.T @ second
+    if student is not None:
+        assert isinstance(product, Tensor)
+        product = nearest_isometry(product.cpu()).float()
+    found: Tensor = broadcast_object(product)
+    return found
+
+
+def nearest_isometry(product: Tensor) -> Tensor:
+    """Return the (n, m) of orthonormal columns, or rows if they are fewer, with the largest inner product with (n, m).
+
+    Directions that a product of embeddings does not determine follow from a fixed rule, not from its rounding: a
+    LayerNorm without bias, such as that of a new student, leaves one, and so does each sentence too few.
+    """
+    left, values, right = torch.linalg.svd(product, full_matrices=False)
+    left, _, right = determined(left, values, right, len(values), zero=_UNDETERMINED)
+    return left @ right
+
+
+def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
+    """Return the calibration data, and the other settings of the calibration by dotted key."""
+    if not isinstance(given, Mapping) or has_columns(given) or type(given).__module__.startswith("datasets"):
+        return given, {}
+    others = {key: str(value) if isinstance(value, Path) else value for key, value in given.items() if key != "data"}
+    return given.get("data"), {f"calibration.{key}": value for key, value in others.items()}
+
+
+def check_calibration(plan: Plan, world: World) -> None:
+    """Raise a UserError if calibration data of their own cannot be read; every rank must call it."""
+    if plan.config.student.factorize.calibration.data is not None:
+        _read(plan.config, plan.models, world)
+
+
+def calibration_batches(
+    config: RunConfig, models: Models, world: World, data: TaskData | None = None
+) -> tuple[list[Batch], list[Batch]]:
+    """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
+
+    Every rank must call this function. `data` are the calibration data if they are read already. Raises a UserError if
+    the data cannot be read.
+    """
+    calibration = config.student.factorize.calibration
+    if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
+        raise UserError(
+            f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
+            f"give {world.size} or more"
+        )
+    size = _batch_size(calibration, world)
+    share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
+    loader = (_read(config, models, world) if data is None else data).loader(share)
+    count = -(-calibration.examples // size)
+    checked = calibration.examples // 8 if calibration.held_out is None else calibration.held_out
+    own, held_out = (
+        [batch for step in steps for batch in loader.micro_batches(step)]
+        for steps in (range(world.rank, count, world.size), range(count, count + -(-checked // size)))
+    )
+    return own, held_out
+
+
+def _batch_size(calibration: CalibrationConfig, world: World) -> int:
+    return min(calibration.micro_batch_size, calibration.examples // world.size)
+
+
+def _read(config: RunConfig, models: Models, world: World) -> TaskData:
+    """Read the calibration data alone, as the training set of a run that trains."""
+    own = config.student.factorize.calibration.data
+    data = replace(config.data, train=own or config.data.train, valid=None, tests={})
+    return make_task(replace(config, data=data), trains=True).read_on_all(models, world).prepared(world)
+
+
+def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:
+    """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
+    values = {
+        "weighting": settings.weighting,
+        "form": settings.form,
+        "tokens": found.tokens,
+        "seconds": round(seconds, 2),
+        "predicted_loss": found.predicted_loss,
+        "held_out": dict(found.held_out),
+        "ranks": dict(found.ranks),
+        "spectra": found.spectra(),
+    }
+    write_json(folder / WEIGHTING_FILE, values)
+    say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    _say_which_allocation(found)
+
+
+def _say_which_allocation(found: Weighted, *, aside: bool = False) -> None:
+    """Print which allocation the check on held-out data chose, if there was one."""
+    if found.held_out:
+        by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
+        say(
+            f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
+            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}",
+            aside=aside,
+        )

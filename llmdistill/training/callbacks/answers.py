@@ -1,0 +1,34 @@
+"""Waits for the answers that the next step needs from a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import on_every
+from llmdistill.teachers.remote import RemoteTeacher
+from llmdistill.training.callbacks.base import TrainState
+from llmdistill.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Waits for the answers of the next step, so that a lost server ends the training after a whole step.
+
+    In the middle of a step a rank without answers would leave the others in a collective.
+    """
+
+    trainer: Trainer
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: find whether a server is lost, or refuses an example. Every rank must call it."""
+        if state.is_last or (state.signal and not state.is_due(state.settings.log_every)):  # a row is told of them
+            return
+        trainer, teacher = self.trainer, self.trainer.teacher
+        try:
+            batches = trainer.micro_batches(state.step)
+            if isinstance(teacher, RemoteTeacher):
+                with trainer.teaching.running():
+                    on_every(lambda: teacher.wait(batches), trainer.world)
+        except UserError as failure:
+            state.failure = failure

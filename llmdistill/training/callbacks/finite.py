@@ -1,0 +1,245 @@
+"""Checks at each step that the loss and the gradient are finite, skips a step or ends the run, and keeps the batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_iter
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.files import sync, write_json
+from llmdistill.runtime.devices import to_host_later
+from llmdistill.runtime.distributed import all_reduce_sum, gather_objects, on_every, on_main
+from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.training_state import fragments
+from llmdistill.training.callbacks.base import StepTerms, TrainState
+
+if TYPE_CHECKING:
+    from llmdistill.training.trainer import Trainer  # which a study, that reads ENDED, does without
+
+LIMIT = 3
+"""Skipped steps in a row that end the run."""
+NOT_FINITE = "not_finite"
+"""Folder in the run's folder for the batches of the steps whose numbers were not finite, one subfolder for each."""
+ENDED = "ended.json"
+"""File in it: the step and the peak learning rate of a run that such a step has ended."""
+LOWER = "give the same command with a lower train.learning_rate, which goes on from the last checkpoint"
+_SHOWN_SAMPLES = 4
+
+
+class Cause(NamedTuple):
+    """A term that is not finite in a micro batch."""
+
+    rank: int
+    term: str
+    sample_ids: Sequence[int]
+    """The samples of the micro batch."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    number: int
+    batches: Sequence[Batch]
+    losses: Tensor
+    """This rank's terms of each micro batch, (micro batches, terms)."""
+    figures: Callable[[], list[float]]
+    """Returns the terms of the global batch and the norm of the gradient."""
+
+
+@dataclass
+class FiniteSteps:
+    """Watches the steps of a run. Every rank must call its methods, and each of them with the same steps.
+
+    A step that DeepSpeed has skipped is known at once. The numbers of an applied step are copied to the host while the
+    next step runs, and are read after it: the device never waits for the host.
+    """
+
+    trainer: Trainer
+    folder: Path
+    """The run's folder."""
+    in_a_row: int = 0
+    _last: _Step | None = None
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: find the terms of the step before, or of this one if it is read now.
+
+        Raises UserError, which ends the run, if the loss, the gradient or the student is not finite.
+        """
+        look = self.applied if state.was_applied else self.skipped
+        found = [look(state.step, state.micro_batches, state.losses)]
+        if state.is_read:
+            found.append(self.check_last())
+        state.known_terms = [terms for terms in found if terms is not None]
+        if state.is_saved:
+            self.check_student(state.step)
+
+    def figures(self) -> dict[str, Any]:
+        """See Accumulator; the figures of the last step have been read when a checkpoint is saved."""
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, figures: Mapping[str, Any]) -> None:
+        """See Accumulator."""
+        self.in_a_row = figures["in_a_row"]
+
+    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
+        """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
+
+        Returns the figures of the applied step before it, if they were not read yet. Raises UserError if the policy is
+        to stop, or it is the third such step in a row.
+        """
+        before = self.check_last()
+        self.in_a_row += 1
+        found = self._report(
+            _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
+        )
+        remedy = f"fix or remove these samples, or {LOWER}"
+        stops = self.trainer.settings.not_finite == "stop"
+        if stops or self.in_a_row == LIMIT:
+            why = "train.not_finite is stop" if stops else f"it is the {LIMIT}rd in a row"
+            end_run(self.trainer, self.folder, step, f"{found}; {why}: {remedy}; the student is as it was before")
+        warn_main(f"{found}; the student is unchanged", self.trainer.world)
+        return before
+
+    def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
+        """Remember an applied step, and check the one before it as `check_last` does; return its figures.
+
+        `losses` are this rank's terms of each micro batch, (micro batches, terms), divided by the global counts.
+        """
+        before = self.check_last()
+        self.in_a_row = 0
+        norm = self.trainer.engine.get_global_grad_norm()
+        # A norm of 0 stands for one that DeepSpeed has not computed.
+        norm = norm if isinstance(norm, Tensor) else torch.full((), float(norm or 0.0), device=losses.device)
+        totals = all_reduce_sum(losses.detach().sum(0))
+        figures = torch.cat([totals, norm.to(totals).reshape(1)])
+        self._last = _Step(step, batches, losses, to_host_later(figures))
+        return before
+
+    def check_last(self) -> StepTerms | None:
+        """Check the last applied step now, before its student is used; return its figures if they were not read yet."""
+        step, self._last = self._last, None
+        if step is None:
+            return None
+        *values, norm = step.figures()
+        terms = dict(zip(self.trainer.method.weights, values, strict=True))
+        if all(map(math.isfinite, (*values, norm))):
+            return StepTerms(step.number, terms)
+        named = (*((f"term {name}", value) for name, value in terms.items()), ("norm of the gradient", norm))
+        name, value = next((name, value) for name, value in named if not math.isfinite(value))
+        found = self._report(step, f"the {name} is {value} at step {step.number}")
+        why = f"{found}; nothing is saved any more: fix or remove these samples, or {LOWER}"
+        end_run(self.trainer, self.folder, step.number, why)
+
+    def check_student(self, step: int) -> None:
+        """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights."""
+        held = fragments(self.trainer.engine)
+        is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
+        own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
+        found = gather_objects(None if own is None else f"{own.kind} of {own.name}", self.trainer.world)
+        wrong = next((each for each in found if each is not None), None)
+        if wrong is not None:
+            why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
+            end_run(self.trainer, self.folder, step, why)
+
+    def _report(self, step: _Step, what: str) -> str:
+        """Keep the batches of a step whose numbers are not finite, and say which they are and how it came to it."""
+        # Such a step is rare, so the host may wait for the values of the terms here.
+        is_wrong = (~step.losses.isfinite()).tolist()
+        own = [
+            Cause(self.trainer.world.rank, name, [each for row in batch.sample_ids for each in row])
+            for batch, of_batch in zip(step.batches, is_wrong, strict=True)
+            for name, wrong in zip(self.trainer.method.weights, of_batch, strict=True)
+            if wrong
+        ]
+        causes = [each for of_rank in gather_objects(own, self.trainer.world) for each in of_rank]
+        origins = gather_objects(self.trainer.origin(step.number, step.batches), self.trainer.world)
+        guilty = causes[0].rank if causes else 0
+        folder = self.folder / NOT_FINITE / f"step-{step.number}"
+        kept = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
+        on_every(partial(_keep, folder, kept, self.trainer.world.rank), self.trainer.world)
+        about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
+        on_main(lambda: write_json(folder / "about.json", about), self.trainer.world)
+        return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
+
+
+def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
+    """End a run by a UserError on every rank, so that the same command goes on with a lower learning rate."""
+    record = {"step": step, "learning_rate": trainer.settings.learning_rate}
+    on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record), trainer.world)
+    error = UserError(why)
+    error.everywhere = True
+    raise error
+
+
+def _keep(folder: Path, batches: Sequence[Batch], rank: int) -> None:
+    """Write the tensors of micro batches, each name with the number of its micro batch: "0/input_ids"."""
+    tensors = {
+        f"{number}/{each.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
+        for number, batch in enumerate(batches)
+        for each in fields(batch)
+        if isinstance(value := getattr(batch, each.name), Tensor)
+    }
+    if tensors:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"rank-{rank:05d}.safetensors"
+        ids = {f"{number}/sample_ids": json.dumps(batch.sample_ids) for number, batch in enumerate(batches)}
+        save_file(tensors, file, metadata=ids)
+        sync(file)
+
+
+def _described(causes: Sequence[Cause]) -> str:
+    """Describe the terms that are not finite, each with its rank and its samples' ids."""
+    if not causes:
+        return "every term is finite, so it became so in the backward pass"
+    ranks = sorted({each.rank for each in causes})
+    terms = list(dict.fromkeys(each.term for each in causes))
+    samples = list(dict.fromkeys(str(sample) for each in causes for sample in each.sample_ids))
+    more = f" and {len(samples) - _SHOWN_SAMPLES} more" if len(samples) > _SHOWN_SAMPLES else ""
+    return (
+        f"{', '.join(terms)} on rank {', '.join(map(str, ranks))}, in the micro batches of the samples "
+        f"{', '.join(samples[:_SHOWN_SAMPLES])}{more}"
+    )
+
+
+def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:
+    """Run forward passes and say, as part of a sentence, where the first value that is not finite was computed.
+
+    The models are named as they are called, in the order in which they run: teacher, student.
+    """
+    wrong = [
+        f"the {called}'s parameter {name} is not finite"
+        for called, model in models.items()
+        for name, each in model.named_parameters()
+        if not getattr(each, "ds_tensor", each).isfinite().all()  # under ZeRO-3 a rank looks at its own shard
+    ]
+    places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
+    found: list[tuple[str, str]] = []
+
+    def look(module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = (each for each in tree_iter(output) if isinstance(each, Tensor) and each.is_floating_point())
+        if not found and module in places and not all(each.isfinite().all() for each in tensors):
+            found.append(places[module])
+
+    handle = register_module_forward_hook(look)
+    try:
+        run()  # in any case: the other ranks may find nothing wrong with their shards
+    finally:
+        handle.remove()
+    if wrong:
+        return wrong[0]
+    names = " and ".join(models)
+    if not found:
+        return f"the outputs of {names} are finite"
+    called, module = found[0]
+    return f"the first of {names} with an output that is not finite is the {called}, in {module or 'its output'}"

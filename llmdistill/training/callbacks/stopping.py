@@ -1,0 +1,29 @@
+"""Finds the signals after which a training stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmdistill.runtime import signals
+from llmdistill.runtime.distributed import World, largest_later
+from llmdistill.training.callbacks.base import TrainState
+
+
+class Stopping:
+    """The signals of all ranks. A launcher may reach one rank only, and none must leave the others in a collective."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._asked: Callable[[], int] | None = None
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: find the signal that stops the training after this step.
+
+        With several ranks a signal is known one step later, so that the hosts do not wait for each other in every step;
+        at the last step they do.
+        """
+        before, self._asked = self._asked, largest_later(signals.caught(), self._world)
+        state.signal = 0 if before is None else before()
+        if state.is_last or state.signal or self._world.size == 1:
+            state.signal = max(state.signal, self._asked())
+            self._asked = None

@@ -1,0 +1,165 @@
+"""Tells the model cards of students how they were made: by a run, by compress, or by an export."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.artifacts import plain
+from llmdistill.config import FactorizeConfig, QuantizeConfig, RunConfig
+from llmdistill.config.command_line import build, changed, to_dict
+from llmdistill.config.strict import flattened
+from llmdistill.data.sources import hub_name
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.models.configs import load_config
+from llmdistill.report.card import Story, Teacher, without_paths, write_card, write_export_card
+from llmdistill.report.record import describe_versions, make_record
+from llmdistill.report.table import kept_student, model_table
+from llmdistill.serving.export import export_dense, export_quantized
+from llmdistill.serving.onnx_export import export_onnx
+from llmdistill.students.counting import build_reference, count_parameters
+from llmdistill.tasks.base import ScoreTable
+from llmdistill.training.inputs import Model, save_with_tokenizer
+from llmdistill.training.plan import Plan
+
+ExportTo = Literal["dense", "onnx", "int8", "int4"]
+"""What `llmdistill export` makes of a student."""
+
+
+def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, data_report: str) -> None:
+    """Write the card of a run's student from what the run has put into metrics.json; rank 0 only."""
+    student, config = plan.folder / "student", plan.config
+    if not (student / "config.json").is_file():
+        return
+    teacher_name = config.teacher.model or config.student.model
+    teacher = Teacher.of(str(teacher_name), plan.models.teacher, plan.models.sizes["teacher_params"])
+    methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
+    share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
+    defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
+    places = ("output_dir", "resume", "ds_config")
+    asked = {key: value for key, value in to_dict(plan.asked).items() if key not in places}
+    data, is_task = config.data, config.data.kind == "task"
+    data_name = str(data.task.name) if is_task else without_paths(str(data.train))
+    hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
+    learned = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
+    story = Story(
+        intro=f"{learned} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
+        tags=[
+            "distillation",
+            *config.methods(),
+            *([] if config.student.shape or config.student.model else [config.student.method]),
+        ],
+        made=[
+            ("Method", f"{methods}, with the terms {', '.join(plan.method.weights)}"),
+            ("Start of the student", str(plan.models.sizes["method"])),
+            ("Data", f"{data_name}, {data_report.rstrip('.')}"),
+            ("Steps", f"{train.steps:,} of {train.global_batch_size} sequences"),
+            *([("Kept", f"the student {kept_student(metrics['kept'])}")] if "kept" in metrics else []),
+            ("Seed", str(config.seed)),
+            ("Command", record["command"]),
+            ("Hardware", record["hardware"]),
+            ("Versions", describe_versions(record)),
+        ],
+        datasets=[] if hub is None else [hub],
+        settings={"method": config.method, **_changed(plain(asked), plain(to_dict(defaults)))},
+        scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
+        table=model_table(metrics, table) if table.rows else None,
+        legend=table.legend,
+        warnings=metrics["warnings"],
+    )
+    write_card(student, plan.folder.name, teacher, story)
+
+
+def _scores(student: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each column of tasks, and the scores of each set."""
+    found: dict[str, dict[str, float]] = {name: dict(values) for name, values in student.get("dev", {}).items()}
+    for metric in ("rougeL", "perplexity"):
+        for name, value in student.get(metric, {}).items():
+            found.setdefault(name, {})[metric] = value
+    return found
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the defaults, nested as they are."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            inner = _changed(value, default)
+            found |= {key: inner} if inner else {}
+        elif value != default:
+            found[key] = value
+    return found
+
+
+def save_compressed(
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    model: Model,
+    source: Path | None,
+    settings: FactorizeConfig,
+    method: str,
+    title: str,
+) -> None:
+    """Save the result of `compress` with tokenizer and card; `source` is the folder or hub name of a named model."""
+    save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
+    config = model.config if isinstance(model, PreTrainedModel) else load_config(str(source))
+    params = count_parameters(build_reference(config))
+    name = str(model.name_or_path or "") if isinstance(model, PreTrainedModel) else str(model)
+    try:
+        teacher = Teacher.of(name, config, params)
+    except UserError:  # a model that was never saved, or whose folder is gone
+        teacher = Teacher(name=f"a {type(student).__name__} in memory", params=params)
+    given = flattened(_changed(asdict(settings), asdict(FactorizeConfig())))
+    flags = shlex.join(word for key, value in given.items() for word in (f"--{key}", str(value)))
+    command = f"llmdistill compress --model {shlex.quote(teacher.name)} --method {method} {flags}"
+    share = count_parameters(build_reference(student.config)) / params
+    story = Story(
+        intro=f"{teacher.name}, factorized to {share:.0%} of its parameters and not trained after that.",
+        tags=["compression", method],
+        made=[
+            ("Method", f"factorization by {method}, weighting {settings.weighting}, allocation {settings.allocation}"),
+            ("Command", command),
+            ("Versions", describe_versions(make_record(command, 1))),
+        ],
+    )
+    write_card(folder, title, teacher, story)
+
+
+def export_with_card(
+    student: Model,
+    output: str | Path,
+    *,
+    to: ExportTo,
+    int8: bool,
+    bits: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> dict[str, Any]:
+    """Do the work of `llmdistill.export`, and give the new folder the card of the student's folder, if it has one."""
+    if to not in get_args(ExportTo) or (int8 and to != "onnx"):
+        raise UserError(
+            f"export to={to!r} int8={int8}: give to='dense', 'onnx', 'int8' or 'int4', and int8 with onnx alone"
+        )
+    few = to in ("int8", "int4")
+    if any(bits.values()) and not few:
+        raise UserError(f"export to={to!r}: {', '.join(bits)} are for 'int8' and 'int4': leave them out")
+    write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
+    settings = changed(QuantizeConfig(), {"weights": to if few else "none", **bits}, key="")
+    if settings.weights != "none":
+        write = partial(export_quantized, settings=settings)
+    if isinstance(student, PreTrainedModel):
+        with TemporaryDirectory() as saved:
+            save_with_tokenizer(student, tokenizer, Path(saved))
+            return write(saved, output)
+    folder = locate(str(student))
+    return write(folder, output, describe=partial(write_export_card, folder, to=to))

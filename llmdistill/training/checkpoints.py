@@ -1,0 +1,237 @@
+"""The checkpoints of a run: how they are saved, checked, found and loaded.
+
+A checkpoint is a folder `checkpoints/step-N`: the fragments of each rank as a safetensors file, and a manifest with the
+size and the hash of each file. The manifest is written last, so a folder with a manifest is complete. Fragments do not
+depend on the number of ranks, the ZeRO stage, the micro batch size or the buckets (see `runtime.training_state`).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from llmdistill.artifacts import MANIFEST, entries_damage, find_record
+from llmdistill.errors import UserError
+from llmdistill.files import cannot_write, sync, write_json
+from llmdistill.fingerprints import file_entry
+from llmdistill.report.metrics_log import METRICS_LOG
+from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
+from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.training_state import (
+    WEIGHT,
+    Fragment,
+    counters,
+    create_state,
+    fragments,
+    restoring,
+    set_counters,
+)
+
+_FORMAT = 1
+_KEYS = {"step": int, "ranks": int, "state": dict, "parameters": dict, "kinds": list, "files": dict}
+"""What a manifest of this format has."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint with a manifest."""
+
+    folder: Path
+    step: int
+    manifest: dict[str, Any]
+    """Empty if it is damaged."""
+    damage: str | None = None
+    """What is wrong with the manifest."""
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run's folder that have a manifest in the order of their steps.
+
+    Their manifests are checked, the hashes of their files are not. Raises UserError if one is of another format.
+    """
+    found = [_open(step, path) for step, path in _folders(folder) if (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda each: each.step)
+
+
+def _folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of all that a run has saved, complete or not; other names are the user's own folders."""
+    found = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in (folder / "checkpoints").glob("step-*"))
+    return [(int(name[1]), path) for name, path in found if name is not None and path.is_dir()]
+
+
+def _open(step: int, path: Path) -> Checkpoint:
+    file = path / MANIFEST
+    manifest, damage = find_record(file, {"format": int})
+    if manifest is not None:
+        if manifest["format"] != _FORMAT:
+            raise UserError(
+                f"{path}: a checkpoint of format {manifest['format']}, this version reads {_FORMAT}: "
+                "finish the run with the version that began it"
+            )
+        manifest, damage = find_record(file, _KEYS)
+    if manifest is not None and manifest["step"] != step:
+        damage = f"{file}: it is of step {manifest['step']}"
+    return Checkpoint(path, step, manifest or {}, damage)
+
+
+def save_checkpoint(
+    engine: Any,
+    folder: Path,
+    step: int,
+    keep: int,
+    world: World,
+    *,
+    loss_modes: Mapping[str, Any] | None = None,
+    figures: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
+
+    Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
+    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`step.loss_check`),
+    and `figures` are what the callbacks have added up for the next row of the log.
+
+    Raises UserError on every rank if a rank cannot write.
+    """
+    target = folder / "checkpoints" / f"step-{step}"
+
+    def make_empty() -> None:
+        if target.exists():
+            shutil.rmtree(target)
+        target.mkdir(parents=True)
+
+    on_main(make_empty, world)
+    entries = gather_objects(on_every(partial(_write, engine, target, world), world), world)
+
+    def complete() -> None:
+        state = {"counters": counters(engine), "skipped_steps": engine.skipped_steps}
+        files = {name: values for entry in entries for name, values in entry.items()}
+        about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
+        kinds = sorted({each.kind for each in fragments(engine)})
+        log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
+        of_training = {"log": log, "loss_modes": loss_modes, "figures": figures or {}}
+        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, **of_training})
+        sync(target / MANIFEST)
+        sync(target)  # its name in its folder too, before another checkpoint is removed
+        kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
+        for _, old in _folders(folder):  # a folder without a manifest is what a kill has left
+            if old not in kept:
+                shutil.rmtree(old)
+
+    on_main(complete, world)
+
+
+def load_checkpoint(engine: Any, folder: Path, world: World) -> Checkpoint | None:
+    """Load the newest checkpoint that is not damaged; None if there is none. Every rank must call this function.
+
+    A damaged checkpoint is named in a warning and moved out of the way. Raises UserError if no checkpoint is whole, or
+    it is of another student.
+    """
+    found = _newest_whole(folder, world)
+    if found is not None:
+        on_every(partial(_check_parameters, engine, found), world)
+        if set(found.manifest["kinds"]) - {WEIGHT}:
+            create_state(engine)
+        with restoring(engine):
+            on_every(partial(_restore, fragments(engine), found), world)
+        state = found.manifest["state"]
+        set_counters(engine, state["counters"])
+        engine.skipped_steps = state["skipped_steps"]
+        engine.global_steps = found.step
+        engine.global_samples = found.step * engine.train_batch_size()
+        engine.micro_steps = found.step * engine.gradient_accumulation_steps()
+    return found
+
+
+def _trained(engine: Any) -> dict[str, int]:
+    """Return the number of elements of each trained parameter, also of those that ZeRO-3 shards."""
+    named = engine.module.named_parameters()
+    return {name: int(getattr(each, "ds_numel", each.numel())) for name, each in named if each.requires_grad}
+
+
+def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]:
+    """Write this rank's fragments; returns {file name: its entry in the manifest}."""
+    if engine.zero_optimization_stage() == 0 and not world.is_main:
+        return {}
+    file = target / f"rank-{world.rank:05d}.safetensors"
+    tensors = {
+        # A copy, because fragments are parts of the same memory, which safetensors refuses to write.
+        f"{each.kind}/{each.start}/{each.name}": each.read().to("cpu", copy=True)
+        for each in fragments(engine)
+    }
+    try:
+        save_file(tensors, file)
+        sync(file)
+        return {file.name: file_entry(file)}
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(file, error, sum(each.nbytes for each in tensors.values())) from error
+
+
+def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
+    damaged: list[Checkpoint] = []
+
+    def put_aside() -> None:
+        for each in damaged:
+            names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
+            each.folder.rename(next(name for name in names if not name.exists()))
+
+    for candidate in reversed(on_main(lambda: checkpoints(folder), world)):
+        damage = candidate.damage
+        if damage is None:  # the ranks share the files
+            share = slice(world.rank, None, world.size)
+            damage = entries_damage(candidate.folder, candidate.manifest["files"], share)
+        wrong = next((each for each in gather_objects(damage, world) if each is not None), None)
+        if wrong is None:
+            on_main(put_aside, world)
+            return candidate
+        damaged.append(candidate)
+        warn_main(f"{wrong}: the checkpoint of step {candidate.step} is damaged and is not used", world)
+    if damaged:
+        raise UserError(f"{folder / 'checkpoints'}: no checkpoint is whole; remove the folder to start the run again")
+    return None
+
+
+def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
+    """Raise UserError unless the checkpoint's parameters are the trained parameters of the student."""
+    own, saved = _trained(engine), checkpoint.manifest["parameters"]
+    differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if differing:
+        raise UserError(
+            f"{checkpoint.folder}: it is of another student, first in {differing[0]}; choose another output_dir"
+        )
+
+
+def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
+    """Write the values of this rank's fragments, whatever parts they were saved in."""
+    parts: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    with ExitStack() as opened:
+        for name in checkpoint.manifest["files"]:
+            file = opened.enter_context(safe_open(checkpoint.folder / name, framework="pt"))
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                kind, begin, parameter = key.split("/", 2)
+                parts.setdefault((kind, parameter), []).append((int(begin), file.get_slice(key)))
+        for fragment in wanted:
+            values, filled, end = None, 0, fragment.start + fragment.numel
+            for start, saved in parts.get((fragment.kind, fragment.name), []):
+                first, last = max(start, fragment.start), min(start + saved.get_shape()[0], end)
+                if first < last:
+                    found = saved[first - start : last - start]
+                    values = torch.empty(fragment.numel, dtype=found.dtype) if values is None else values
+                    values[first - fragment.start : last - fragment.start] = found
+                    filled += last - first
+            if values is None or filled != fragment.numel:
+                raise UserError(
+                    f"{checkpoint.folder}: it lacks the {fragment.kind} of {fragment.name}: it is of another optimizer "
+                    "or student; choose another output_dir"
+                )
+            fragment.write(values)

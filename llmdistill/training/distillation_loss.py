@@ -1,0 +1,308 @@
+"""The loss of a method for a custom training loop: it runs the teacher and the student and computes the terms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
+from llmdistill.config.command_line import method_settings
+from llmdistill.config.methods import check_names, with_teacher
+from llmdistill.errors import UserError
+from llmdistill.messages import say
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.families import max_positions
+from llmdistill.models.sentences import has_dense, read_sentence_settings
+from llmdistill.objective import Objective, Pooling, PoolingMode
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import PROJECTORS, add_projectors
+from llmdistill.step.loss_check import check_models
+from llmdistill.step.tapped import tapped
+from llmdistill.teachers.cached import Teacher
+from llmdistill.teachers.translated import TranslatedTeacher, Translation
+
+_HOOKED = "_llmdistill_hooked"
+"""Attribute of a model that has the hooks of a loss."""
+Inputs = Mapping[str, Any]
+"""A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The output of `DistillationLoss` for a batch."""
+
+    loss: Tensor
+    """The weighted sum of the terms: a scalar, in fp32 or higher precision, with its autograd graph."""
+    terms: dict[str, Tensor]
+    """Each term by name: unweighted scalars without autograd graph."""
+
+    def backward(self) -> None:
+        """Call `loss.backward()`."""
+        self.loss.backward()
+
+
+class DistillationLoss:
+    """The loss of a method for two models in memory, computed as in the main job.
+
+        loss = llmdistill.DistillationLoss(teacher, student, method="makd")
+        optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4)  # after it: some methods add matrices to learn
+        for batch in loader:  # input_ids, attention_mask and labels, as the collators of transformers make them
+            result = loss(batch)
+            result.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The logits of a batch are never computed all at once (but for models that scale or cap them), and only the hidden
+    tensors that a term needs are kept. Both models have hooks until `remove()`; outside a call of the loss they run as
+    before. They must be loaded with `attn_implementation="sdpa"`, the default of transformers. Each call allows one
+    backward pass.
+    """
+
+    def __init__(
+        self,
+        teacher: PreTrainedModel,
+        student: PreTrainedModel,
+        method: str = "makd",
+        *,
+        also: Sequence[str] = (),
+        vocabulary: int | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        pooling: PoolingMode | None = None,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        **keywords: Any,
+    ) -> None:
+        """Build the method for two models, and add hooks to them.
+
+        Args:
+            teacher: the teacher; it is set to evaluation mode, and its parameters get no gradient.
+            student: the model to train. With a classification head (`...ForSequenceClassification`) the labels are
+                classes or scores of whole sequences, and with a head for spans (`...ForQuestionAnswering`) the batch
+                has start_positions and end_positions (B,); with any other head the labels are tokens.
+            method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft, or embedding for encoders of
+                sentences.
+            also: further methods, whose terms are added.
+            vocabulary: the number of tokens that both models share, if they pad the vocabulary to different sizes;
+                these are the first tokens of both.
+            tokenizers: the student's and the teacher's where they differ, for kd: batches are in the student's tokens,
+                and the teacher reads the same text in its own, special tokens left out but end tokens.
+            pooling: for embedding, how the outputs of the tokens become a sentence's embedding; by default as the
+                files of sentence-transformers in the teacher's folder say, and mean without them.
+            settings: settings by dotted key: `{"minilm.attention": 2.0}`.
+            seed: the seed of the projectors, the matrices that map the student's widths to the teacher's, if the method
+                has any. They become part of the student, are trained with it, and are not saved.
+            keywords: settings of the method by name: temperature, ratio, logits, teacher_layer ...
+
+        Raises:
+            UserError: a setting does not exist or is invalid, the method cannot compare the models, or a model already
+                has the hooks of another loss.
+        """
+        for role, model in (("teacher", teacher), ("student", student)):
+            if getattr(model, _HOOKED, False):
+                raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
+        self.teacher, self.student = teacher, student
+        names = [method, *also]
+        of_sentences = _pooling_of(teacher, pooling) if "embedding" in names else None
+        self.objective = _objective_of(student, of_sentences)
+        check_names("method", [method], METHODS)
+        check_names("also", also, with_teacher(METHODS))
+        if tokenizers is not None and any(METHODS[name].needs_teacher > METHODS[name].other_tokens for name in names):
+            raise UserError(f"tokenizers are given, but method {' + '.join(names)} needs the same tokens: take kd")
+        own = method_settings(names, settings or {}, keywords, METHODS)
+        self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
+        if "dense" in self.method.projections:
+            raise UserError(
+                "embedding.projection is keep, but the files of sentence-transformers are written by the main job "
+                "(llmdistill train, llmdistill.distill) alone: set it to drop"
+            )
+        sizes = teacher.config.vocab_size, student.config.vocab_size
+        translated = tokenizers is not None and self.method.needs_teacher
+        if self.method.teacher_positions and vocabulary is None and not translated and sizes[0] != sizes[1]:
+            raise UserError(
+                f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give both "
+                "tokenizers=(student's, teacher's), or if the larger vocabulary is only padded, vocabulary=the number "
+                "of tokens that both have"
+            )
+        teacher.eval()
+        self._forward: Callable[..., Any] = student
+        self._is_checked = False
+        projectors = add_projectors(student, self.method.projections, seed).to(student.device)
+        ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
+        student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
+        wired = partial(tapped, self.method, vocabulary=vocabulary)
+        self._learner = wired("student", student, forward=self._run, projectors=projectors)
+        self._wired = [self._learner]
+        self._teaching: Teacher | None = None
+        if self.method.needs_teacher:
+            self._teaching = live = wired("teacher", teacher)
+            self._wired.append(live)
+            if tokenizers is not None:
+                longest = max_positions(teacher.config, sys.maxsize)
+                translation = Translation(*tokenizers, prompts=None, longest=longest)
+                self._teaching = TranslatedTeacher(live, translation, say)
+        for model in (teacher, student):
+            setattr(model, _HOOKED, True)
+
+    def __call__(
+        self,
+        batch: Inputs | None = None,
+        *,
+        num_items_in_batch: Tensor | int | Mapping[Positions, Tensor] | None = None,
+        model: Callable[..., Any] | None = None,
+        **unpacked: Any,
+    ) -> LossOutput:
+        """Run both models on a batch.
+
+        Args:
+            batch: input_ids (B, T); attention_mask (B, T), 1 at real tokens, by default 1 everywhere; labels (B, T),
+                not shifted and -100 at positions without a label, or (B,) for a classifier, none for embeddings (for
+                margins 0, 1 and 2 at query, positive and negative); and, if the student uses them, token_type_ids,
+                next_sentence_label (B,), and position_ids of rows that contain several sequences.
+            num_items_in_batch: the divisor of the sums. By default each term is the mean over this batch. For a step
+                with several batches or ranks, pass the result of `counts` for all of them: then the losses of the
+                batches add up to the loss of the whole step. A single number of labels, as transformers' Trainer passes
+                it, is exact for the terms at the labels, and weights the other terms by the batch's share of the
+                labels.
+            model: the callable to run instead of the student: the same student in a wrapper (DDP, accelerate, an
+                engine).
+            unpacked: nothing; a batch that is given so is refused by a sentence.
+
+        Returns:
+            The loss and its terms.
+
+        Raises:
+            UserError: the method needs labels, and the batch has none; or it is no batch.
+        """
+        if batch is None or unpacked or "input_ids" not in batch:
+            given = f"the keyword {next(iter(unpacked))}" if unpacked else f"a {type(batch).__name__} without input_ids"
+            raise UserError(
+                f"the loss was called with {given}: give the batch as it is, loss(batch), not loss(**batch)"
+            )
+        located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
+        divisors = self._divisors(located, num_items_in_batch)
+        if self.method.needs_teacher and self.teacher.device != located.input_ids.device:
+            self.teacher.to(cast(Any, located.input_ids.device))
+        teacher_outputs = None
+        self._forward = self.student if model is None else model
+        try:
+            if not self._is_checked and self.method.token_terms:
+                self._check_losses(located)
+            if self._teaching is not None:
+                with torch.no_grad():
+                    teacher_outputs = self._teaching.teach(located, lm_head=self.method.teacher_positions)
+            losses = self._learner.learn(located, self.method.running(teacher_outputs, located, divisors))
+        finally:
+            self._forward = self.student
+        terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
+        return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
+
+    def _check_losses(self, batch: Batch) -> None:
+        """Choose at the first batch how both models give their token losses; all ranks call the loss together."""
+        self._is_checked, training = True, self.student.training
+        self.student.eval()
+        try:
+            check_models(self._teaching, self._learner, batch, World.current())
+        finally:
+            self.student.train(training)
+
+    def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
+        """Count the tokens, labels and sequences of all batches together.
+
+            counts = loss.counts(batches)  # of a step with accumulation; over ranks, all-reduce each
+            for batch in batches:
+                loss(batch, num_items_in_batch=counts).loss.backward()
+
+        Returns:
+            Int64 scalars by name.
+        """
+        each = [self.as_batch(batch).counts() for batch in batches]
+        return {name: torch.stack([counts[name] for counts in each]).sum() for name in POSITIONS}
+
+    def as_batch(self, inputs: Inputs) -> Batch:
+        """Convert a batch from a data collator of transformers to a `Batch`."""
+        input_ids: Tensor = inputs["input_ids"]
+        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+        if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
+            mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
+        labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
+        if self.objective.sequences == "embeddings":
+            # Every sentence counts. Labels (B,) are its place in a triple, for margins.
+            labels, targets = None, input_ids.new_zeros(len(input_ids)) if labels is None else labels
+        elif self.objective.sequences == "spans":
+            labels, keys = None, ("start_positions", "end_positions")
+            targets = torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
+        elif self.objective.tokens is False:
+            labels, targets = None, labels
+            if targets is not None and self.objective.sequences == "scores":
+                targets = targets.float().flatten()
+        if labels is None:
+            if "labels" in self.method.positions.values():
+                raise UserError(
+                    "the batch has no labels, which the method's terms on the output need: add labels (B, T)"
+                )
+            labels = torch.full_like(input_ids, IGNORE_INDEX)
+        return Batch(
+            input_ids=input_ids,
+            attention_mask=mask,
+            labels=labels,
+            token_type_ids=inputs.get("token_type_ids"),
+            position_ids=position_ids,
+            targets=targets,
+        )
+
+    def remove(self) -> None:
+        """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
+        for each in self._wired:
+            each.remove()
+        for model in (self.teacher, self.student):
+            vars(model).pop(_HOOKED, None)
+        if hasattr(self.student, PROJECTORS):
+            delattr(self.student, PROJECTORS)
+
+    def _run(self, **inputs: Any) -> Any:
+        return self._forward(**inputs)
+
+    def _divisors(
+        self, batch: Batch, given: Tensor | int | Mapping[Positions, Tensor] | None
+    ) -> dict[Positions, Tensor]:
+        counts: Mapping[Positions, Tensor] = batch.counts()
+        if isinstance(given, Mapping):
+            counts = {name: given[name].to(batch.input_ids.device) for name in POSITIONS}
+        elif given is not None:
+            main: Positions = "labels" if self.objective.tokens else "sequences"
+            scale = given / counts[main].clamp(min=1)
+            counts = {name: count * scale for name, count in counts.items()}
+        # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
+        return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
+
+
+def _pooling_of(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
+    """Return how embeddings are made; see `DistillationLoss`."""
+    if mode is not None:
+        check_names("pooling", [mode], get_args(PoolingMode))
+        return Pooling((mode,))
+    folder = Path(teacher.name_or_path or "")
+    found = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
+    if found is not None and has_dense(folder):
+        raise UserError(f"{folder}: ends in a Dense, which is no part of the teacher in memory; give pooling yourself")
+    return Pooling() if found is None else found.pooling
+
+
+def _objective_of(student: PreTrainedModel, pooling: Pooling | None) -> Objective:
+    """Return the learning objective: embeddings, if these are pooled, or what belongs to the student's head."""
+    if pooling is not None:
+        return Objective(tokens=False, sequences="embeddings", pooling=pooling)
+    name = type(student).__name__
+    if name.endswith("ForSequenceClassification"):
+        return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")
+    if name.endswith("ForQuestionAnswering"):
+        return Objective(tokens=False, sequences="spans")
+    return Objective(tokens=True, sequences="classes" if name == "BertForPreTraining" else None)

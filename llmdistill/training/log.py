@@ -1,0 +1,101 @@
+"""The training log of a run: lines on the terminal, rows in metrics.jsonl, figures for the monitors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.messages import say
+from llmdistill.progress import Activity
+from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
+from llmdistill.runtime import signals
+from llmdistill.runtime.distributed import World
+
+
+class RunLog:
+    """The log of one training run; only rank 0 writes."""
+
+    monitor: Any = None
+    """Gets the rows too, see `training.trackers.monitors`; None writes the file alone."""
+
+    def __init__(self, folder: Path, *, start: int, steps: int, world: World) -> None:
+        """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed."""
+        self._active = world.is_main
+        self._file = folder / METRICS_LOG
+        self.start, self._steps = start, steps
+        self._header: list[str] = []
+        self.activity = Activity("Training", steps, "steps", done=start, detail=_stops)
+        self.rows: list[dict[str, float]] = []
+        """The rows of earlier starts of the run; empty on the ranks that do not write."""
+        if self._active:
+            self._drop_rows_after(start)
+            self.rows = read_metrics_log(folder)
+
+    def _drop_rows_after(self, step: int) -> None:
+        """Raises UserError if a row is damaged that is not the last, which a kill can leave unfinished."""
+        if self._file.is_file():
+            content = self._file.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1] if step > 0 else b""
+            rows = whole.splitlines(keepends=True)
+            kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= step]
+            write_text(self._file, b"".join(kept).decode("utf-8"))
+
+    def row(self, step: int, values: dict[str, float], eta: float) -> None:
+        """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
+        if not self._active:
+            return
+        cells = {
+            "step": f"{step}/{self._steps}",
+            "loss": f"{values['loss']:.4g}",
+            **{name: f"{value:.3g}" for name, value in values.items() if name not in FIGURES},
+            "tok/s": f"{values['tokens_per_second']:,.0f}",
+            "padding": f"{values['padding_share']:.0%}",
+            "teacher": f"{values['teacher_share']:.0%}",
+            "eta": tqdm.format_interval(eta),
+        }
+        if list(cells) != self._header:
+            self._header = list(cells)
+            say("".join(f" {name:>8}" for name in cells))
+        say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
+        self.validated(step, values)
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        """Log figures under a step, and print those of a validation; step 0 is the student before the first step."""
+        if not self._active:
+            return
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.monitor is not None:
+            self.monitor.add(step, values)
+        if "valid_loss" in values:
+            score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
+            when = f"at step {step}" if step > 0 else "before the first step"
+            say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
+
+
+def _stops() -> str:
+    return "stops after this step and saves it" if signals.caught() else ""
+
+
+def check_log(folder: Path, step: int, entry: Mapping[str, Any] | None) -> None:
+    """Raise a UserError unless a run's log begins with the rows that it had when the checkpoint of a step was saved.
+
+    `entry` has size and sha256 of the log at that time. A log that the user has removed is no damage.
+    """
+    file = folder / METRICS_LOG
+    if entry is None or not file.is_file():
+        return
+    with file.open("rb") as log:
+        rows = log.read(entry["bytes"])
+    if hashlib.sha256(rows).hexdigest() != entry["sha256"]:
+        raise UserError(
+            f"{file}: its rows up to step {step} changed after they were written; put the file back as it was, or "
+            "remove it to go on without these rows"
+        )

@@ -1,0 +1,255 @@
+"""The plan of a run: its settings, resolved and checked from configurations without reading weights or data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import changed
+from llmdistill.data.prompts import CHAT, resolve_prompt, tokenizer_gaps
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.families import is_causal
+from llmdistill.models.gguf import origin
+from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
+from llmdistill.runtime.devices import TORCH_DTYPES
+from llmdistill.runtime.ds_check import check_ds_config, check_zero
+from llmdistill.runtime.ds_config import is_shipped, read_ds_config
+from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
+from llmdistill.runtime.launch import launched_ranks
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Task
+from llmdistill.training.checks import check_plan, check_weighting
+from llmdistill.training.resolved import (
+    LARGEST_STUDENT,
+    Pending,
+    RunModels,
+    has_copied_classifier,
+    heads_of,
+    model_config,
+    student_of,
+    teacher_path,
+    teachers_of,
+    tokenizer_path,
+)
+from llmdistill.training.trackers import check_libraries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The resolved settings of a run."""
+
+    config: RunConfig
+    """The configuration; it has the numbers of steps once the training set is read."""
+    asked: RunConfig
+    """The configuration as given by the user, with data.prompt resolved; the run folder identifies the run by it."""
+    task: Task
+    ds_config: dict[str, Any]
+    split: BatchSplit
+    world_size: int
+    method: Method
+    models: RunModels
+    before: Plan | None = None
+    """The plan of the run whose student is this run's teacher, if the same command executes both."""
+    notes: list[str] = field(default_factory=list)
+    """Notes on the plan for the user."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        assert self.config.output_dir is not None
+        return Path(self.config.output_dir)
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO in which the student is trained."""
+        stage: int = self.ds_config.get("zero_optimization", {}).get("stage", 0)
+        return stage
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains the student."""
+        return METHODS[self.config.method].trains
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the training reads the teacher's outputs from a cache; the teacher is then not loaded for it."""
+        return self.config.teacher.cache is not None and self.method.needs_teacher
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the training asks a server for the teacher's outputs; the teacher is then not loaded for it."""
+        return self.config.teacher.url is not None and self.method.needs_teacher
+
+    @property
+    def runs_teacher(self) -> bool:
+        """Whether the teacher itself runs in the training."""
+        return self.method.needs_teacher and not self.is_cached and not self.is_remote
+
+
+def make_plan(
+    config: RunConfig, before: Plan | None = None, *, pending: Pending | None = None, ranks: int | None = None
+) -> Plan:
+    """Resolve and check the settings of a run before any expensive work.
+
+    `before` is the plan of the run whose student is this run's teacher; this student may not exist yet. `pending` has
+    the configurations of other models that may not exist yet, by path. `ranks` is by default that of the launcher.
+    Raises UserError if the settings are invalid or contradict each other.
+    """
+    pending = pending or {}
+    world_size = launched_ranks() if ranks is None else ranks
+    ds_config = read_ds_config(config.ds_config)
+    split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
+    resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
+    if not is_shipped(config.ds_config):  # the check loads DeepSpeed
+        check_ds_config(resolved, config.ds_config)
+    check_libraries(config, resolved)
+    dtype = "bf16" if resolved["bf16"]["enabled"] else "fp32"
+    entry = METHODS[config.method]
+    task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
+
+    # The models.
+    teachers = teachers_of(config, dtype)
+    for each in teachers.values():
+        if each.settings.is_sharded and each.settings.zero:
+            check_zero({**each.settings.zero, "stage": 3}, f"{each.key}.zero")
+    teacher, student = config.teacher.model, config.student.model
+    if before is not None:
+        teacher_config = before.models.student
+    else:
+        key, name = ("student.model", str(student)) if teacher is None else ("teacher.model", teacher)
+        teacher_config = model_config(task, key, name, pending)
+    check_weighting(config.student)
+    student_config, sizes = student_of(config.student, task, teacher_config, pending)
+
+    # The method.
+    names = config.methods()
+    objective = task.objective(teacher_config, uses_output=any(METHODS[name].uses_output for name in names))
+    searched = searched_by(config)
+    # The last layer is a placeholder for the layer that the search will find.
+    unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
+    method = build_method(names, unsearched.method_settings, teacher_config, student_config, objective)
+    if task.head not in (None, "none", "embedding") and not {"labels", "sequences"} & set(method.positions.values()):
+        # Without sft no term would train the head of the task.
+        method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
+
+    # The tokens.
+    vocabulary, note, translates, gaps = None, None, False, list[str]()
+    if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
+        has_own = task.translates and is_causal(student_config) and brings_tokenizer(locate(student))
+        tokenizers = [load_tokenizer(locate(each)) for each in (teacher, student)] if has_own else []
+        differ = has_own and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
+        if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):
+            translates, note = (
+                True,
+                "teacher and student have different tokenizers: the text that both read is compared",
+            )
+            if any(term.divergence is not None and term.divergence.of_labels for term in method.token_terms):
+                raise UserError(
+                    f"kd.divergence is log_ratio, but {teacher} has another tokenizer than {student}: the probability "
+                    "of one token is compared, take another divergence"
+                )
+        elif objective.tokens:
+            vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
+        else:
+            check_tokens(locate(teacher), locate(student))
+        if config.data.kind == "instructions" and has_own and not translates:
+            gaps = tokenizer_gaps(*tokenizers)
+    if not method.needs_teacher:
+        teachers = {"": teachers[""]}
+    for each in [*teachers.values()][1:]:
+        model_config(task, f"{each.key}.model", str(each.settings.model), pending)
+        least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
+        vocabulary = least if vocabulary is None else min(vocabulary, least)
+    tokenizer = Path(str(student)) if student in pending else None
+    if tokenizer is None:
+        tokenizer = tokenizer_path(config) if before is None else before.models.tokenizer_path
+    config = with_prompt(config) if before is None else _asked_as(config, before.config.data.prompt)
+
+    causal = is_causal(student_config)
+    teacher_head, student_head = heads_of(config, task, method, teacher_config, student_config, causal=causal)
+    models = RunModels(
+        teacher=teacher_config,
+        student=student_config,
+        teacher_path=teachers[""].path,
+        tokenizer_path=tokenizer,
+        causal=causal,
+        objective=objective,
+        sizes=sizes,
+        dtype=TORCH_DTYPES[dtype],
+        student_head=student_head,
+        teacher_head=teacher_head,
+        copies_classifier=has_copied_classifier(config, task, teacher_config, student_config),
+        vocabulary=vocabulary,
+        translates=translates,
+        teachers=teachers,
+        teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
+    )
+    ratio, larger = sizes["ratio"], list[str]()
+    if student is not None and teacher is not None and ratio > LARGEST_STUDENT:
+        larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
+    planned = Plan(
+        config=config,
+        asked=config,
+        task=task,
+        ds_config=resolved,
+        split=split,
+        world_size=world_size,
+        method=method,
+        models=models,
+        before=before,
+        notes=[*([] if note is None else [note]), *gaps, *larger],
+    )
+    check_plan(planned)
+    is_there = before is None and tokenizer.is_dir() and not {str(tokenizer), student, teacher} & pending.keys()
+    if is_there and any(tokenizer.glob("*.safetensors")) and not brings_tokenizer(tokenizer):
+        load_tokenizer(tokenizer)  # says what is missing; a folder with a config alone is one to plan with
+    return planned
+
+
+def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
+    """Return the plans of a configuration in order: one for each assistant (MiniLM §3.3), then the run itself.
+
+    `ranks` and the errors are those of `make_plan`.
+    """
+    configs: list[RunConfig] = []
+    settings = config.student
+    train = changed(config.train, settings.assistant_training, key="student.assistant_training")
+    for number, shape in enumerate(settings.assistants, start=1):
+        student = settings.made_otherwise(shape=shape)
+        folder = f"{config.output_dir}/assistant-{number}"
+        configs.append(replace(config, student=student, train=train, output_dir=folder, resume="auto"))
+    plans: list[Plan] = []
+    for each in [*configs, config]:
+        before = plans[-1] if plans else None
+        if before is not None:
+            teacher = replace(each.teacher, model=str(before.folder / "student"), cache=None, url=None, top_k=None)
+            each = replace(each, teacher=teacher)
+        plans.append(make_plan(each, before, ranks=ranks))
+    return plans
+
+
+def searched_by(config: RunConfig) -> str | None:
+    """Return the name of the method whose teacher layer must still be searched; None if there is none."""
+    names = [name for name in config.methods() if METHODS[name].searches_layer]
+    return next((name for name in names if config.method_settings[name].teacher_layer == "auto"), None)
+
+
+def with_prompt(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run whose models exist, with `data.prompt` resolved if its data are instructions.
+
+    Raises UserError if the prompt needs a chat template, and a tokenizer has none.
+    """
+    if config.data.kind != "instructions":
+        return config
+    asked = config.data.prompt
+    paths = dict.fromkeys((teacher_path(config), tokenizer_path(config)))
+    needed = [path for path in paths if asked in (None, CHAT) and brings_tokenizer(path)]  # a plan may have none yet
+    return _asked_as(config, resolve_prompt(asked, [load_tokenizer(path) for path in needed]))
+
+
+def _asked_as(config: RunConfig, prompt: str | None) -> RunConfig:
+    return replace(config, data=replace(config.data, prompt=prompt))

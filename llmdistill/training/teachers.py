@@ -1,0 +1,107 @@
+"""A run's teachers: on this machine, in a cache, behind a server, in other tokens, or several of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from llmdistill.models.adapters import is_adapter
+from llmdistill.models.families import max_positions
+from llmdistill.models.load import Head, merge_adapter
+from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.terminal import print_main
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.tapped import request_of, tapped
+from llmdistill.tasks.base import TaskData
+from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cached import CachedTeacher, Teacher
+from llmdistill.teachers.live import LiveTeacher, load_teacher
+from llmdistill.teachers.remote import RemoteTeacher, TeacherServer
+from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
+from llmdistill.teachers.translated import TranslatedTeacher, Translation
+from llmdistill.training.plan import Plan
+
+
+def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: str = "") -> LiveTeacher:
+    """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
+    head = plan.models.teacher_head if head is None else head
+    teacher = plan.models.teachers[name]
+    path, settings = teacher.path, teacher.settings
+    if settings.is_sharded and is_adapter(path):
+        # A rank has only a shard of the base model, so rank 0 merges an adapter first.
+        merged = plan.folder / (f"teacher-{name}" if name else "teacher")
+        if not is_there(merged / "config.json", world):
+            on_main(lambda: merge_adapter(path, merged), world)
+            is_there(merged / "config.json", world)
+        path = merged
+    return load_teacher(
+        str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head
+    )
+
+
+def teacher_server(plan: Plan) -> TeacherServer:
+    """Return the client of the server that runs the teacher (teacher.url)."""
+    teacher, vocabulary = plan.config.teacher, plan.models.compared_tokens
+    assert teacher.url is not None
+    assert teacher.model is not None
+    assert teacher.top_k is not None
+    return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
+
+
+def teacher_of_steps(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData, world: World) -> Teacher | None:
+    """Return what teaches in the steps of a run; `teacher` is called only if it runs in them."""
+    if plan.is_cached:
+        return run_teacher(_cached(str(plan.config.teacher.cache), plan, world), plan, data, world)
+    if plan.is_remote:
+        return remote_teacher(plan, world)
+    return run_teacher(_live(plan, teacher()), plan, data, world) if plan.method.needs_teacher else None
+
+
+def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
+    """Return the teacher of a run that a server runs."""
+    return RemoteTeacher(teacher_server(plan), device=world.device)
+
+
+def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:
+    """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
+    if plan.models.translates:
+        return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main, world=world))
+    settings = {name: each.settings for name, each in plan.models.teachers.items()}
+    if len(settings) == 1:
+        return first
+    teachers = {"": first}
+    for name in [*settings][1:]:
+        cache = settings[name].cache
+        teachers[name] = (
+            _live(plan, make_teacher(plan, world, name=name)) if cache is None else _cached(cache, plan, world)
+        )
+    average = plan.config.teacher.average
+    if average == "rows":
+        sharded = {name for name, each in settings.items() if each.is_sharded and each.cache is None}
+        return TeachersOfRows(teachers=teachers, together=frozenset(sharded))
+    weights = [each.weight for each in settings.values()]
+    return AveragedTeachers(teachers=teachers, weights=weights, average=average)
+
+
+def make_translation(plan: Plan, data: TaskData) -> Translation:
+    """Return what turns the batches of a run into those of its teacher with another tokenizer."""
+    longest = max_positions(plan.models.teacher, sys.maxsize)
+    return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
+
+
+def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:
+    request = request_of(plan.method)
+    return CachedTeacher(CacheFolder(Path(folder)), request, shift=plan.method.shift, device=world.device)
+
+
+def _live(plan: Plan, teacher: LiveTeacher) -> TappedModel:
+    return tapped(
+        plan.method,
+        "teacher",
+        teacher.model,
+        forward=teacher.forward,
+        vocabulary=plan.models.vocabulary,
+        compiled=plan.config.train.compile,
+    )

@@ -1,0 +1,180 @@
+"""The training loop: batch, teach, learn, backward, step. It knows no model family, file format or paper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
+from llmdistill.config import TrainConfig
+from llmdistill.methods import Method
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.engine import learning_rate
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.loss_check import LossModes, check_models, live_teachers, set_loss_modes
+from llmdistill.teachers.cached import Teacher
+from llmdistill.training.callbacks.base import Callback, TrainState
+from llmdistill.training.callbacks.finite import first_not_finite
+
+
+@dataclass
+class Trainer:
+    """All objects that the steps of a run need; `run` trains the student."""
+
+    engine: Any
+    student: TappedModel
+    teacher: Teacher | None
+    """None for a method that learns from the labels alone."""
+    method: Method
+    loader: Loader
+    settings: TrainConfig
+    seed: int
+    world: World
+    teaching: Stopwatch = field(init=False)
+    """Measures the time of the teacher."""
+
+    def __post_init__(self) -> None:
+        """Start with no time, and no batches."""
+        self.teaching = Stopwatch(self.world.device)
+        # `check_losses` reads the batches of the first step before `run` does, and a loader gives them once.
+        self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
+
+    def run(self, start: int, callbacks: Sequence[Callback]) -> None:
+        """Train from step `start` on. After each step the callbacks look at it in order; their exceptions end it."""
+        for step in range(start, self.settings.steps):
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, step)
+            self._seed(step)
+            micro_batches = self.micro_batches(step)
+            losses, counts = self.train_step(micro_batches)
+            state = TrainState(
+                settings=self.settings,
+                step=step + 1,
+                micro_batches=micro_batches,
+                losses=losses,
+                counts=counts,
+                was_applied=self.engine.was_step_applied(),
+            )
+            for callback in callbacks:
+                callback.after_step(state)
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Do one optimizer step.
+
+        Returns this rank's terms of each micro batch, (micro batches, terms), already divided by the global counts, and
+        the global counts in the order of POSITIONS.
+        """
+        batches = [self.moved(batch) for batch in micro_batches]
+        counts = global_counts(batches)
+        divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
+        # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
+        undo_average = self.world.size * len(batches)
+        values: list[Tensor] = []
+        nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
+        for batch in batches:
+            with self.teaching.running(), torch.no_grad():
+                teacher_outputs = self.teach(batch)
+            losses = self.student.learn(batch, self.method.running(teacher_outputs, batch, divisors))
+            self.engine.backward(losses.total * undo_average)
+            self.engine.step()
+            sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
+            values.append(torch.stack([sums.get(name, nothing) for name in self.method.weights]))
+        return torch.stack(values), counts
+
+    def moved(self, batch: Batch, method: Method | None = None) -> Batch:
+        """Return a batch on the device, with the positions of its labels."""
+        # The positions are found on the CPU; on a GPU this would synchronize the host with the device.
+        shift = (self.method if method is None else method).shift
+        return batch.with_label_rows(shift=shift).to(self.world.device)
+
+    def teach(self, batch: Batch, method: Method | None = None) -> Outputs | None:
+        """Return what a method, by default the run's, asks of the teacher; None if it needs none."""
+        method = self.method if method is None else method
+        if self.teacher is None or not method.needs_teacher:
+            return None
+        return self.teacher.teach(batch, lm_head=method.teacher_positions)
+
+    def check_losses(self, start: int, known: LossModes | None) -> LossModes:
+        """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.
+
+        Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores.
+        """
+        if known is not None:
+            set_loss_modes({**live_teachers(self.teacher), "student": self.student}, known)
+            return known
+        if not self.method.token_terms:
+            return {}
+        self._seed(start)
+        (first, *_) = self.micro_batches(start)
+        self.engine.eval()
+        found = check_models(self.teacher, self.student, self.moved(first), self.world)
+        self.engine.train()
+        return found
+
+    def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
+        """Run the forward passes of a step (from 1) again for `first_not_finite`, and return what it says."""
+        models = {name: each.model for name, each in live_teachers(self.teacher).items()}
+        models["student"] = self.student.model
+
+        def run() -> None:
+            self._seed(step - 1)
+            with torch.no_grad():
+                for batch in micro_batches:
+                    moved = self.moved(batch)
+                    self.student.learn(moved, self.method.running(self.teach(moved), moved, moved.divisors()))
+
+        return first_not_finite(models, run)
+
+    def _seed(self, step: int) -> None:
+        """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
+        # Collisions do not occur in practice.
+        torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+
+def global_counts(micro_batches: Sequence[Batch]) -> Tensor:
+    """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
+    counts = [batch.counts() for batch in micro_batches]
+    return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
+
+
+class Stopwatch:
+    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time spent in the block."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def add(self, seconds: float) -> None:
+        """Add time that was measured elsewhere."""
+        self._seconds += seconds
+
+    def take(self) -> float:
+        """Return the seconds measured since the last call."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds

@@ -1,0 +1,204 @@
+"""Weighted factorization of whole models: the loss that it keeps, budgets, passes over the data, work of the ranks."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.students.convert import compress_model
+from llmdistill.students.counting import count_parameters, layer_linears
+from llmdistill.students.sizes import summarize
+from llmdistill.students.start import measure, sampled
+from llmdistill.students.start import weigh as module
+from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.cuts import cut_costs
+from llmdistill.students.start.measure import GIB, deal, plan_passes
+from llmdistill.students.start.weigh import choose_ranks, measured, weigh
+
+from support import in_memory
+
+VOCABULARY = 40
+
+
+@pytest.fixture(autouse=True)
+def _whole_batches(monkeypatch):
+    """Models as small as these would be given row by row."""
+    for each in (module, sampled):
+        monkeypatch.setattr(each, "graph_tokens", lambda _: 1000)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A Llama whose layers differ in how much they matter, and whose inputs are far from white."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48}
+    model = tiny_model("llama", **sizes, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=None)
+    with torch.no_grad():
+        for layer, scale in zip(model.model.layers, (2.0, 0.7, 0.1), strict=True):
+            layer.mlp.down_proj.weight.mul_(scale)
+            layer.input_layernorm.weight.copy_(torch.logspace(-1, 0.5, 32)[torch.randperm(32)])
+        model.model.norm.weight.copy_(torch.logspace(-1, 0.3, 32)[torch.randperm(32)])
+    return model
+
+
+def batches(count, seed, size=8):
+    """Short sequences in which some tokens are frequent and most are rare."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        ids = (VOCABULARY * torch.rand(size, 12, generator=draw) ** 3).long()
+        names = tuple((1000 * seed + number * size + row,) for row in range(size))
+        made.append(Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sample_ids=names))
+    return made
+
+
+def naive_divergence(student, teacher, first=12):
+    """KL(teacher‖student) per token, of the first ones of each row, on data that the calibration did not see."""
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in batches(4, 9):
+            log_t, log_s = (m(batch.input_ids[:, :first]).logits.log_softmax(-1) for m in (teacher, student))
+            total += float((log_t.exp() * (log_t - log_s)).sum())
+            tokens += batch.input_ids[:, :first].numel()
+    return total / tokens
+
+
+WEIGHED = {}
+"""By settings: several tests look at the same."""
+BY_LOSS = {"target_params": "60%", "weighting": "gradients", "allocation": "loss"}
+
+
+def weighed(model, chosen, method="svd"):
+    if repr(chosen) not in WEIGHED:
+        WEIGHED[repr(chosen)] = weigh(in_memory(model, batches(8, 1), batches(4, 9)), chosen, method)
+    return WEIGHED[repr(chosen)]
+
+
+def student_of(model, method="svd", **given):
+    chosen = FactorizeConfig(**given)
+    weighted = None if chosen.weighting == "none" else weighed(model, chosen, method)
+    return compress_model(model, chosen, method, weighted=weighted)
+
+
+@pytest.mark.parametrize(("method", "size", "of_activations", "of_gradients"), [
+    ("svd", {"rank": 8}, 0.9, 0.8),
+    ("svd", {"embedding_rank": 16}, 0.9, 0.7),
+    ("kronecker", {"shapes": {"*.mlp.*": "8x8", "*": "dense"}, "sums": 8}, 0.7, 0.7),
+], ids=["layers", "embedding", "kronecker"])  # fmt: skip
+def test_weighting_keeps_more_of_the_loss(llama, method, size, of_activations, of_gradients):
+    plain, activations, gradients = (
+        student_of(llama, method, **size, weighting=weighting) for weighting in ("none", "activations", "gradients")
+    )
+    assert count_parameters(plain) == count_parameters(gradients) < count_parameters(llama)
+    loss = naive_divergence(plain, llama)
+    assert naive_divergence(activations, llama) < of_activations * loss
+    assert naive_divergence(gradients, llama) < of_gradients * loss
+
+
+def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
+    chosen, data = FactorizeConfig(**BY_LOSS), batches(8, 1)
+    first = choose_ranks(llama.config, chosen, measured(in_memory(llama, data), chosen))
+    costs = cut_costs(llama, first.factors, data, seed=2**31)  # on 64 examples
+    found = weighed(llama, chosen)
+    assert found.ranks != first.ranks
+    for name, rank in first.ranks.items():
+        assert found.factors[name].costs()[rank] == pytest.approx(float(costs[name][rank]))
+
+
+def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
+    found = weighed(llama, FactorizeConfig(**BY_LOSS))
+    assert len(set(found.ranks.values())) > 3
+    one_rank = {"target_params": "60%", "weighting": "gradients"}
+    for name, given in (("loss", BY_LOSS), ("uniform", one_rank)):
+        assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, **given), llama), rel=1e-3)
+    assert found.held_out["loss"] < found.held_out["uniform"]
+    monkeypatch.setattr(measure, "COST_TOKENS", 6)  # a decoder is judged by the first tokens of each row
+    judged = weigh(in_memory(llama, batches(8, 1), batches(4, 9)), FactorizeConfig(**BY_LOSS))
+    student = compress_model(llama, FactorizeConfig(**BY_LOSS), weighted=judged)
+    assert judged.held_out["loss"] == pytest.approx(naive_divergence(student, llama, first=6), rel=1e-3)
+    # Where the prediction misleads, the single rank is taken.
+    monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
+    found = weigh(in_memory(llama, batches(1, 1), batches(1, 9)), FactorizeConfig(**BY_LOSS))
+    assert found.ranks == weighed(llama, FactorizeConfig(**one_rank)).ranks
+
+
+def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
+    chosen = FactorizeConfig(**{**BY_LOSS, "target_params": "85%"}, rank_multiple=4)
+    weighted = weigh(in_memory(llama, batches(1, 1)), chosen)
+    assert all(rank % 4 == 0 for rank in weighted.ranks.values())
+    most, before_any_data = int(0.85 * count_parameters(llama)), summarize(llama.config, chosen)
+    assert count_parameters(compress_model(llama, chosen, weighted=weighted)) <= most
+    assert (before_any_data["student_params"], before_any_data["rank"]) == (most, None)
+    sizes = {name.removeprefix("model."): shape for name, shape in layer_linears(llama).items()}
+    assert all(rank * sum(sizes[name]) < sizes[name][0] * sizes[name][1] for name, rank in weighted.ranks.items())
+
+
+def test_layers_and_embedding_are_weighted_together(llama):
+    size = {"target_params": "55%", "embedding_rank": 24}
+    chosen = FactorizeConfig(**{**BY_LOSS, **size})
+    found = weigh(in_memory(llama, batches(2, 1)), chosen)
+    assert set(found.others) == {"embed_tokens"}
+    (table,) = found.others.values()
+    of_linears = sum(each.costs()[found.ranks[name]] for name, each in found.factors.items() if name in found.ranks)
+    assert found.predicted_loss == pytest.approx(of_linears + table.cost)
+    student = compress_model(llama, chosen, weighted=found)
+    assert naive_divergence(student, llama) < 0.7 * naive_divergence(student_of(llama, **size), llama)
+
+
+def test_too_few_tokens_are_said(llama):
+    chosen = FactorizeConfig(rank=8, weighting="gradients")
+    assert weigh(in_memory(llama, batches(1, 1, size=4)), chosen).warning() is None
+    few = weigh(in_memory(llama, batches(1, 1, size=3)), chosen).warning()
+    assert "the calibration data have 36 tokens, fewer than the 48 columns" in few
+
+
+def test_no_data_and_what_kronecker_cannot_use_are_refused_before_any_work(llama, tmp_path):
+    with pytest.raises(UserError, match="weighting gradients needs calibration data"):
+        compress_model(llama, FactorizeConfig(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")
+    source = in_memory(llama, [])
+    object.__setattr__(source, "batches", lambda: pytest.fail("the data are read"))
+    object.__setattr__(source, "kept", lambda: KeptFactors(tmp_path, {}))
+    for given, said in (
+        ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
+        ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
+        ({"shapes": {"*": "8x8"}}, r"calibration\.folder keeps factors of the method svd"),
+    ):
+        with pytest.raises(UserError, match=said):
+            weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
+
+
+SHAPES = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)}
+GROUPS = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
+
+
+def test_passes_stay_below_the_memory_and_measure_shared_inputs_again_where_they_are_split():
+    def size(group, *, of_inputs=True):
+        return 4 * (of_inputs * SHAPES[group[0]][1] ** 2 + sum(SHAPES[name][0] ** 2 for name in group))
+
+    # Room for queries and keys, but not for the values.
+    most = size(["q", "k"])
+    passes = plan_passes(GROUPS, SHAPES, gradients=True, memory=most / GIB)
+    assert [each.groups for each in passes] == [[["q", "k"]], [["v"]], [["o"]], [["gate"]], [["up"]], [["down"]]]
+    assert [each.bytes for each in passes] == [most, *(size([name]) for name in ("v", "o", "gate", "up", "down"))]
+    # A whole layer but one matrix, and then what is left.
+    most = sum(map(size, GROUPS)) - 1
+    first, last = plan_passes(GROUPS, SHAPES, gradients=True, memory=most / GIB)
+    assert (first.groups, last.groups) == (GROUPS[:3], GROUPS[3:])
+    # Less memory than any matrix has: each is measured alone.
+    alone = [each.groups for each in plan_passes(GROUPS, SHAPES, gradients=True, memory=1e-9)]
+    assert alone == [[[name]] for name in SHAPES]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_matrix_has_a_rank_and_the_work_is_even(ranks):
+    groups = [[f"{layer}.{name}" for name in group] for layer in range(4) for group in GROUPS]
+    shapes = {name: SHAPES[name.split(".")[1]] for group in groups for name in group}
+    owners = deal(groups, shapes, ranks)
+    assert set(owners) == set(shapes)
+    assert all(len({owners[name] for name in group}) == 1 for group in groups)
+    loads = [0] * ranks
+    for name, (m, n) in shapes.items():
+        loads[owners[name]] += m * n * min(m, n)
+    largest = max(sum(m * n * min(m, n) for m, n in (shapes[name] for name in group)) for group in groups)
+    assert max(loads) - min(loads) <= largest
