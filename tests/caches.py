@@ -12,9 +12,10 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
-from llmdistill.step.tapped import request_of, tapped
+from llmdistill.step.tapped import tapped
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.teachers.rows import Request
 from llmdistill.training import cache
 from llmdistill.training.plan import Plan
 
@@ -61,4 +62,4 @@ def loaded(plan: Plan, role: str) -> Any:
 
 
 def cached(plan: Plan, folder: Path) -> CachedTeacher:
-    return CachedTeacher(CacheFolder(folder), request_of(plan.method), shift=True, device=WORLD.device)
+    return CachedTeacher(CacheFolder(folder), Request.of(plan.method), shift=True, device=WORLD.device)

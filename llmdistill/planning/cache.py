@@ -17,7 +17,8 @@ from llmdistill.methods import Method
 from llmdistill.planning.layout import TEACHER_ZERO, TEACHERS, Layout, Sizes, read_seconds
 from llmdistill.planning.step import ForecastModels, full_batch
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
-from llmdistill.step.tapped import request_of, tapped
+from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CACHE_FILE, read_cache_record
 from llmdistill.teachers.rows import Request, place_of, to_outputs, to_rows
 from llmdistill.training.checks import check_top_k
@@ -32,7 +33,7 @@ _MOST_TEACHERS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheTrace:
+class CacheTrace(Teacher):
     """What `llmdistill cache` keeps of a micro batch; in a step it is the teacher that reads the cache."""
 
     settings: CacheConfig
@@ -124,7 +125,7 @@ def trace_cache(
     teacher: PreTrainedModel, method: Method, batch: Batch, settings: CacheConfig, vocabulary: int | None = None
 ) -> CacheTrace:
     """Trace the teacher's pass over a micro batch of `llmdistill cache`, both on the meta device."""
-    tracer, request = Tracer(), request_of(method)
+    tracer, request = Tracer(), Request.of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)
     wired = tapped(method, "teacher", teacher, vocabulary=vocabulary)

@@ -25,10 +25,10 @@ from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
-from llmdistill.step.loss_check import check_models, live_teachers
+from llmdistill.step.loss_check import check_models
 from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
-from llmdistill.teachers.cached import Teacher
 from llmdistill.training.assemble import load_student, prepare_student, share_of
 from llmdistill.training.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
@@ -213,7 +213,7 @@ def term_sizes(
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:
-        for each in (learner, *live_teachers(teacher).values()):
+        for each in (learner, *live_models(teacher).values()):
             each.remove()
     return sizes
 

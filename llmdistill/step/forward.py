@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from textwrap import shorten
 from typing import Any
@@ -155,6 +155,15 @@ class TappedModel:
             lm_head=by_positions(kept[0], batch, lm_head) if kept else {},
             sequence_logits=sequences,
         )
+
+    @property
+    def live(self) -> Mapping[str, TappedModel]:
+        """As a `Teacher`: this model runs here."""
+        return {"teacher": self}
+
+    def reads(self, batch: Batch) -> Batch:
+        """As a `Teacher`: its tokens are those of the student."""
+        return batch
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""

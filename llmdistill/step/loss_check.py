@@ -10,30 +10,16 @@ from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.own_loss import OwnLoss, own_loss
-from llmdistill.teachers.cached import Teacher
-from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
-from llmdistill.teachers.translated import TranslatedTeacher
+from llmdistill.step.teacher import Teacher
 
 LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
 
-def live_teachers(teacher: Teacher | None) -> dict[str, TappedModel]:
-    """Return the models that run as teachers, by what a note calls them."""
-    if isinstance(teacher, AveragedTeachers | TeachersOfRows):
-        live = {name: live_teachers(each) for name, each in teacher.teachers.items()}
-        return {f"teacher {name}".strip(): found["teacher"] for name, found in live.items() if found}
-    if isinstance(teacher, TranslatedTeacher):
-        return live_teachers(teacher.teacher)
-    return {"teacher": teacher} if isinstance(teacher, TappedModel) else {}
-
-
 def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch, world: World) -> LossModes:
     """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    read = batch
-    if isinstance(teacher, TranslatedTeacher):
-        read = teacher.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
-    return {**check_losses(live_teachers(teacher), read, world), **check_losses({"student": student}, batch, world)}
+    taught = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch), world)
+    return {**taught, **check_losses({"student": student}, batch, world)}
 
 
 def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:

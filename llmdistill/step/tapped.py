@@ -1,4 +1,4 @@
-"""Connects a method with its models: the hooks that its terms need, and what it asks of a teacher."""
+"""Connects a method with its models: the hooks that its terms need."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from llmdistill.methods import Method
 from llmdistill.step.compile import compile_layers
 from llmdistill.step.forward import TappedModel
+from llmdistill.step.method import Method
 from llmdistill.step.taps import Recorder
-from llmdistill.teachers.rows import Request
 
 
 def tapped(
@@ -37,14 +36,3 @@ def tapped(
     forward = model if forward is None else forward
     projector = projectors["sentence"] if projectors is not None and "sentence" in projectors else None
     return TappedModel(forward, recorder, vocabulary=vocabulary, pooling=method.pooling, projector=projector)
-
-
-def request_of(method: Method) -> Request:
-    """Return what a method asks of its teacher."""
-    temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
-    return Request(
-        positions=method.teacher_positions,
-        temperatures=tuple(sorted(temperatures)),
-        taps=method.teacher_taps,
-        sequences=any(term.needs_teacher for term in method.sequence_terms),
-    )

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmdistill.batch import Batch, Outputs, Positions
 from llmdistill.errors import UserError
+from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.rows import Request, place_of, to_outputs
 
 
-class Teacher(Protocol):
-    """What a training asks of a teacher; a `TappedModel` of a live one and `CachedTeacher` have it."""
-
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
-        """Return taps and what the distributions at these kinds of positions follow from, for a batch."""
-        ...
-
-
-class CachedTeacher:
+class CachedTeacher(Teacher):
     """Gives the outputs that the live teacher would give: equal up to rounding for hidden states.
 
     The live teacher rounds differently in batches of other shapes; so do both of them, the one that wrote the cache

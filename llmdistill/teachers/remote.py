@@ -18,6 +18,7 @@ from llmdistill.batch import Batch, Loader, Outputs, Positions, Taps, TopK
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
+from llmdistill.step.teacher import Teacher
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -108,7 +109,7 @@ class TeacherServer:
         return top
 
 
-class RemoteTeacher:
+class RemoteTeacher(Teacher):
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
     def __init__(self, server: TeacherServer, *, device: torch.device) -> None:

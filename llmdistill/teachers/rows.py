@@ -22,6 +22,7 @@ from torch import Tensor
 
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions, TapRequest, Taps, TopK
 from llmdistill.losses.top_k import most_likely
+from llmdistill.step.method import Method
 
 _CHUNK = 256
 """Rows whose logits are computed at a time to find the most likely tokens."""
@@ -39,6 +40,17 @@ class Request:
     """The inner tensors."""
     sequences: bool
     """Whether the output of a classifier is needed."""
+
+    @classmethod
+    def of(cls, method: Method) -> Request:
+        """Return what a method asks of its teacher."""
+        temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
+        return cls(
+            positions=method.teacher_positions,
+            temperatures=tuple(sorted(temperatures)),
+            taps=method.teacher_taps,
+            sequences=any(term.needs_teacher for term in method.sequence_terms),
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the request as plain JSON values."""

@@ -10,12 +10,13 @@ import torch
 
 from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, SeveralHeads, Taps
 from llmdistill.errors import UserError
+from llmdistill.step.forward import TappedModel
 from llmdistill.step.passes import rows_of
-from llmdistill.teachers.cached import Teacher
+from llmdistill.step.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragedTeachers:
+class AveragedTeachers(Teacher):
     """Teachers whose distributions over tokens are averaged at every position."""
 
     teachers: Mapping[str, Teacher]
@@ -23,6 +24,11 @@ class AveragedTeachers:
     weights: Sequence[float]
     """Over 0, in the order of the teachers; only their proportions matter."""
     average: Literal["probabilities", "log_probabilities"]
+
+    @property
+    def live(self) -> Mapping[str, TappedModel]:
+        """Those of the teachers that run here."""
+        return _live(self.teachers)
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run every teacher on a batch."""
@@ -35,13 +41,18 @@ class AveragedTeachers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeachersOfRows:
+class TeachersOfRows(Teacher):
     """Teachers of which each teaches the rows that ask for it by name."""
 
     teachers: Mapping[str, Teacher]
     """By name; "" is the one of the rows that name none."""
     together: frozenset[str]
     """The teachers whose forward pass needs every rank: they run even if no row of a batch asks for them."""
+
+    @property
+    def live(self) -> Mapping[str, TappedModel]:
+        """Those of the teachers that run here."""
+        return _live(self.teachers)
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run each teacher on its own rows of a decoder's batch."""
@@ -62,6 +73,11 @@ class TeachersOfRows:
             heads.append(head if own else head._replace(rows=head.rows[:0]))
             places.append(torch.isin(row_N, torch.tensor(own, dtype=torch.long)).nonzero()[:, 0])
         return Outputs(logits=None, taps=Taps(), lm_head={"labels": SeveralHeads(tuple(heads), places=tuple(places))})
+
+
+def _live(teachers: Mapping[str, Teacher]) -> dict[str, TappedModel]:
+    live = {name: each.live for name, each in teachers.items()}
+    return {f"teacher {name}".strip(): models["teacher"] for name, models in live.items() if models}
 
 
 def _head(found: Mapping[Positions, object], place: Positions) -> HeadInputs:

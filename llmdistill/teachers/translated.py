@@ -16,7 +16,8 @@ from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
 from llmdistill.progress import progress
-from llmdistill.teachers.cached import Teacher
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.teacher import Teacher
 
 
 class _Translated(NamedTuple):
@@ -230,7 +231,7 @@ def _text(whole: bytes) -> str:
 
 
 @dataclass
-class TranslatedTeacher:
+class TranslatedTeacher(Teacher):
     """Gives the outputs of a teacher that reads other tokens than the student."""
 
     teacher: Teacher
@@ -238,6 +239,15 @@ class TranslatedTeacher:
     say: Callable[[str], None]
     """Shows a note to the user."""
     _is_told: bool = field(default=False, init=False)
+
+    @property
+    def live(self) -> Mapping[str, TappedModel]:
+        """The model of the teacher, if it runs here."""
+        return self.teacher.live
+
+    def reads(self, batch: Batch) -> Batch:
+        """Return the text of a batch in the teacher's tokens."""
+        return self.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""

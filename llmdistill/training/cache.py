@@ -21,10 +21,10 @@ from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.step.loss_check import check_losses
-from llmdistill.step.tapped import request_of, tapped
+from llmdistill.step.tapped import tapped
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.rows import rows_of_samples
+from llmdistill.teachers.rows import Request, rows_of_samples
 from llmdistill.teachers.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.translated import translated_examples
 from llmdistill.training.checks import check_can_cache, check_top_k, lacking_of_vllm
@@ -66,7 +66,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     job = Job(
         folder=folder,
         settings=settings,
-        request=request_of(plan.method),
+        request=Request.of(plan.method),
         shift=plan.method.shift,
         vocabulary=plan.models.vocabulary,
         items=items,
@@ -210,7 +210,7 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
             **_origin(plan.models, data, settings.teacher),
             "model": plan.models.teachers[settings.teacher].settings.model,
             "held": {
-                **request_of(plan.method).record(),
+                **Request.of(plan.method).record(),
                 "top_k": settings.kept_top_k,
                 "vocabulary": plan.models.compared_tokens,
             },
@@ -237,7 +237,7 @@ def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) ->
         if held.get(what) != new:
             model = f" ({record['model']})" if what == "teacher" else ""
             raise UserError(f"{key}: its {what} is {held.get(what)}{model}, and that of this run is {new}; {remedy}")
-    lacking = request_of(plan.method).lacking(record["held"])
+    lacking = Request.of(plan.method).lacking(record["held"])
     if lacking is not None:
         methods = " + ".join(plan.config.methods())
         raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")

@@ -36,6 +36,7 @@ from llmdistill.progress import progress
 from llmdistill.report.starts import WEIGHTING_FILE
 from llmdistill.runtime.distributed import World, broadcast_object, largest_number
 from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.step.teacher import Teacher
 from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import KeptFactors
@@ -45,7 +46,6 @@ from llmdistill.students.svd import determined
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
 from llmdistill.tasks.forward import scoring_forward
-from llmdistill.teachers.cached import Teacher
 from llmdistill.teachers.live import LiveTeacher
 from llmdistill.training.inputs import data_file
 from llmdistill.training.plan import Plan

@@ -16,8 +16,8 @@ from llmdistill.files import byte_size, nearest
 from llmdistill.models.families import family_of, has_family, max_positions
 from llmdistill.models.load import has_checkpointing
 from llmdistill.models.quantized import bits_of, check_torchao, quantized_linears
-from llmdistill.step.tapped import request_of
 from llmdistill.students.counting import build_reference
+from llmdistill.teachers.rows import Request
 
 if TYPE_CHECKING:
     from llmdistill.training.plan import Plan
@@ -201,7 +201,7 @@ def _check_can_ask(plan: Plan) -> None:
 
 def lacking_of_vllm(plan: Plan, *, remedy: str) -> str | None:
     """Why vLLM's log-probabilities of given tokens are not all that a run needs, with a remedy; None if they are."""
-    request, length = request_of(plan.method), plan.config.data.max_length
+    request, length = Request.of(plan.method), plan.config.data.max_length
     methods = " + ".join(plan.config.methods())
     if not plan.models.causal:
         return f"vLLM gives log-probabilities of decoders alone; {remedy}"

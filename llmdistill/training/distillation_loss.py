@@ -26,7 +26,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.step.loss_check import check_models
 from llmdistill.step.tapped import tapped
-from llmdistill.teachers.cached import Teacher
+from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
 
 _HOOKED = "_llmdistill_hooked"

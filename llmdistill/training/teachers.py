@@ -13,12 +13,14 @@ from llmdistill.models.load import Head, merge_adapter
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.tapped import request_of, tapped
+from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import Teacher
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.cached import CachedTeacher, Teacher
+from llmdistill.teachers.cached import CachedTeacher
 from llmdistill.teachers.live import LiveTeacher, load_teacher
 from llmdistill.teachers.remote import RemoteTeacher, TeacherServer
+from llmdistill.teachers.rows import Request
 from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
 from llmdistill.training.plan import Plan
@@ -92,7 +94,7 @@ def make_translation(plan: Plan, data: TaskData) -> Translation:
 
 
 def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:
-    request = request_of(plan.method)
+    request = Request.of(plan.method)
     return CachedTeacher(CacheFolder(Path(folder)), request, shift=plan.method.shift, device=world.device)
 
 

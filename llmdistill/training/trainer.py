@@ -18,8 +18,8 @@ from llmdistill.methods import Method
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.loss_check import LossModes, check_models, live_teachers, set_loss_modes
-from llmdistill.teachers.cached import Teacher
+from llmdistill.step.loss_check import LossModes, check_models, set_loss_modes
+from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.training.callbacks.base import Callback, TrainState
 from llmdistill.training.callbacks.finite import first_not_finite
 
@@ -107,7 +107,7 @@ class Trainer:
         Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores.
         """
         if known is not None:
-            set_loss_modes({**live_teachers(self.teacher), "student": self.student}, known)
+            set_loss_modes({**live_models(self.teacher), "student": self.student}, known)
             return known
         if not self.method.token_terms:
             return {}
@@ -120,7 +120,7 @@ class Trainer:
 
     def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
         """Run the forward passes of a step (from 1) again for `first_not_finite`, and return what it says."""
-        models = {name: each.model for name, each in live_teachers(self.teacher).items()}
+        models = {name: each.model for name, each in live_models(self.teacher).items()}
         models["student"] = self.student.model
 
         def run() -> None:

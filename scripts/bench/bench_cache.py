@@ -30,9 +30,11 @@ from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
-from llmdistill.step.tapped import request_of, tapped
+from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.cached import CachedTeacher, Teacher
+from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.teachers.rows import Request
 from llmdistill.training.cache import make_cache
 from llmdistill.training.plan import make_plan
 from llmdistill.training.teachers import make_teacher
@@ -68,7 +70,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
         teacher = tapped(method, "teacher", live.model, forward=live.forward)
     else:
         folder = CacheFolder(Path(row["cache"]))
-        teacher = CachedTeacher(folder, request_of(method), shift=method.shift, device=device)
+        teacher = CachedTeacher(folder, Request.of(method), shift=method.shift, device=device)
     engine = plain_engine(load_model(row["student"], dtype=plan.models.dtype, device=device).train())
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))

@@ -22,9 +22,9 @@ from small_training import Setting, batch_of, forecast, measure  # noqa: E402
 from llmdistill.config.cache import CacheConfig  # noqa: E402
 from llmdistill.runtime.distributed import World, init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
-from llmdistill.step.tapped import request_of  # noqa: E402
 from llmdistill.teachers.cache_folder import CacheFolder  # noqa: E402
 from llmdistill.teachers.cached import CachedTeacher  # noqa: E402
+from llmdistill.teachers.rows import Request  # noqa: E402
 from llmdistill.teachers.shards import Job, finish, write_by_teacher  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ SETTINGS: list[tuple[Setting, Any]] = [
 
 def cached(setting: Setting, content: Any, folder: Path, live: Any, method: Any) -> CachedTeacher:
     """The teacher's cache of the one batch, which is made in a folder of this rank."""
-    settings, request, rows = CacheConfig(content=content), request_of(method), range(setting.micro_batch_size)
+    settings, request, rows = CacheConfig(content=content), Request.of(method), range(setting.micro_batch_size)
     world = World(rank=0, size=1, device=torch.device("cpu"))
     record = {"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}}
     given: Any = {"folder": folder, "settings": settings, "request": request, "record": record, "world": world}

@@ -1,0 +1,31 @@
+"""What a step asks of a teacher, whatever it is: a model that runs here, a cache, a server, or several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.step.forward import TappedModel
+
+
+class Teacher(Protocol):
+    """A teacher. `TappedModel` is the one that runs here; the others are files of `teachers/`, which inherit this."""
+
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Return taps and what the distributions at these kinds of positions follow from, for a batch."""
+        ...
+
+    @property
+    def live(self) -> Mapping[str, TappedModel]:
+        """The models that run here, by what a note calls them; none where the outputs come from elsewhere."""
+        return {}
+
+    def reads(self, batch: Batch) -> Batch:
+        """Return the batch of the student as the teacher reads it, in other tokens if it has another tokenizer."""
+        return batch
+
+
+def live_models(teacher: Teacher | None) -> Mapping[str, TappedModel]:
+    """Return the models of a teacher that run here, by what a note calls them."""
+    return {} if teacher is None else teacher.live
