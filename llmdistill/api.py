@@ -33,6 +33,8 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
+from llmdistill.serving.export import ExportTo
+from llmdistill.serving.export import export as export_student
 from llmdistill.students.convert import compress_model
 from llmdistill.students.search import needs_search, search
 from llmdistill.students.sizes import check_settings, summarize
@@ -43,7 +45,7 @@ from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.windows import cut_windows, score_windows
 from llmdistill.training.calibration import measure_weights_on, split_calibration
-from llmdistill.training.card import ExportTo, export_with_card, save_compressed
+from llmdistill.training.card import save_compressed
 from llmdistill.training.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.training.plan import make_plans
 from llmdistill.training.run_folder import METRICS_FILE
@@ -201,7 +203,7 @@ def export(
         UserError: the student does not suit, a package is missing, `output` is not empty, or the outputs differ.
     """
     check_models(student=student)
-    return export_with_card(student, output, to=to, int8=int8, bits=bits, tokenizer=tokenizer)
+    return export_student(student, output, to=to, int8=int8, bits=bits, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
 
         tasks = plan_tasks(plans)
     if flags.dry_run:
-        from llmdistill.planning.describe import show
+        from llmdistill.planning.dry_run import show
 
         if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
             raise SystemExit(1)

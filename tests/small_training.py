@@ -31,7 +31,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.tapped import tapped
-from llmdistill.teachers.cached import Teacher
+from llmdistill.step.teacher import Teacher
 
 TaughtBy = Callable[[TappedModel, Method], Teacher]
 """Puts something in the place of the live teacher."""

@@ -23,12 +23,12 @@ from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.learning import HeadLosses
 from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import Teacher
 from llmdistill.students.counting import build_reference
 from llmdistill.students.install import install
 from llmdistill.students.sizes import plan as plan_factorization
 from llmdistill.students.sizes import plan_embedding
 from llmdistill.tasks.base import Task
-from llmdistill.teachers.cached import Teacher
 from llmdistill.training.plan import Plan
 
 

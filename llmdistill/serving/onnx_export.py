@@ -24,10 +24,11 @@ from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize
 from llmdistill.progress import Activity, progress
-from llmdistill.serving.export import Describe, merge
+from llmdistill.serving.dense import Describe
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.experts import has_experts
 from llmdistill.students.install import is_factorized
+from llmdistill.students.merge import merge
 
 TOLERANCE = 1e-5
 """Largest allowed difference of an output from that of the model in fp64, as a share of the largest output (and of 1 at

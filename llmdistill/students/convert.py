@@ -21,13 +21,13 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.load import Head, build_random, load_model
 from llmdistill.progress import progress
-from llmdistill.serving.export import merge
 from llmdistill.students.counting import build_reference, layer_linears, layer_stacks
 from llmdistill.students.experts import factors_name, stacked
 from llmdistill.students.hub import FactorizedConfig
 from llmdistill.students.importance import Importance, important_parts
 from llmdistill.students.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
 from llmdistill.students.kinds import KINDS, Factorization, Sigma, Size
+from llmdistill.students.merge import merge
 from llmdistill.students.reconstruction import Squares, squares_lost
 from llmdistill.students.search import needs_search, search
 from llmdistill.students.shapes import (

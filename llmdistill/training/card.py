@@ -1,38 +1,30 @@
-"""Tells the model cards of students how they were made: by a run, by compress, or by an export."""
+"""Tells the model cards of students how they were made: by a run or by compress."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import plain
-from llmdistill.config import FactorizeConfig, QuantizeConfig, RunConfig
-from llmdistill.config.command_line import build, changed, to_dict
+from llmdistill.config import FactorizeConfig, RunConfig
+from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.data.sources import hub_name
-from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
-from llmdistill.report.card import Story, Teacher, without_paths, write_card, write_export_card
+from llmdistill.report.card import Story, Teacher, without_paths, write_card
 from llmdistill.report.record import describe_versions, make_record
 from llmdistill.report.table import kept_student, model_table
-from llmdistill.serving.export import export_dense, export_quantized
-from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.tasks.base import ScoreTable
 from llmdistill.training.inputs import Model, save_with_tokenizer
 from llmdistill.training.plan import Plan
-
-ExportTo = Literal["dense", "onnx", "int8", "int4"]
-"""What `llmdistill export` makes of a student."""
 
 
 def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, data_report: str) -> None:
@@ -134,32 +126,3 @@ def save_compressed(
         ],
     )
     write_card(folder, title, teacher, story)
-
-
-def export_with_card(
-    student: Model,
-    output: str | Path,
-    *,
-    to: ExportTo,
-    int8: bool,
-    bits: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> dict[str, Any]:
-    """Do the work of `llmdistill.export`, and give the new folder the card of the student's folder, if it has one."""
-    if to not in get_args(ExportTo) or (int8 and to != "onnx"):
-        raise UserError(
-            f"export to={to!r} int8={int8}: give to='dense', 'onnx', 'int8' or 'int4', and int8 with onnx alone"
-        )
-    few = to in ("int8", "int4")
-    if any(bits.values()) and not few:
-        raise UserError(f"export to={to!r}: {', '.join(bits)} are for 'int8' and 'int4': leave them out")
-    write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
-    settings = changed(QuantizeConfig(), {"weights": to if few else "none", **bits}, key="")
-    if settings.weights != "none":
-        write = partial(export_quantized, settings=settings)
-    if isinstance(student, PreTrainedModel):
-        with TemporaryDirectory() as saved:
-            save_with_tokenizer(student, tokenizer, Path(saved))
-            return write(saved, output)
-    folder = locate(str(student))
-    return write(folder, output, describe=partial(write_export_card, folder, to=to))

@@ -18,7 +18,6 @@ from llmdistill.errors import UserError
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import folder_damage, load_model
-from llmdistill.planning.describe import headline
 from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.runtime import signals
@@ -46,6 +45,7 @@ from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.card import write_run_card
 from llmdistill.training.checkpoints import load_checkpoint
 from llmdistill.training.checks import HANDED_OVER, check_disk
+from llmdistill.training.headline import headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scores_asked

@@ -19,10 +19,10 @@ from llmdistill.models.adapters import add_lora
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
-from llmdistill.serving.export import merge
 from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.install import is_factorized
+from llmdistill.students.merge import merge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/students.md"
 COLUMNS = ("KD", "generate", "LoRA", "SVD", "MaKD", "relations", "export")

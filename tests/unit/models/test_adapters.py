@@ -17,7 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model, merge_adapter
-from llmdistill.serving.export import export_dense
+from llmdistill.serving.dense import export_dense
 from llmdistill.step.taps import Recorder
 from llmdistill.students.convert import compress, factorize
 from llmdistill.students.kinds import Factorization

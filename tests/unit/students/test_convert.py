@@ -12,11 +12,11 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.serving.export import merge
 from llmdistill.students.convert import compress_model, factorize, make_student
 from llmdistill.students.importance import measure_importance
 from llmdistill.students.install import matrix
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
+from llmdistill.students.merge import merge
 from llmdistill.students.modules import LowRankLinear
 from llmdistill.students.reconstruction import as_lines, by_kind
 from llmdistill.students.sizes import plan

@@ -13,12 +13,12 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
-from llmdistill.serving.export import merge
 from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.convert import compress_model, factorize
 from llmdistill.students.counting import count_parameters, layer_stacks
 from llmdistill.students.experts import LowRankStack
 from llmdistill.students.kinds import Factorization
+from llmdistill.students.merge import merge
 from llmdistill.students.reconstruction import by_kind
 from llmdistill.students.sizes import summarize
 from llmdistill.students.start.weigh import weigh

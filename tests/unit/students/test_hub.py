@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from llmdistill.errors import UserError
-from llmdistill.serving import export
-from llmdistill.serving.export import export_dense
-from llmdistill.students import hub
+from llmdistill.serving.dense import export_dense
+from llmdistill.students import hub, merge
 from llmdistill.students.counting import count_parameters
 
 
@@ -240,8 +239,8 @@ def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, name, meth
 
 def test_wrong_export_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     make_student(AutoModelForCausalLM, config_of("llama")).save_pretrained(tmp_path / "student")
-    product = export._product
-    monkeypatch.setattr(export, "_product", lambda module: 1.001 * product(module))
+    product = merge._product
+    monkeypatch.setattr(merge, "_product", lambda module: 1.001 * product(module))
     with pytest.raises(UserError, match="differs from the student"):
         export_dense(tmp_path / "student", tmp_path / "dense")
     assert [path.name for path in tmp_path.iterdir()] == ["student"]

@@ -14,10 +14,10 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.models.families import base_name, layers_name
-from llmdistill.serving.export import merge
 from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import layer_linears
 from llmdistill.students.install import matrix, tied_heads, token_embedding
+from llmdistill.students.merge import merge
 from llmdistill.students.start import sampled as module
 from llmdistill.students.start.cuts import cut, cut_costs, divergences
 from llmdistill.students.start.moments import measure_moments

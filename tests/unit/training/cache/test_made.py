@@ -19,13 +19,14 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.planning.cache import CacheAsked, forecast_cache
-from llmdistill.planning.describe import estimate, headline
+from llmdistill.planning.dry_run import estimate
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
 from llmdistill.step.tapped import tapped
 from llmdistill.teachers import shards
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.training import cache
+from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.teachers import make_teacher, remote_teacher
 

@@ -1,4 +1,4 @@
-"""Descriptions of a plan, and the dry run of the main job, which shows them and with ``--check`` checks the run."""
+"""The dry run of the main job: what a run would do and cost, and with ``--check`` whether a batch goes through it."""
 
 from __future__ import annotations
 
@@ -9,55 +9,12 @@ from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import about_recipe, to_dict
-from llmdistill.data.prompts import describe_prompt
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.runtime.environment import print_finding
 from llmdistill.training.checks import DiskNeed
+from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
-
-
-def headline(plan: Plan, data_report: str) -> str:
-    """Describe the run in a few lines for the terminal."""
-    sizes, train, split = plan.models.sizes, plan.config.train, plan.split
-    teacher = plan.config.teacher.model
-    teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
-    teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
-    teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
-    teacher_line += f", asked at {plan.config.teacher.url}; it is not scored" if plan.is_remote else ""
-    teacher_line += "".join(f"\n            {line}" for line in _other_teachers(plan))
-    task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
-    dtype = str(plan.models.dtype).removeprefix("torch.")
-    lora = plan.config.student.lora
-    adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
-    bits = plan.config.student.quantize.weights
-    adapted += "" if bits == "none" else f", linears in {bits}"
-    own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
-    prompt = plan.config.data.prompt
-    stage = plan.zero_stage
-    return (
-        f"Run folder  {plan.folder}\n"
-        f"Teacher     {teacher_line}\n"
-        f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
-        f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
-        f"Data        {task}, {data_report.rstrip('.')}{own}\n"
-        f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"
-        f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
-        f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
-        + "".join(f"\nNote        {note}" for note in plan.notes)
-    )
-
-
-def _other_teachers(plan: Plan) -> list[str]:
-    """Describe each of the other teachers, and what the weights are of."""
-    by_rows, lines = plan.config.teacher.average == "rows", []
-    for name, each in [*plan.models.teachers.items()][1:]:
-        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
-        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
-        lines.append(f"{each.settings.model}, {part}{read}")
-    averaged = plan.config.teacher.average.replace("_", " ")
-    average = f"the average of {averaged}, the first with weight {plan.config.teacher.weight:g}"
-    return [*lines, *([] if by_rows or not lines else [average])]
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:

@@ -1,0 +1,79 @@
+"""Writes a student as a stock model, which loads without llmdistill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.artifacts import new_proven_folder
+from llmdistill.errors import UserError
+from llmdistill.models.companions import save_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import max_positions
+from llmdistill.models.load import load_model
+from llmdistill.models.quantized import bits_of, dequantize
+from llmdistill.students.counting import count_parameters
+from llmdistill.students.hub import NAME
+from llmdistill.students.merge import merge
+
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of
+1 at least). Both models run in fp32; the half-precision types add the rounding of each merged matrix when it is
+stored."""
+
+Describe = Callable[[Path, float], object]
+"""Writes a card into the new folder, before it gets its name; also takes the largest difference of an output."""
+
+
+def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Describe | None = None) -> dict[str, Any]:
+    """Export a student's folder as a stock model, which loads without llmdistill; tokenizer files are copied too.
+
+    Weights of few bits become the floats that they stand for.
+
+    The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
+    Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
+    Returns output, params, and largest_difference of a logit. `describe` adds a card.
+    """
+    config = load_config(student_dir)
+    is_student = (getattr(config, "quantization_config", None) or {}).get("quant_method") == NAME
+    if not is_student and bits_of(config) is None:
+        raise UserError(
+            f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill; "
+            "give the folder that a run or `llmdistill compress` wrote"
+        )
+    with new_proven_folder(out_dir) as folder:
+        model = load_model(student_dir, dtype="auto", head="saved")
+        dequantize(model)
+        tolerance = TOLERANCES[model.dtype]
+        merge(model)
+        params = count_parameters(model)
+        save_model(model, folder, student_dir)
+        del model
+        expected, exported = (
+            first_outputs(load_model(path, dtype=torch.float32, head="saved")) for path in (student_dir, folder)
+        )
+        difference = (exported - expected).abs().max().item()
+        # Not "if difference > limit": a NaN must also be an error.
+        if not difference <= tolerance * max(1.0, expected.abs().max().item()):
+            raise UserError(
+                f"the export of {student_dir} differs from the student by {difference:.2g} in its logits, of which "
+                f"{tolerance:g} of the largest is allowed, so nothing was written; serve the student itself"
+            )
+        if describe is not None:
+            describe(folder, difference)
+    return {"output": str(out_dir), "params": params, "largest_difference": difference}
+
+
+@torch.no_grad()
+def first_outputs(model: PreTrainedModel) -> Tensor:
+    """The first output of a model (logits, or last hidden state of a base model) for two random sequences."""
+    length = max_positions(model.config, 32) // 2
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)
+    outputs: Any = model.eval()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+    return outputs[0]
