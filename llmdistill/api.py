@@ -278,10 +278,10 @@ def distill(
         world = init_distributed(given.command(method))
         if config.tasks.names or method == "none":
             raise UserError("distill trains a student and no more: for tasks.names or method none start the main job")
-        config = on_main(lambda: given.saved(config), world)
+        config = on_main(lambda: given.saved(config))
         quiet_libraries()
         plans = make_plans(config)
-        distill_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
+        distill_plans(plans, plans[0].task.read_on_all(plans[0].models))
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     return Distilled(
@@ -370,12 +370,12 @@ def evaluate(
     read = {name: TextSet(text).read() for name, text in texts.items()}  # what is missing is told before the loading
     cut: dict[str, Any] = {"stride": generation.stride, "limit": generation.limit, "shorten": window is None}
     scores = {}
-    with evaluating(model, head="lm_head") as loaded:
+    with evaluating(model, head="lm_head") as loaded, World.alone().entered():
         for name, text in texts.items():
             if is_causal(loaded.config):
                 cut |= {"window": window or length, "data": text}
                 windows = cut_windows(read[name], own, loaded.config, name=name, **cut)
-                scores[name] = score_windows(loaded, windows, batch_size=size, world=World.alone(), name=name)
+                scores[name] = score_windows(loaded, windows, batch_size=size, name=name)
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)
         if examples:

@@ -67,13 +67,13 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     from llmdistill.runtime.terminal import print_main, quiet_libraries
     from llmdistill.studies.distillation import distill_plans
 
-    with process_group(command_line.typed_command(script, arguments)) as world:
+    with process_group(command_line.typed_command(script, arguments)):
         quiet_libraries()
-        print_main(command_line.about_recipe(flags), world)
-        data = plans[0].task.read_on_all(plans[0].models, world)
+        print_main(command_line.about_recipe(flags))
+        data = plans[0].task.read_on_all(plans[0].models)
         if tasks is not None:
-            tasks.check_data(world)
-        distill_plans(plans, data, world, then=None if tasks is None else tasks.run)
+            tasks.check_data()
+        distill_plans(plans, data, then=None if tasks is None else tasks.run)
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:

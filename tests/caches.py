@@ -11,7 +11,6 @@ from llmdistill.batch import Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 from llmdistill.step.tapped import tapped
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
@@ -19,7 +18,6 @@ from llmdistill.teachers.rows import Request
 from llmdistill.training import cache
 from llmdistill.training.plan import Plan
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)
 TOP_K = CacheConfig(content="top_k", top_k=20, micro_batch_size=4)
 
@@ -30,7 +28,7 @@ def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
 
 
 def checked(planned, folder: Path, *arguments: str) -> None:
-    cache.check_cache(*planned("--teacher.cache", str(folder), *arguments), WORLD)
+    cache.check_cache(*planned("--teacher.cache", str(folder), *arguments))
 
 
 def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
@@ -62,4 +60,4 @@ def loaded(plan: Plan, role: str) -> Any:
 
 
 def cached(plan: Plan, folder: Path) -> CachedTeacher:
-    return CachedTeacher(CacheFolder(folder), Request.of(plan.method), shift=True, device=WORLD.device)
+    return CachedTeacher(CacheFolder(folder), Request.of(plan.method), shift=True, device=torch.device("cpu"))

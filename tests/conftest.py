@@ -22,6 +22,17 @@ def quick_collection() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def cpu_world():
+    """The test runs on the CPU, as a single process, also where there is a GPU."""
+    import torch
+
+    from llmdistill.runtime.distributed import World
+
+    with World(rank=0, size=1, device=torch.device("cpu")).entered() as world:
+        yield world
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_process_group():
     """Commands that run in the tests' own process end with its process group in place.

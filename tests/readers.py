@@ -35,7 +35,6 @@ from llmdistill.papers import writing_files
 from llmdistill.papers.chunk_files import read_sentences
 from llmdistill.papers.xnli import read_xnli
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
@@ -194,7 +193,7 @@ def read_checkpoints(path: Path) -> None:
 
 def read_cache(path: Path) -> None:
     cache = CacheFolder(path.parent)
-    cache.check_files(WORLD)
+    cache.check_files()
     cache.missing([0, 1, 7])
     cache.find([0, 2])
     assert isinstance(cache.scaling, dict)
@@ -212,7 +211,6 @@ def read_adapter(path: Path) -> None:
         of_base(path.parent, fingerprint)
 
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 MULTINLI = table("premise|hypo|label", "a|b|neutral")
 XNLI_FILES = {"xnli.dev.tsv": XNLI, "xnli.test.tsv": XNLI, "multinli.train.en.tsv": MULTINLI}
 MLQA_NAMES = ("train-v1.1.json", "dev-context-en-question-en.json", "test-context-en-question-en.json")

@@ -100,9 +100,9 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
     return ds_config(f"zero{setting.stage}", train, world_size, **zero), train
 
 
-def make_trainer(setting: Setting, world: World, taught_by: TaughtBy = lambda live, _: live) -> Any:
+def make_trainer(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -> Any:
     """The trainer of a setting, as a run has it; its steps are given their batches."""
-    config = setting.config
+    config, world = setting.config, World.current()
     teacher, student = models_of(setting, world.device)
     method = build_method([setting.method], {}, config, config)
     projectors = add_projectors(student, method.projections, seed=0)
@@ -117,13 +117,14 @@ def make_trainer(setting: Setting, world: World, taught_by: TaughtBy = lambda li
         engine = build_engine(student, deepspeed, train)
     taught = taught_by(tapped(method, "teacher", teacher), method)
     tapped_student = tapped(method, "student", engine.module, forward=engine, projectors=projectors)
-    return trainer_of(engine, tapped_student, taught, method, world, train)
+    return trainer_of(engine, tapped_student, taught, method, train)
 
 
-def measure(setting: Setting, world: World, taught_by: TaughtBy = lambda live, _: live) -> dict[str, float]:
+def measure(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -> dict[str, float]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
+    world = World.current()
     before = allocated(world.device)
-    trainer = make_trainer(setting, world, taught_by)
+    trainer = make_trainer(setting, taught_by)
     batches = [batch_of(setting)] * setting.accumulation_steps
     trainer.train_step(batches)  # the first step makes the optimizer's state
     resident = allocated(world.device) - before

@@ -246,14 +246,11 @@ def check_steps(made: Callable[[int], Any]) -> list[Any]:
 
 def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> Source:
     """The teacher and the data of a calibration in this process."""
-    from llmdistill.runtime.distributed import World
     from llmdistill.students.start.weigh import Source
     from llmdistill.teachers.live import LiveTeacher
 
     teacher = LiveTeacher(model, model)
-    return Source(
-        config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out), world=World.alone()
-    )
+    return Source(config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out))
 
 
 def shapes_of_results(job: Callable[[], Any]) -> list[tuple[Any, tuple[int, ...]]]:
@@ -309,14 +306,17 @@ class ThreadRanks:
         from llmdistill.runtime import distributed
 
         monkeypatch.setattr(distributed, "broadcast_object", lambda value: self.collect(value)[0])
-        monkeypatch.setattr(distributed, "gather_objects", lambda value, world: self.collect(value))
+        monkeypatch.setattr(distributed, "gather_objects", lambda value: self.collect(value))
 
     def run(self, job: Callable[[int], Any]) -> list[Any]:
         """The results of a job on every rank, which gets its number."""
 
         def one(rank: int) -> Any:
+            from llmdistill.runtime.distributed import World
+
             self.own.rank = rank
-            return job(rank)
+            with World(rank=rank, size=self.size, device=torch.device("cpu")).entered():
+                return job(rank)
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(one, range(self.size)))

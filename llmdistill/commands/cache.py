@@ -51,8 +51,8 @@ def cache(arguments: Sequence[str]) -> None:
     plan = make_plans(config)[0]
     asked = config.teacher.others.get(settings.teacher, config.teacher)
     with process_group(needed=asked.is_sharded) as world:
-        data = plan.task.read_on_all(plan.models, world).prepared(world)
-        record = make_cache(plan, data, settings, parsed.output, world)
+        data = plan.task.read_on_all(plan.models).prepared()
+        record = make_cache(plan, data, settings, parsed.output)
     if world.is_main:
         size, tokens = sum(entry["bytes"] for entry in record["files"].values()), record["tokens"]
         summary = {

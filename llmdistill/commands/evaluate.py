@@ -86,7 +86,6 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
             limits,
             prompt=parsed.prompt,
             dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
-            world=world,
             output_dir=output,
             log=partial(say, aside=True),
         )

@@ -42,7 +42,7 @@ def generate(arguments: Sequence[str]) -> None:
     from llmdistill.runtime.distributed import process_group
 
     with process_group(needed=False) as world:
-        record = generate_responses(parsed.model, parsed.data, parsed.output, settings, world=world)
+        record = generate_responses(parsed.model, parsed.data, parsed.output, settings)
     if world.is_main:
         print_result(record if parsed.json else summary(record, parsed.output))
 

@@ -121,7 +121,6 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
 
 def count_data(plan: Plan) -> Counts | None:
     """Read and count the training set of a run; None if the run can have no cache."""
-    from llmdistill.runtime.distributed import World
     from llmdistill.training.cache import count_examples
     from llmdistill.training.checks import can_cache
     from llmdistill.training.plan import make_plan
@@ -130,7 +129,7 @@ def count_data(plan: Plan) -> Counts | None:
         return None
     if plan.before is None:  # a plan from configurations alone has not looked for the tokenizer
         plan = make_plan(plan.config)
-    data = plan.task.read(plan.models).prepared(World.alone())
+    data = plan.task.read(plan.models).prepared()
     return count_examples(plan, data)
 
 

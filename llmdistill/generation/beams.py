@@ -22,7 +22,7 @@ from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
 from llmdistill.models.families import first_position
-from llmdistill.runtime.distributed import World, largest_number
+from llmdistill.runtime.distributed import largest_number
 
 
 def penalty(length: int, alpha: float) -> float:
@@ -171,7 +171,6 @@ def write_targets(
     marks: Marks,
     forbidden: Sequence[int],
     batch_size: int,
-    world: World,
     sharded: bool,
 ) -> list[list[int]]:
     """Write a text for each source, given with its special tokens: the tokens of each, in order and on every rank.
@@ -192,10 +191,10 @@ def write_targets(
     never[list(forbidden)] = True
 
     def everyone(done: bool) -> bool:
-        return largest_number(int(not done), world) == 0
+        return largest_number(int(not done)) == 0
 
     answers: dict[int, list[int]] = {}
-    for number, is_extra in shared_jobs(len(batches), world, synced=sharded):
+    for number, is_extra in shared_jobs(len(batches), synced=sharded):
         batch = batches[number]
         with torch.no_grad():
             step = MaskedSteps(model, [sources[index] for index in batch], marks, settings.beams)
@@ -209,5 +208,5 @@ def write_targets(
         )
         if not is_extra:
             answers.update(zip(batch, texts, strict=True))
-    gathered, _ = gather_answers(answers, 0.0, world)
+    gathered, _ = gather_answers(answers, 0.0)
     return [gathered[index] for index in range(len(sources))]

@@ -104,7 +104,6 @@ def generate_passes(
     max_prompt_length: int,
     max_length: int,
     seeds: Sequence[int],
-    world: World,
     synced: bool = False,
 ) -> list[GenerationResult]:
     """Generate answers to prompts given as tokens, once with each seed; every rank must call this function.
@@ -127,14 +126,14 @@ def generate_passes(
     ends = answer_ends(tokenizer, model.generation_config)
     started = time.perf_counter()
     answers: dict[tuple[int, int], list[int]] = {}
-    for job, is_extra in shared_jobs(len(seeds) * len(batches), world, synced=synced):
+    for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
         turn, number = divmod(job, len(batches))
         rows = answer_batch(engine, prompt_ids, batches, number, seeds[turn])
         if not is_extra:
             answers.update({(turn, index): row for index, row in rows.items()})
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    gathered, seconds = gather_answers(answers, time.perf_counter() - started, world)
+    gathered, seconds = gather_answers(answers, time.perf_counter() - started)
     results = []
     for turn in range(len(seeds)):
         rows_in_order = [gathered[turn, index] for index in range(len(prompt_ids))]
@@ -143,12 +142,13 @@ def generate_passes(
     return results
 
 
-def shared_jobs(count: int, world: World, *, synced: bool) -> Iterator[tuple[int, bool]]:
+def shared_jobs(count: int, *, synced: bool) -> Iterator[tuple[int, bool]]:
     """Yield the numbers of this rank's share of some jobs, and whether a job only fills up the last round.
 
     synced: the jobs need every rank (ZeRO-3), so all ranks get equally many; a rank without a further job repeats the
     last one, and its result does not count.
     """
+    world = World.current()
     for first in progress(range(0, count, world.size), "Answering", "batches"):
         number = first + world.rank
         if number < count or synced:
@@ -226,7 +226,7 @@ def new_tokens(
     return answers
 
 
-def gather_answers(answers: dict[Key, list[int]], seconds: float, world: World) -> tuple[dict[Key, list[int]], float]:
+def gather_answers(answers: dict[Key, list[int]], seconds: float) -> tuple[dict[Key, list[int]], float]:
     """The answers of all ranks by their key, and the wall time of the slowest rank; every rank must call it."""
-    parts = gather_objects((answers, seconds), world)
+    parts = gather_objects((answers, seconds))
     return {key: ids for part, _ in parts for key, ids in part.items()}, max(slowest for _, slowest in parts)

@@ -57,7 +57,6 @@ class _Job:
     tokenizer: PreTrainedTokenizerBase
     ends: list[int]
     """The tokens that end an answer."""
-    world: World
 
 
 def generate_responses(
@@ -65,8 +64,6 @@ def generate_responses(
     data: str,
     output: Path,
     settings: ResponseConfig,
-    *,
-    world: World | None = None,
 ) -> dict[str, Any]:
     """Write the model's answer to every prompt of a set, in a file that can be used as data.train.
 
@@ -79,7 +76,6 @@ def generate_responses(
         data: a set as in data.train; its answers, if it has any, are ignored.
         output: the JSONL file to write.
         settings: the settings of the generation.
-        world: the rank and the number of ranks; every rank must call this function. None: a single process.
 
     Returns:
         The record in OUTPUT.provenance.json, the same on every rank.
@@ -88,8 +84,8 @@ def generate_responses(
         UserError: the settings, prompts or model are invalid (found before the weights are loaded), or the output
             belongs to another request.
     """
-    job = _prepare(model, data, output, settings, world or World.alone())
-    request, finished, done = on_main(lambda: _claim(job), job.world)
+    job = _prepare(model, data, output, settings)
+    request, finished, done = on_main(lambda: _claim(job))
     if finished:
         say(f"{output} holds these answers already; nothing to do.", aside=True)
     else:
@@ -99,14 +95,15 @@ def generate_responses(
             say(f"{there}; going on.", aside=True)
         _answer(job, left)
         barrier()
-        on_main(lambda: _finish(job, request), job.world)
-    record = on_main(lambda: answers_file.read_provenance(output), job.world)
+        on_main(lambda: _finish(job, request))
+    record = on_main(lambda: answers_file.read_provenance(output))
     assert record is not None, "the answers have just been written"
     return record
 
 
-def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
+def _prepare(model: str, data: str, output: Path, settings: ResponseConfig) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
+    world = World.current()
     folder = locate(model)
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
@@ -133,7 +130,6 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
         batches=decode.plan_batches(prompts.ids, batch_size),
         tokenizer=tokenizer,
         ends=answer_ends(tokenizer, generation_settings(folder)),
-        world=world,
     )
 
 
@@ -152,7 +148,7 @@ def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
 
 def _answer(job: _Job, left: list[int]) -> None:
     """Generate this rank's share of the remaining batches."""
-    share = left[job.world.rank :: job.world.size]
+    share = left[World.current().rank :: World.current().size]
     if not share:
         return
     settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]
@@ -166,7 +162,7 @@ def _answer(job: _Job, left: list[int]) -> None:
     )
     engine: Engine
     if settings.engine == "hf":
-        model = load_model(folder, dtype=dtype, device=job.world.device)
+        model = load_model(folder, dtype=dtype, device=World.current().device)
         engine = HuggingFaceEngine(model, job.tokenizer, decoding, max_new_tokens=room)
     else:
         lengths = {"max_new_tokens": room, "max_length": settings.max_length}
@@ -176,8 +172,8 @@ def _answer(job: _Job, left: list[int]) -> None:
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
         for turn, number in enumerate(share):
             rows = answer_batch(engine, job.prompts.ids, job.batches, number, settings.seed)
-            answers_file.append_batch(job.output, job.world.rank, number, rows)
-            together = left[turn * job.world.size : (turn + 1) * job.world.size]
+            answers_file.append_batch(job.output, World.current().rank, number, rows)
+            together = left[turn * World.current().size : (turn + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))
 
 

@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer, words_of
 from llmdistill.generation.rollout import Prompt, Written
-from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.runtime.distributed import on_every, on_main
 
 _REQUESTS = 64
 """Requests that a rank has under way at the same time: vLLM answers them together."""
@@ -131,7 +131,6 @@ class ServerWriter:
     folder: Path
     every: int
     """The weights are handed over in the first step of each so many that is on-policy."""
-    world: World
     _period: int | None = field(default=None, init=False)
     _stamp: str | None = field(default=None, init=False)
 
@@ -142,8 +141,8 @@ class ServerWriter:
         self._period = step // self.every
         while True:
             asked = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
-            written = on_every(partial(_results, asked), self.world)
-            stamp = on_main(self.server.stamp, self.world)
+            written = on_every(partial(_results, asked))
+            stamp = on_main(self.server.stamp)
             if stamp == self._stamp:
                 return written
             if stamp is not None:
@@ -154,10 +153,10 @@ class ServerWriter:
             self._hand_over()  # it was started again since, and has answered with the weights of its start
 
     def _hand_over(self) -> None:
-        on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.world)
+        on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))
         self.save(self.folder)
-        self._stamp = on_main(lambda: uuid.uuid4().hex, self.world)
-        on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)), self.world)
+        self._stamp = on_main(lambda: uuid.uuid4().hex)
+        on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)))
 
 
 def _results(asked: Sequence[Sequence[Future[Written]]]) -> list[list[Written]]:

@@ -81,7 +81,7 @@ class TasksPlan:
         if TEACHER in self.configs:
             check_tokens(self.first.models.teacher_path, student)
 
-    def check_data(self, world: World) -> None:
+    def check_data(self) -> None:
         """Read all data of the second stage, so that a mistake is a UserError before the hours of the first stage.
 
         Every rank must call this method.
@@ -90,24 +90,25 @@ class TasksPlan:
         for studies in self.studies.values():
             for study in studies.values():
                 plan = study.plan
-                plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student), world)
+                plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
-    def run(self, world: World) -> None:
+    def run(self) -> None:
         """Fine-tune every row on every task, and write and print the table; every rank must call this method.
 
         Finished runs are not repeated. Raises UserError if some have other settings, or a run fails.
         """
+        world = World.current()
         gc.collect()  # the engine of the first stage has reference cycles
         results = {}
         for row, config in self.configs.items():
-            print_main(f"\nTasks       {ROWS[row]['title']}", world)
-            results[row] = evaluate(config, world, command=world.command, prefix=self.last.config.tasks.prefix)
-        figures = self._draw(world) if self.last.config.tasks.tsne else {}
+            print_main(f"\nTasks       {ROWS[row]['title']}")
+            results[row] = evaluate(config, command=world.command, prefix=self.last.config.tasks.prefix)
+        figures = self._draw() if self.last.config.tasks.tsne else {}
         if world.is_main:
             _show_rows(self.folder, collect(results, figures, run=str(self.last.folder)))
             print_result(f"The table is in {self.folder / 'report.md'}, each row's own report in its folder there.")
 
-    def _draw(self, world: World) -> dict[str, Any]:
+    def _draw(self) -> dict[str, Any]:
         """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
         rows = sorted(self.configs, key=list(ROWS).index)
         aspect = ffn_aspect(self.last.config.method_settings)
@@ -115,7 +116,7 @@ class TasksPlan:
         for task, study in next(iter(self.studies.values())).items():
             models = {ROWS[TEACHER]["title"]: self.given[task]} if task in self.given else {}
             models |= {ROWS[row]["title"]: str(self.folder / row / task / BEST) for row in rows}
-            figure = study.figure(models, aspect, self.folder / "tsne", task, world)
+            figure = study.figure(models, aspect, self.folder / "tsne", task)
             figures[task] = {"file": f"tsne/{task}.png", **figure}
         return figures
 

@@ -21,6 +21,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
 from llmdistill.papers.writing_files import WRITING_TASKS, TextSet, read_files, task_paths
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, skipped_questions
 from llmdistill.tasks.rouge import reference_words
@@ -195,11 +196,10 @@ class Writing(Benchmark):
             # A text ends with the separator; no other special token is ever a label.
             forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],
             batch_size=self.batch_size,
-            world=scored.world,
             sharded=scored.sharded,
         )
         texts = [text.strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
-        if scored.world.is_main:
+        if World.current().is_main:
             lines = [
                 {"source": example.source, "answer": example.hint, "references": several, "prediction": text}
                 for example, several, text in zip(examples, references, texts, strict=True)

@@ -58,15 +58,14 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             plan = make_plans(_quick(config, folder))[0]  # of a run with assistants the first one's
-            world = World.alone()
-            data = plan.task.read(plan.models).prepared(world)
+            data = plan.task.read(plan.models).prepared()
             yield Finding("ok", "settings and data", data.report or "read")
             asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
             if asks and not plan.models.translates:
                 for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
                     yield Finding("warning", "tokenizers", gap, _GAP_REMEDY)
             if plan.trains:
-                yield from _check_models(plan, data, world)
+                yield from _check_models(plan, data)
     except UserError as error:
         yield Finding("failure", "the run", "it cannot start", str(error))
 
@@ -89,11 +88,12 @@ def _quick(config: RunConfig, folder: str) -> RunConfig:
     )
 
 
-def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]:
-    batch = data.loader(share_of(plan, world)).micro_batches(0)[0]
+def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
+    world = World.current()
+    batch = data.loader(share_of(plan)).micro_batches(0)[0]
     batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
-    teacher = cache(lambda: make_teacher(plan, world))
-    student = load_student(plan, prepare_student(plan, world, teacher, data), plan.models.dtype)
+    teacher = cache(lambda: make_teacher(plan))
+    student = load_student(plan, prepare_student(plan, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]
     adapt(student, plan.config.student, plan.config.seed)
     model: PreTrainedModel | None = None
@@ -102,12 +102,12 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
     if plan.is_remote:
         teacher_server(plan).check(plan.config.data.max_length)
         yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")
-        teaching = remote_teacher(plan, world)
+        teaching = remote_teacher(plan)
     elif plan.method.needs_teacher:
         model = teacher().model
         if not plan.models.translates:
             yield above_chance(plan.models, model, batch)
-        teaching = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data, world)
+        teaching = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data)
     dry = term_sizes(plan.method, teaching, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
@@ -201,7 +201,7 @@ def term_sizes(
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
     if method.token_terms:
-        check_models(teacher, learner, batch, World.current())
+        check_models(teacher, learner, batch)
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}

@@ -26,8 +26,9 @@ MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json -> the name in the table."""
 
 
-def run_record(decoding: str, world: World, log: Log, teacher_params: int) -> dict[str, Any]:
+def run_record(decoding: str, log: Log, teacher_params: int) -> dict[str, Any]:
     """Return the record of a run: command, hardware, versions, time, decoding, teacher size and training cost."""
+    world = World.current()
     own = {"decoding": decoding, "teacher_params": teacher_params, "training": training_cost(log)}
     return {**make_record(world.command, world.size), **own}
 

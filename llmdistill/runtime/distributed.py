@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +49,10 @@ rank that dies is noticed immediately."""
 
 _node: NodeRanks | None = None
 
+_joined: World | None = None
+"""The world of the process group that `init_distributed` has joined."""
+_entered: ContextVar[World | None] = ContextVar("entered", default=None)
+
 
 @dataclass(frozen=True)
 class World:
@@ -66,10 +71,24 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """Return the world of the process group, if there is one, on the device of `alone`."""
+        """Return the world of the block of `entered`, or of the process group, or that of a single process."""
+        entered = _entered.get()
+        if entered is not None:
+            return entered
         if not dist.is_initialized():
             return cls.alone()
+        if _joined is not None:
+            return _joined
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=default_device())
+
+    @contextmanager
+    def entered(self) -> Iterator[World]:
+        """Block in which this is the current world: a rank works alone in it, or on another device."""
+        token = _entered.set(self)
+        try:
+            yield self
+        finally:
+            _entered.reset(token)
 
     @property
     def is_main(self) -> bool:
@@ -83,7 +102,7 @@ def init_distributed(command: str = "") -> World:
     Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler, or if the ranks do not find
     each other.
     """
-    global _control, _node
+    global _control, _node, _joined
     on_cpu = not torch.cuda.is_available()
     if on_cpu and not has_compiler():
         raise UserError(
@@ -119,7 +138,8 @@ def init_distributed(command: str = "") -> World:
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
+    _joined = World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
+    return _joined
 
 
 def node() -> NodeRanks | None:
@@ -127,8 +147,9 @@ def node() -> NodeRanks | None:
     return _node
 
 
-def node_ranks(world: World) -> list[int]:
+def node_ranks() -> list[int]:
     """Return the ranks of this node."""
+    world = World.current()
     nodes = [list(range(world.size))] if _node is None else _node.nodes
     return next(ranks for ranks in nodes if world.rank in ranks)
 
@@ -181,16 +202,18 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def gather_objects(value: Value, world: World) -> list[Value]:
+def gather_objects(value: Value) -> list[Value]:
     """Return the values of all ranks in order, by way of their CPUs; every rank must call this function."""
+    world = World.current()
     gathered = [value] * world.size
     if world.size > 1:
         dist.all_gather_object(gathered, value, group=_control)
     return gathered
 
 
-def _of_all_ranks(error: Exception, world: World) -> Exception:
+def _of_all_ranks(error: Exception) -> Exception:
     """Return what the other ranks raise because of an exception of this one."""
+    world = World.current()
     if not isinstance(error, UserError):
         return RankError(f"rank {world.rank} failed with {type(error).__name__}: {error}")
     shared = type(error)(str(error))
@@ -198,11 +221,12 @@ def _of_all_ranks(error: Exception, world: World) -> Exception:
     return shared
 
 
-def on_main(job: Callable[[], Value], world: World) -> Value:
+def on_main(job: Callable[[], Value]) -> Value:
     """Run a job on rank 0 and return its value, which should be small, on every rank; every rank must call it.
 
     A UserError of the job is raised on every rank; any other exception of it is a RankError on the other ranks.
     """
+    world = World.current()
     value, failure, error = None, None, None
     if world.is_main:
         try:
@@ -210,39 +234,41 @@ def on_main(job: Callable[[], Value], world: World) -> Value:
         except Exception as caught:
             if world.size == 1:
                 raise
-            failure, error = _of_all_ranks(caught, world), caught
+            failure, error = _of_all_ranks(caught), caught
     value, failure = broadcast_object((value, failure))
     if failure is not None:
         raise failure if error is None or isinstance(failure, UserError) else error
     return cast(Value, value)
 
 
-def on_every(job: Callable[[], Value], world: World) -> Value:
+def on_every(job: Callable[[], Value]) -> Value:
     """Run a job on every rank; a UserError of one rank is raised on every rank. Every rank must call this function.
 
     After the first UserError that the job can raise it must not wait for other ranks. Any other exception ends its rank
     at once, because the other ranks may be waiting for it inside the job.
     """
+    world = World.current()
     value, failure = None, None
     try:
         value = job()
     except UserError as error:
         if world.size == 1:
             raise
-        failure = _of_all_ranks(error, world)
-    first = next((each for each in gather_objects(failure, world) if each is not None), None)
+        failure = _of_all_ranks(error)
+    first = next((each for each in gather_objects(failure) if each is not None), None)
     if first is not None:
         raise first
     return cast(Value, value)
 
 
-def is_there(path: Path, world: World) -> bool:
+def is_there(path: Path) -> bool:
     """Whether a file or folder exists, as rank 0 sees it; the other ranks wait until they see it too.
 
     No rank decides by its own view, because a shared file system can show a new file later on another node. Every rank
     must call this function. Raises UserError on every rank if a rank still does not see it after a minute.
     """
-    exists = on_main(path.exists, world)
+    world = World.current()
+    exists = on_main(path.exists)
 
     def wait() -> None:
         patience = time.monotonic() + _FILE_PATIENCE
@@ -254,23 +280,25 @@ def is_there(path: Path, world: World) -> bool:
                 )
             time.sleep(0.1)
 
-    on_every(wait, world)
+    on_every(wait)
     return exists
 
 
-def largest_number(number: int, world: World) -> int:
+def largest_number(number: int) -> int:
     """Return the largest number of all ranks; every rank must call it."""
-    return largest_later(number, world)()
+    return largest_later(number)()
 
 
-def sum_at(tensor: Tensor, rank: int, world: World) -> None:
+def sum_at(tensor: Tensor, rank: int) -> None:
     """Sum a tensor over the ranks in place, at one rank; what the other ranks hold afterwards means nothing."""
+    world = World.current()
     if world.size > 1:
         dist.reduce(tensor, dst=rank)
 
 
-def to_main(value: Value | None, source: int, world: World) -> Value | None:
+def to_main(value: Value | None, source: int) -> Value | None:
     """Return what the rank `source` has on rank 0, and None on the others; rank 0 and the source must call it."""
+    world = World.current()
     if source == 0 or world.rank not in (0, source):
         return value if world.is_main else None
     if not world.is_main:
@@ -281,11 +309,12 @@ def to_main(value: Value | None, source: int, world: World) -> Value | None:
     return cast(Value, box[0])
 
 
-def largest_later(number: int, world: World) -> Callable[[], int]:
+def largest_later(number: int) -> Callable[[], int]:
     """Begin to look for the largest number of all ranks; the returned function waits for it.
 
     Every rank must call both. No device is involved, so the host waits for nothing but the other hosts.
     """
+    world = World.current()
     largest = torch.tensor(number)
     work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control, async_op=True) if world.size > 1 else None
 
@@ -305,8 +334,8 @@ def barrier() -> None:
 
 def shut_down() -> None:
     """Leave the process group, if there is one."""
-    global _control, _node
-    _control = _node = None
+    global _control, _node, _joined
+    _control = _node = _joined = None
     signals.leave_if(None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -180,11 +180,12 @@ def learning_rate(settings: TrainConfig, step: int) -> float:
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
 
 
-def _gathered(engine: Any, world: World, *, only_trained: bool) -> dict[str, Tensor] | None:
+def _gathered(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | None:
     """Return the trained parameters, or the student's full state dict, on the CPU of rank 0; None on other ranks.
 
     Under ZeRO-3 one parameter is gathered at a time, so no rank needs memory for two whole models.
     """
+    world = World.current()
     import deepspeed
 
     sharded = engine.zero_optimization_stage() == 3
@@ -206,7 +207,6 @@ def _gathered(engine: Any, world: World, *, only_trained: bool) -> dict[str, Ten
 
 def save_student(
     engine: Any,
-    world: World,
     output: Path,
     *,
     template: Callable[[torch.dtype], PreTrainedModel],
@@ -223,7 +223,7 @@ def save_student(
     of sentences, if the student learned these.
     """
     has_adapters = lora is not None and lora.rank is not None
-    state = _gathered(engine, world, only_trained=has_adapters)
+    state = _gathered(engine, only_trained=has_adapters)
     dense = getattr(engine.module, DENSE, None)
 
     def write() -> None:
@@ -251,5 +251,5 @@ def save_student(
             if prompt is not None:
                 record_prompt(partial, prompt)
 
-    on_main(write, world)
-    is_there(output / "config.json", world)
+    on_main(write)
+    is_there(output / "config.json")

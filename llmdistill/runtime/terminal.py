@@ -195,13 +195,15 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
-def print_main(text: str, world: World) -> None:
+def print_main(text: str) -> None:
     """Write a message of progress or a note on rank 0."""
+    world = World.current()
     if world.is_main:
         say(text)
 
 
-def warn_main(text: str, world: World) -> None:
+def warn_main(text: str) -> None:
     """Print a highlighted warning on rank 0."""
+    world = World.current()
     if world.is_main:
         logger.warning("%s", text, extra={"framed": True})

@@ -13,28 +13,30 @@ from llmdistill.runtime.distributed import World, node_ranks, on_every, on_main
 Value = TypeVar("Value")
 
 
-def in_turns(job: Callable[[], Value], world: World) -> Value:
+def in_turns(job: Callable[[], Value]) -> Value:
     """Run a job on every rank: first on rank 0, then on the first rank of each other node, then on all others.
 
     So a job that keeps what it finds on the disk, such as a download, does its work once on a disk, and the later ranks
     find it there. Every rank must call this function, and the job must not wait for other ranks. A UserError of one
     rank is raised on every rank.
     """
-    mine = 0 if world.is_main else 1 if node_ranks(world)[0] == world.rank else 2
+    world = World.current()
+    mine = 0 if world.is_main else 1 if node_ranks()[0] == world.rank else 2
     found: list[Value] = []
     for turn in range(3 if world.size > 1 else 1):
-        on_every(lambda: found.append(job()) if turn == mine else None, world)  # noqa: B023  # called at once
+        on_every(lambda: found.append(job()) if turn == mine else None)  # noqa: B023  # called at once
     return found[0]
 
 
-def made_once(make: Callable[[], Path], world: World) -> Path:
+def made_once(make: Callable[[], Path]) -> Path:
     """Have rank 0 make a folder and return it on every rank; a node that does not see it makes its own.
 
     `make` returns the folder, which exists only when it is finished and whose name depends on its content, and makes it
     if it is not there. Every rank must call this function. Raises UserError on every rank, if `make` raises it on one,
     or another node would make something else.
     """
-    folder = on_main(make, world)
+    world = World.current()
+    folder = on_main(make)
 
     def see() -> None:
         if folder.exists():
@@ -46,5 +48,5 @@ def made_once(make: Callable[[], Path], world: World) -> Path:
                 f"{folder.name} in {folder.parent}): give data and a data.cache_dir that all nodes share"
             )
 
-    in_turns(see, world)
+    in_turns(see)
     return folder

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.distributed import all_reduce_sum
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.own_loss import OwnLoss, own_loss
@@ -16,13 +16,13 @@ LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
 
-def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch, world: World) -> LossModes:
+def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
     """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    taught = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch), world)
-    return {**taught, **check_losses({"student": student}, batch, world)}
+    taught = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
+    return {**taught, **check_losses({"student": student}, batch)}
 
 
-def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
+def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
     """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
 
     Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
@@ -36,7 +36,7 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
         loss = own_loss(tapped, batch, all_reduce_sum)
         shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
-            print_main(f"Note        {name}: {_why(tapped, loss)}", world)
+            print_main(f"Note        {name}: {_why(tapped, loss)}")
         if makes_mask and (batch.position_ids is not None or batch.visible_until is not None):
             raise UserError(
                 f"{name}: {_why(tapped, loss)}; its own masks do not support packed rows: set data.packing to false"

@@ -19,7 +19,7 @@ from llmdistill.models.families import shape_of
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.plots import curve_of, method_styles, plot_curves, save_plot
 from llmdistill.report.tables import print_table
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import InProcess
 from llmdistill.studies.trials import Result, Trial
@@ -32,36 +32,34 @@ from llmdistill.training.plan import Plan, make_plan, searched_by
 from llmdistill.training.run_folder import claim_folder
 
 
-def distill_plans(
-    plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None
-) -> None:
+def distill_plans(plans: Sequence[Plan], data: TaskData, *, then: Callable[[], None] | None = None) -> None:
     """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
     Finished runs are not repeated. `then` is called after the runs, while the folder is claimed, such as for the second
     stage on tasks. Raises UserError for bad input, a folder of another run, or a loss that is not finite.
     """
     for plan in plans:
-        assemble.check_machine(plan, world)
-        check_calibration(plan, world)
-    data = data.prepared(world)
+        assemble.check_machine(plan)
+        check_calibration(plan)
+    data = data.prepared()
     for plan in plans:
-        check_cache(plan, data.of(plan.models), world)
+        check_cache(plan, data.of(plan.models))
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     searching = searched_by(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     alone = not assistants and then is None and searching is None
-    with claim_folder(last.asked, world, may_go_on=alone):
+    with claim_folder(last.asked, may_go_on=alone):
         for plan in assistants:
-            print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
-            run_plan(plan, data.of(plan.models), world)
+            print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}")
+            run_plan(plan, data.of(plan.models))
         if searching is not None:
-            last = _search_layer(last, searching, lambda part: run_plan(part, data.of(part.models), world), world)
-        execute(last, data.of(last.models), world)
+            last = _search_layer(last, searching, lambda part: run_plan(part, data.of(part.models)))
+        execute(last, data.of(last.models))
         if then is not None:
-            then(world)
+            then()
 
 
-def _search_layer(plan: Plan, name: str, run: Callable[[Plan], object], world: World) -> Plan:
+def _search_layer(plan: Plan, name: str, run: Callable[[Plan], object]) -> Plan:
     """Search for the teacher's best layer for a method, and return the plan with this layer; every rank must call it.
 
     For each candidate layer, the student learns the layer's relations for some steps, from the same weights and with
@@ -74,12 +72,12 @@ def _search_layer(plan: Plan, name: str, run: Callable[[Plan], object], world: W
     candidates = parse_layers(layers, num_layers, key=f"{name}.search.layers")
     pairs = [_trials(config, name, folder / "layer-search", layer + 1) for layer in candidates]
     # A probe can be planned only when the trial before it has ended, because that trial writes the probe's student.
-    runner = InProcess(world, lambda each: run(make_plan(each, plan.before)))
+    runner = InProcess(lambda each: run(make_plan(each, plan.before)))
     results = runner.run([trial for pair in pairs for trial in pair])
     for result in results:
         if result.error is not None:
             raise UserError(f"the search for the teacher's layer failed at the {result.trial.title}: {result.error}")
-    chosen = on_main(lambda: _report(results[1::2], name, folder), world)
+    chosen = on_main(lambda: _report(results[1::2], name, folder))
     return make_plan(config.with_settings(name, teacher_layer=chosen), plan.before)
 
 

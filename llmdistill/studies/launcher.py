@@ -43,7 +43,6 @@ _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port
 class InProcess:
     """Runs trials one after the other in this process or process group, which saves the start-up time of each trial."""
 
-    world: World
     train: Callable[[RunConfig], object]
     """Executes the whole run of a configuration; every rank calls it."""
 
@@ -52,11 +51,11 @@ class InProcess:
 
         A UserError, and on a single rank any other exception, makes only its trial fail.
         """
-        shown = Progress() if progress is None or not self.world.is_main else progress
+        shown = Progress() if progress is None or not World.current().is_main else progress
         return [self._run(trial, shown) for trial in trials]
 
     def _run(self, trial: Trial, progress: Progress) -> Result:
-        kept = on_main(lambda: kept_result(trial), self.world)
+        kept = on_main(lambda: kept_result(trial))
         if kept is not None:
             return progress.end(kept, kept=True)
         progress.start(trial)
@@ -66,12 +65,12 @@ class InProcess:
         except UserError as error:
             reason = str(error)
         except Exception as error:
-            if self.world.size > 1:  # the other ranks may be at any other point of the run
+            if World.current().size > 1:  # the other ranks may be at any other point of the run
                 raise
             write_text(trial.log, traceback.format_exc())
             reason = f"{type(error).__name__}: {error} (log {trial.log})"
         gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
-        return progress.end(on_main(lambda: ended_result(trial, reason, time.perf_counter() - began), self.world))
+        return progress.end(on_main(lambda: ended_result(trial, reason, time.perf_counter() - began)))
 
 
 @dataclass

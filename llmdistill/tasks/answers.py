@@ -59,13 +59,12 @@ def score_sets(
     limits: Limits,
     *,
     predictions_dir: Path | None = None,
-    world: World | None = None,
     synced: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
-    The ranks share the batches of all passes (world None: there is only one), and rank 0 saves the answers to the set
+    The ranks share the batches of all passes , and rank 0 saves the answers to the set
     NAME in predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with
     one line per pass.
 
@@ -80,7 +79,7 @@ def score_sets(
     Raises:
         UserError: as in `encode_sets`, before any answer is generated.
     """
-    world = world or World.alone()
+    world = World.current()
     seeds, scores = _passes(settings), {}
     decoding = Decoding(
         sample=settings.decoding == "sample",
@@ -104,7 +103,6 @@ def score_sets(
                 max_prompt_length=limits.max_prompt_length,
                 max_length=limits.max_length,
                 seeds=[seeds[label] for label in together],
-                world=world,
                 synced=synced,
             )
             for label, result in zip(together, results, strict=True):
@@ -127,7 +125,7 @@ def score_sets(
             "dropped": prompts.dropped,
             "truncated": prompts.truncated,
             "total": len(sets[name]),
-            **score_references(model, tokenizer, examples, limits, batch_size=settings.batch_size, world=world),
+            **score_references(model, tokenizer, examples, limits, batch_size=settings.batch_size),
         }
     return scores
 
@@ -157,7 +155,6 @@ def evaluate_model(
     *,
     prompt: str | None = None,
     dtype: torch.dtype = torch.float32,
-    world: World | None = None,
     output_dir: Path | None = None,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -170,7 +167,7 @@ def evaluate_model(
     Raises:
         UserError: a file is missing or malformed; this is raised before the model is loaded.
     """
-    world = world or World.alone()
+    world = World.current()
     sets = {name: read_examples(each) for name, each in data.items() if isinstance(each, str)}
     texts = {name: each for name, each in data.items() if isinstance(each, TextSet)}
     folder = locate(model_path)
@@ -181,10 +178,9 @@ def evaluate_model(
     if log is not None and any(each.instruction for examples in sets.values() for each in examples):
         log(f"instructions are asked by {describe_prompt(limits.prompt)}")
     model = load_model(folder, dtype=dtype, device=world.device)
-    scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, world=world, log=log)
+    scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, log=log)
     of_texts = {
-        name: score_windows(model, each, batch_size=settings.batch_size, world=world, name=name)
-        for name, each in windows.items()
+        name: score_windows(model, each, batch_size=settings.batch_size, name=name) for name, each in windows.items()
     }
     made = origin(folder)
     result = {

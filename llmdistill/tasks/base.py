@@ -21,7 +21,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.distributed import on_every
 
 VALID = "valid"
 """The name of the validation set in the scores and predictions of a run."""
@@ -50,7 +50,6 @@ class ScoredModel:
     tokenizer: PreTrainedTokenizerBase
     predictions: Path
     """The folder for the model's predictions (rank 0 writes them)."""
-    world: World
     sharded: bool
     """Whether the model's forward pass needs every rank (ZeRO-3)."""
 
@@ -109,7 +108,7 @@ class TaskData(ABC):
         """Return the same examples for another run of the same command, for example the run of an assistant."""
         return self
 
-    def prepared(self, world: World) -> TaskData:
+    def prepared(self) -> TaskData:
         """Return the data ready for batches; every rank must call this method, and one rank does the slow work."""
         return self
 
@@ -269,10 +268,10 @@ class Task(TaskData):
             UserError: a file is missing or malformed, or examples do not fit the models.
         """
 
-    def read_on_all(self, models: Models, world: World) -> TaskData:
+    def read_on_all(self, models: Models) -> TaskData:
         """Read the examples for every rank, as `read` does for one process; every rank must call this method.
 
         Raises:
             UserError: on every rank, if `read` raises it on one.
         """
-        return on_every(lambda: self.read(models), world)
+        return on_every(lambda: self.read(models))

@@ -284,10 +284,10 @@ def score_task(
             model=model,
             tokenizer=tokenizer,
             predictions=Path(scratch) / "predictions" if predictions is None else predictions,
-            world=World(rank=0, size=1, device=model.device),
             sharded=False,
         )
-        return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))
+        with World(rank=0, size=1, device=model.device).entered():
+            return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

@@ -44,13 +44,13 @@ def values_of(
     take: Callable[[Tensor, Sequence[int]], Iterable[Value]],
     *,
     batch_size: int,
-    world: World,
 ) -> list[Value]:
     """Return a value for each item, in order and on every rank, for any number of items.
 
     Every rank must call this function, and the model must be in evaluation mode. `take` makes the values of a batch of
     its `sequence_logits` and of the indices of its items.
     """
+    world = World.current()
     batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     mine: list[tuple[int, Value]] = []
     for indices, batch in progress(batches, "Scoring", "batches"):
@@ -58,5 +58,5 @@ def values_of(
         assert logits is not None, "the model has no head for sequences"
         if indices:  # a batch that only keeps the ranks in step has none
             mine += zip(indices, take(logits, indices), strict=True)
-    found = dict(chain.from_iterable(gather_objects(mine, world)))
+    found = dict(chain.from_iterable(gather_objects(mine)))
     return [found[index] for index in range(len(items))]

@@ -17,6 +17,7 @@ from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.classification import chance_score, targets_of, task_metrics, write_submission
@@ -164,7 +165,7 @@ class Glue(Benchmark):
     def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
         items = self.encoded[split]
         answers = self._answers(scored, items)
-        if scored.world.is_main:
+        if World.current().is_main:
             write_submission(path, self.task, items, answers)
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Glue(Benchmark):
         answers = self._answers(scored, items)
         if labels is not None:
             answers = np.array(labels)[answers]
-        if scored.world.is_main:
+        if World.current().is_main:
             rows = zip(items, answers.tolist(), strict=True)
             lines = [f"{item.index}\t{answer}\t{item.target}\n" for item, answer in rows]
             write_text(scored.predictions / f"{name}.tsv", "".join(["index\tprediction\ttarget\n", *lines]))
@@ -189,7 +190,7 @@ class Glue(Benchmark):
             return (logits.argmax(-1) if self.task.classes else logits[:, 0].float()).tolist()
 
         with scoring_forward(scored.model) as forward:
-            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size, world=scored.world)
+            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
         return np.array(found)
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:

@@ -118,20 +118,20 @@ class Instructions(Task):
             written_by=models.teacher_path if self.teacher_writes else None,
         )
 
-    def prepared(self, world: World) -> Instructions:
+    def prepared(self) -> Instructions:
         """See Task. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
 
         Raises:
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
         settings, teacher = self.config.data, self.config.teacher
-        valid, tests, warning = on_main(self._read, world)
-        valid_items = self._stored(settings.valid, world).items if settings.valid is not None else ()
+        valid, tests, warning = on_main(self._read)
+        valid_items = self._stored(settings.valid).items if settings.valid is not None else ()
         train, mixture, report = None, None, "not read, as nothing is trained"
         if settings.streaming:
             report = "streamed while training"
         elif self.trains:
-            train, mixture, report = self._training_set(world)
+            train, mixture, report = self._training_set()
             if teacher.average == "rows" and not self.teacher_writes:  # the answers of SeqKD name no teacher
                 _check_asked(train.distinct("teacher"), teacher.others, settings.train)
         return self.having(
@@ -144,10 +144,10 @@ class Instructions(Task):
             data_warnings=[] if warning is None else [warning],
         )
 
-    def _training_set(self, world: World) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
+    def _training_set(self) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
         """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
         parts = parts_of(self.config.data.train)
-        stored = [self._stored(part.reference, world) for part in parts]
+        stored = [self._stored(part.reference) for part in parts]
         counts, left_out = stored[0].counts, Counter(stored[0].left_out)
         for each in stored[1:]:
             counts, left_out = counts.plus(each.counts), left_out + Counter(each.left_out)
@@ -178,10 +178,10 @@ class Instructions(Task):
         warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
         return valid, tests, warning
 
-    def _stored(self, reference: str, world: World) -> StoredExamples:
+    def _stored(self, reference: str) -> StoredExamples:
         make = partial(store_examples, reference, self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir)
-        folder = made_once(make, world)
-        return on_every(lambda: open_examples(folder), world)
+        folder = made_once(make)
+        return on_every(lambda: open_examples(folder))
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -259,7 +259,7 @@ class Instructions(Task):
         if name in self.texts.texts:
             return self.texts.score(name, scored)
         score = self._score(name, scored)
-        if name == VALID and scored.world.is_main:
+        if name == VALID and World.current().is_main:
             score |= _chance(scored.predictions / f"{name}.jsonl", score["rouge_words"])
         return score
 
@@ -271,7 +271,6 @@ class Instructions(Task):
             self._generation(name),
             self.limits,
             predictions_dir=scored.predictions,
-            world=scored.world,
             synced=scored.sharded,
         )[name]
 

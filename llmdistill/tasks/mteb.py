@@ -63,8 +63,8 @@ class SentenceEncoder:
         texts = chain.from_iterable(batch["text"] for batch in inputs)
         rows = [PairExample(settings.text(text), None, 0, number) for number, text in enumerate(texts)]
         items = encode_pairs(rows, self._tokenizer, int(settings.max_length or 0))
-        alone = World(rank=0, size=1, device=self._model.device)
-        return embeddings_of(self._model, items, self._tokenizer, settings.pooling, batch_size=batch_size, world=alone)
+        with World(rank=0, size=1, device=self._model.device).entered():
+            return embeddings_of(self._model, items, self._tokenizer, settings.pooling, batch_size=batch_size)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Return the cosine of each embedding of (N, W) with each of (M, W), as (N, M)."""

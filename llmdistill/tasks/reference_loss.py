@@ -75,7 +75,6 @@ def score_references(
     limits: Limits,
     *,
     batch_size: int,
-    world: World,
 ) -> dict[str, Any]:
     """Return how well a decoder predicts the first reference of each example, its end token included.
 
@@ -86,6 +85,7 @@ def score_references(
         ``{"reference_loss": nats per token, "perplexity": its exponential, "reference_tokens"}``; nothing for a model
         whose loss is not finite, for a tokenizer without an end token, or without examples.
     """
+    world = World.current()
     if tokenizer.eos_token_id is None:
         return {}
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

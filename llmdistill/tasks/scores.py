@@ -25,7 +25,6 @@ class ScoreBook:
 
     folder: Path
     data: TaskData
-    world: World
 
     def score(
         self,
@@ -43,9 +42,9 @@ class ScoreBook:
         """
         file = self.folder / "scores" / f"{name}.json"
         predictions = self.folder / "predictions" / name
-        kept = on_main(lambda: self._kept(file, predictions), self.world)
+        kept = on_main(lambda: self._kept(file, predictions))
         model = cache(load)
-        sets = on_main(lambda: dict(self.data.sets), self.world)  # rank 0 alone reads the files for their fingerprints
+        sets = on_main(lambda: dict(self.data.sets))  # rank 0 alone reads the files for their fingerprints
         for set_name, asked in progress(sets.items(), f"Scoring the {name}", "sets"):
             if set_name in kept and not differences(kept[set_name]["asked"], asked):
                 continue
@@ -53,12 +52,11 @@ class ScoreBook:
                 model=model(),
                 tokenizer=tokenizer,
                 predictions=predictions,
-                world=self.world,
                 sharded=sharded,
             )
             kept.pop(set_name, None)
             score = self.data.score_set(set_name, scored)
-            if self.world.is_main:
+            if World.current().is_main:
                 others = {file for each in kept.values() for file in each["files"]}
                 files = (path.relative_to(predictions).as_posix() for path in predictions.rglob("*") if path.is_file())
                 own = entries_of(predictions, [each for each in files if each not in others])
@@ -66,7 +64,7 @@ class ScoreBook:
                 write_json(file, kept)
         kept = broadcast_object(kept)
         summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
-        if self.world.is_main:
+        if World.current().is_main:
             say(self.data.sentence(name, summary))
         return {"params": params, **summary}
 
@@ -76,5 +74,5 @@ class ScoreBook:
         for each in (kept or {}).values():
             damage = damage or entries_damage(predictions, each["files"])
         if damage is not None:
-            warn_main(f"{damage}: the model is scored again", self.world)
+            warn_main(f"{damage}: the model is scored again")
         return {} if damage is not None or kept is None else dict(kept)

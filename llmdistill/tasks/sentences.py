@@ -207,11 +207,10 @@ class Sentences(StoredTask):
             self.tokenizer,
             self.settings.pooling,
             batch_size=self.batch_size,
-            world=scored.world,
         )
         cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
         scores = np.array(self.similarities[name], dtype=np.float64)
-        if scored.world.is_main:
+        if World.current().is_main:
             rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
             write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
         return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
@@ -245,7 +244,6 @@ def embeddings_of(
     pooling: Pooling,
     *,
     batch_size: int,
-    world: World,
 ) -> Tensor:
     """Return the embedding of each sentence, (sentences, W), in fp32 on the CPU; every rank must call this function."""
     padding: Any = tokenizer.pad_token_id
@@ -255,4 +253,4 @@ def embeddings_of(
         return embeddings_BW.float().cpu()
 
     with scoring_forward(model, pooling=pooling) as forward:
-        return torch.stack(values_of(forward, items, collate, take, batch_size=batch_size, world=world))
+        return torch.stack(values_of(forward, items, collate, take, batch_size=batch_size))

@@ -200,9 +200,8 @@ class Squad(Benchmark):
                 questions,
                 max_answer_length=self.config.data.task.max_answer_length,
                 batch_size=self.batch_size,
-                world=scored.world,
             )
-        if scored.world.is_main:
+        if World.current().is_main:
             folder, answers = scored.predictions / name, spans.texts
             if self.task.has_unanswerable:
                 answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
@@ -269,7 +268,6 @@ def predict_spans(
     *,
     max_answer_length: int,
     batch_size: int,
-    world: World,
 ) -> Spans:
     """Answer each question by the best span of up to max_answer_length tokens in any of its windows (Devlin et al.).
 
@@ -280,7 +278,7 @@ def predict_spans(
     def take(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
         return best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
 
-    found = values_of(forward, windows, collate, take, batch_size=batch_size, world=world)
+    found = values_of(forward, windows, collate, take, batch_size=batch_size)
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
     for window, (no_answer, score, first, last) in zip(windows, found, strict=True):

@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.distributed import on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, Task
 
@@ -117,11 +117,11 @@ class StoredTask(Task):
         tokenizer = load_tokenizer(models.tokenizer_path)
         return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
 
-    def read_on_all(self, models: Models, world: World) -> Any:
+    def read_on_all(self, models: Models) -> Any:
         """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
         tokenizer = load_tokenizer(models.tokenizer_path)
-        folder = made_once(lambda: self.stored(tokenizer), world)
-        return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher), world)
+        folder = made_once(lambda: self.stored(tokenizer))
+        return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher))
 
     def stored(self, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Read and tokenize the examples into a folder; reuse that of the same data, tokenizer and settings.

@@ -23,7 +23,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import perplexity_of
@@ -139,14 +139,14 @@ class Text(Task):
     def of(self, models: Models) -> Text:
         return self.having(models=models)
 
-    def prepared(self, world: World) -> Text:
+    def prepared(self) -> Text:
         """See Task. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
 
         Raises:
             UserError: the text cannot be read or is too short.
         """
         settings = self.config.data
-        on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer), world)
+        on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer))
 
         def tokenized(reference: str, fraction: float) -> Corpus:
             make = partial(
@@ -158,8 +158,8 @@ class Text(Task):
                 fraction=fraction,
                 seed=self.config.seed,
             )
-            folder = made_once(make, world)
-            return on_every(lambda: open_corpus(folder), world)
+            folder = made_once(make)
+            return on_every(lambda: open_corpus(folder))
 
         fraction = settings.text.fraction
         train = {name: tokenized(part, fraction) for name, part in _parts(settings).items()}

@@ -134,7 +134,6 @@ def score_windows(
     windows: Windows,
     *,
     batch_size: int,
-    world: World,
     name: str = "the text",
 ) -> dict[str, Any]:
     """Return the perplexity of a decoder in evaluation mode on the windows of a text.
@@ -146,6 +145,7 @@ def score_windows(
         ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
         are scored, "total": windows of the text, "window", "stride", "begin": what each window begins with}``.
     """
+    world = World.current()
     size = max(1, min(batch_size, _BATCH_TOKENS // windows.window))
     parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
     sums = torch.zeros(len(parts), 2, dtype=torch.float64)
@@ -243,7 +243,7 @@ class TextTests:
 
     def score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         windows = windows_of({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
-        return score_windows(scored.model, windows, batch_size=self.settings.batch_size, world=scored.world, name=name)
+        return score_windows(scored.model, windows, batch_size=self.settings.batch_size, name=name)
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the texts' part of `TaskData.summary`: ``{"texts": {NAME: as score_windows}}``, or nothing."""

@@ -107,13 +107,14 @@ class CacheFolder:
         self.folder = folder
         self.record = read_cache_record(folder)
 
-    def check_files(self, world: World) -> None:
+    def check_files(self) -> None:
         """Check size and sha256 of every file; each rank reads its share of the files, and every rank must call this.
 
         Raises:
             UserError: a file is missing, truncated or changed; the message names it.
         """
-        on_every(lambda: self._check_files(slice(world.rank, None, world.size)), world)
+        world = World.current()
+        on_every(lambda: self._check_files(slice(world.rank, None, world.size)))
 
     def _check_files(self, part: slice) -> None:
         damage = entries_damage(self.folder, self.record["files"], part)

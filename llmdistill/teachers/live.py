@@ -36,7 +36,6 @@ def load_teacher(
     *,
     dtype: torch.dtype,
     sharding: Literal["replicated", "node", "zero3"],
-    world: World,
     zero: Mapping[str, Any] | None = None,
     head: Head = "lm_head",
 ) -> LiveTeacher:
@@ -46,7 +45,8 @@ def load_teacher(
     so if a node has several ranks, and each node has a whole one in shards. The LM head stays gathered: the losses need
     it whole after each forward pass. `zero` has more settings of DeepSpeed's zero_optimization.
     """
-    ranks = node_ranks(world) if sharding == "node" else range(world.size)
+    world = World.current()
+    ranks = node_ranks() if sharding == "node" else range(world.size)
     if sharding == "replicated" or (sharding == "node" and len(ranks) == 1):
         model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)

@@ -55,7 +55,6 @@ class Job:
     shards: Sequence[Shard]
     record: Mapping[str, Any]
     """The content of request.json."""
-    world: World
 
     @property
     def top_k(self) -> int | None:
@@ -124,7 +123,7 @@ def finish(job: Job) -> dict[str, Any]:
 
 def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, sharded: bool) -> None:
     """Write this rank's share of the missing shards; every rank must call this, as a sharded teacher needs them all."""
-    world = job.world
+    world = World.current()
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in progress(rounds, "Teacher's outputs", "rounds of shards"):
         has_own = world.rank < len(numbers)
@@ -177,7 +176,7 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
 def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
     """Run the teacher on a batch of a shard, by turns: the batch, on the CPU, the outputs, and the rows to keep."""
     batch = job.batch(shard[min(turn, len(shard) - 1)])
-    moved = batch.to(job.world.device)
+    moved = batch.to(World.current().device)
     with torch.no_grad():
         outputs = teacher.teach(moved, lm_head=job.request.positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
@@ -190,7 +189,7 @@ def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Ba
 
 def _write_head(job: Job, head: HeadInputs) -> None:
     """Write the LM head, once, on rank 0."""
-    if not job.world.is_main or entry_of(job.folder, HEAD_FILE, None) is not None:
+    if not World.current().is_main or entry_of(job.folder, HEAD_FILE, None) is not None:
         return
     assert head.weight is not None, "hidden states need the head"
     tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})

@@ -43,23 +43,24 @@ from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
 
-def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
+def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
     The student is made once, by rank 0; a resumed run uses the same folder. What calibration data decide is measured on
     all ranks, on the run's teacher (which is loaded only then) and data. Every rank must call this function.
     """
+    world = World.current()
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     made = folder / "config.json"
-    if not is_there(made, world):
+    if not is_there(made):
         settings, of_models, device = plan.config.student, plan.models, world.device
         # A decoder on no task has the head of the teacher's folder in the run too.
         is_whole = of_models.causal and plan.task.head is None
-        whole = teacher if is_whole else cache(lambda: make_teacher(plan, world, head="saved"))
-        weighted = measure_weights(plan, world, whole, data)
-        importance = measure_parts(plan, world, whole, data)
+        whole = teacher if is_whole else cache(lambda: make_teacher(plan, head="saved"))
+        weighted = measure_weights(plan, whole, data)
+        importance = measure_parts(plan, whole, data)
 
         def make() -> None:
             path = of_models.teacher_path
@@ -71,8 +72,8 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
             head = "saved" if of_models.causal else of_models.student_head
             compress(path, folder, settings.factorize, settings.method, device=device, head=head, weighted=weighted)
 
-        on_main(make, world)
-        is_there(made, world)
+        on_main(make)
+        is_there(made)
     return folder
 
 
@@ -104,19 +105,20 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
     return model
 
 
-def check_machine(plan: Plan, world: World) -> None:
+def check_machine(plan: Plan) -> None:
     """Raise a UserError if this machine, DeepSpeed or a server does not support a setting; warn of slow losses."""
+    world = World.current()
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if plan.is_remote:
-        on_every(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+        on_every(lambda: teacher_server(plan).check(plan.config.data.max_length))
     if plan.config.data.rollout.url is not None:
-        on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length), world)
-    on_main(lambda: check_access(plan.config.train.report_to or []), world)
+        on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length))
+    on_main(lambda: check_access(plan.config.train.report_to or []))
     if plan.config.train.compile:
         check_compilers(world.device)
     losses = kernels()
     if losses.state == "warning" and world.device.type == "cuda":
-        warn_main(f"{losses.what}: {losses.said}; {losses.remedy}", world)
+        warn_main(f"{losses.what}: {losses.said}; {losses.remedy}")
 
 
 def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> tuple[Any, nn.ModuleDict]:
@@ -150,8 +152,9 @@ def count_steps(plan: Plan, data: TaskData) -> Plan:
     return replace(plan, config=replace(config, train=train.with_steps(steps)), notes=notes)
 
 
-def share_of(plan: Plan, world: World) -> Share:
+def share_of(plan: Plan) -> Share:
     """Return this rank's share of the batches."""
+    world = World.current()
     return Share(
         seed=plan.config.seed,
         global_batch_size=plan.config.train.global_batch_size,
@@ -167,13 +170,13 @@ def prepare_loader(
     loader: Any,
     engine: Any,
     data: TaskData,
-    world: World,
     remote: RemoteTeacher | None,
 ) -> Loader:
     """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
 
     A remote teacher is asked about each batch as soon as it is made.
     """
+    world = World.current()
     config = plan.config
     if config.data.on_policy == 0:
         multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
@@ -197,10 +200,9 @@ def prepare_loader(
     else:
         writer = ServerWriter(
             rollout_server(plan, ends, engine.module.config.vocab_size),
-            student_saver(plan, student_folder, engine, world),
+            student_saver(plan, student_folder, engine),
             folder=plan.folder / HANDED_OVER,
             every=config.data.rollout.every,
-            world=world,
         )
     answered = OnPolicyLoader(
         loader,
@@ -220,14 +222,13 @@ def make_trainer(
     teacher: Callable[[], LiveTeacher],
     data: TaskData,
     loader: Loader,
-    world: World,
 ) -> Trainer:
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
-    method, trained_by = plan.method, teacher_of_steps(plan, teacher, data, world)
+    method, trained_by = plan.method, teacher_of_steps(plan, teacher, data)
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)
-        embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples(), world)
+        embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples())
     remote = trained_by if isinstance(trained_by, RemoteTeacher) else None
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
@@ -244,19 +245,17 @@ def make_trainer(
         ),
         teacher=trained_by,
         method=method,
-        loader=prepare_loader(plan, student_folder, loader, engine, data, world, remote),
+        loader=prepare_loader(plan, student_folder, loader, engine, data, remote),
         settings=plan.config.train,
         seed=plan.config.seed,
-        world=world,
     )
 
 
-def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:
+def student_saver(plan: Plan, untrained: Path, engine: Any) -> Callable[[Path], None]:
     """Return the function that saves the engine's student as a model in a folder; every rank must call it."""
     return partial(
         save_student,
         engine,
-        world,
         template=partial(load_student, plan, untrained),
         source=untrained,
         lora=plan.config.student.lora,
@@ -266,7 +265,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Cal
     )
 
 
-def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: World) -> BestStudent | None:
+def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData) -> BestStudent | None:
     """Return what keeps the best student of the run; None if the run keeps its last one."""
     by = plan.config.train.keep_best
     if by is None:
@@ -277,7 +276,6 @@ def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: W
             model=engine.module,
             tokenizer=data.tokenizer,
             predictions=plan.folder / "predictions" / "validations",
-            world=world,
             sharded=engine.zero_optimization_stage() == 3,
         )
         engine.eval()  # without dropout
@@ -289,7 +287,6 @@ def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: W
     return BestStudent(
         folder=plan.folder,
         metric="loss" if by == "loss" else str(plan.task.validation_metric),
-        world=world,
-        save=student_saver(plan, untrained, engine, world),
+        save=student_saver(plan, untrained, engine),
         score=None if by == "loss" else score,
     )

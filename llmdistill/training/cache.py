@@ -40,7 +40,7 @@ _TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
 _ONLY_WHOLE = "several teachers, and one with another tokenizer, are compared by their whole distributions"
 
 
-def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, world: World) -> dict[str, Any]:
+def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) -> dict[str, Any]:
     """Run the teacher of a run over its training set and keep its outputs in a folder; every rank must call this.
 
     What is there already is kept, whichever ranks wrote it. The shards are the same on any number of ranks. Returns the
@@ -52,12 +52,12 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
         known = did_you_mean(name, plan.models.teachers)
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
     if plan.is_remote:
-        settings = _of_server(plan, settings, world)
+        settings = _of_server(plan, settings)
     else:
         check_top_k(settings, plan.models.compared_tokens)
         if _needs_whole(plan) and settings.kept_top_k is not None:
             raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
-        settings = replace(settings, engine=engine_of(plan, settings, world))
+        settings = replace(settings, engine=engine_of(plan, settings))
     items, collate = _taught_examples(plan, data, name)
     ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
     shards = plan_shards(ids, lengths, settings)
@@ -73,19 +73,18 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
         collate=collate,
         shards=shards,
         record=record,
-        world=world,
     )
-    missing = on_main(lambda: claim(job), world)
+    missing = on_main(lambda: claim(job))
     if missing:
         _write(plan, job, missing)
         barrier()  # rank 0 would otherwise look for the shards that others still write
-    return on_main(lambda: finish(job), world)
+    return on_main(lambda: finish(job))
 
 
 def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
     """Write the missing shards by a server, by vLLM, which drives all GPUs from one process, or by the live teacher."""
     if plan.is_remote:
-        write_by_scorer(job, missing[job.world.rank :: job.world.size], teacher_server(plan).score)
+        write_by_scorer(job, missing[World.current().rank :: World.current().size], teacher_server(plan).score)
         return
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"
@@ -93,10 +92,10 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
         scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
         write_by_scorer(job, missing, scorer.score)
         return
-    live = make_teacher(plan, job.world, name=job.settings.teacher)
+    live = make_teacher(plan, name=job.settings.teacher)
     teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
     if plan.method.token_terms:
-        check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(job.world.device), job.world)
+        check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(World.current().device))
         if job.has_head and not teacher.shortcut:
             raise UserError(
                 "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "
@@ -106,7 +105,7 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
     teacher.remove()
 
 
-def _of_server(plan: Plan, settings: CacheConfig, world: World) -> CacheConfig:
+def _of_server(plan: Plan, settings: CacheConfig) -> CacheConfig:
     """Check the server of teacher.url, and return the settings of a cache that its answers fill."""
     top_k = plan.config.teacher.top_k
     assert top_k is not None
@@ -115,11 +114,11 @@ def _of_server(plan: Plan, settings: CacheConfig, world: World) -> CacheConfig:
             f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of teacher.top_k:"
             " leave --cache.engine, --cache.content and --cache.top_k out"
         )
-    on_main(lambda: teacher_server(plan).check(plan.config.data.max_length), world)
+    on_main(lambda: teacher_server(plan).check(plan.config.data.max_length))
     return replace(settings, content="top_k", top_k=top_k, engine="vllm")
 
 
-def check_cache(plan: Plan, data: TaskData, world: World) -> None:
+def check_cache(plan: Plan, data: TaskData) -> None:
     """Check that a run's teacher.cache is one of its teacher, data and method, and undamaged; every rank must call it.
 
     Every file is read once, by one of the ranks. Raises UserError if there is no finished cache, it is that of another
@@ -128,10 +127,10 @@ def check_cache(plan: Plan, data: TaskData, world: World) -> None:
     for name, teacher in plan.models.teachers.items():
         if teacher.settings.cache is None or not plan.method.needs_teacher:
             continue
-        folder = on_every(partial(CacheFolder, Path(teacher.settings.cache)), world)
-        on_main(partial(_check_origin, plan, data, folder, name), world)
-        folder.check_files(world)
-        on_main(partial(_check_examples, plan, data, folder, name), world)
+        folder = on_every(partial(CacheFolder, Path(teacher.settings.cache)))
+        on_main(partial(_check_origin, plan, data, folder, name))
+        folder.check_files()
+        on_main(partial(_check_examples, plan, data, folder, name))
 
 
 def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
@@ -165,8 +164,9 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
     return counts
 
 
-def engine_of(plan: Plan, settings: CacheConfig, world: World) -> EngineName:
+def engine_of(plan: Plan, settings: CacheConfig) -> EngineName:
     """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
+    world = World.current()
     obstacle = lacking_of_vllm(plan, remedy="take --cache.engine hf")
     if settings.kept_top_k is None:
         obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"

@@ -58,12 +58,13 @@ _UNDETERMINED = 1e-5
 """Embeddings in fp32 say nothing of a direction that is weaker than this share of the strongest."""
 
 
-def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
+def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
     """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
 
     `teacher` loads the teacher with the head that its folder has. The run's own `data` are taken if the calibration
     names no others.
     """
+    world = World.current()
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
@@ -71,31 +72,31 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     source = Source(
         config=plan.models.teacher,
         teacher=teacher,
-        batches=cache(lambda: _batches_of_run(plan, world, data)),
-        world=world,
+        batches=cache(lambda: _batches_of_run(plan, data)),
         device=world.device,
-        kept=_kept(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype, world),
-        say=lambda text: print_main(f"Student     {text}", world),
+        kept=_kept(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
+        say=lambda text: print_main(f"Student     {text}"),
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
-    print_main(f"Student     its factors are weighted by {what}", world)
+    print_main(f"Student     its factors are weighted by {what}")
     found = weigh(source, settings, plan.config.student.method)
     if world.is_main:
         # Statistics that were kept cost what they took then, so that students of a study can be compared.
         _report(plan.folder, settings, found, max(found.seconds, time.perf_counter() - began))
     if found.warning() is not None:
-        warn_main(str(found.warning()), world)
+        warn_main(str(found.warning()))
     return found
 
 
-def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
+def measure_parts(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
     """Measure which parts of the teacher a student takes; None if data choose none. Every rank must call it."""
+    world = World.current()
     settings = plan.config.student
     if not settings.measures_importance:
         return None
     began = time.perf_counter()
-    batches, _ = _batches_of_run(plan, world, data)
-    rounds, reduce = largest_number(len(batches), world), dist.all_reduce if world.size > 1 else None
+    batches, _ = _batches_of_run(plan, data)
+    rounds, reduce = largest_number(len(batches)), dist.all_reduce if world.size > 1 else None
     found = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
     sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
     layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
@@ -113,10 +114,10 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
     return found
 
 
-def _batches_of_run(plan: Plan, world: World, data: TaskData) -> tuple[list[Batch], list[Batch]]:
+def _batches_of_run(plan: Plan, data: TaskData) -> tuple[list[Batch], list[Batch]]:
     """The `calibration_batches` of a run; its own data are not read a second time."""
     own = None if plan.config.student.factorize.calibration.data is not None or not plan.trains else data
-    return calibration_batches(plan.config, plan.models, world, own)
+    return calibration_batches(plan.config, plan.models, own)
 
 
 def measure_weights_on(
@@ -135,8 +136,7 @@ def measure_weights_on(
     max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
     of model and tokenizer, identifies kept statistics; a model in memory has none, and its content identifies it.
     """
-    world = World.alone()
-    with TemporaryDirectory() as folder:
+    with World.alone().entered(), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         words = fingerprint(folder)
         model.config.save_pretrained(folder)  # says which tokens have an embedding
@@ -168,10 +168,9 @@ def measure_weights_on(
         source = Source(
             config=model.config,
             teacher=lambda: LiveTeacher(moved, moved),
-            batches=cache(lambda: calibration_batches(config, models, world)),
-            world=world,
+            batches=cache(lambda: calibration_batches(config, models)),
             device=device,
-            kept=_kept(config, content, model.dtype, world),
+            kept=_kept(config, content, model.dtype),
         )
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
@@ -183,18 +182,16 @@ def measure_weights_on(
         return found
 
 
-def _kept(
-    config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype, world: World
-) -> Callable[[], KeptFactors] | None:
+def _kept(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], KeptFactors] | None:
     """Return what opens the folder of kept statistics; None without one. `teacher` gives the teacher's fingerprint."""
     settings = config.student.factorize
     if settings.calibration.folder is None:
         return None
     folder = Path(settings.calibration.folder)
-    return lambda: KeptFactors(folder, _record(config, teacher(), dtype, world), settings.weighting)
+    return lambda: KeptFactors(folder, _record(config, teacher(), dtype), settings.weighting)
 
 
-def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -> dict[str, Any]:
+def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return what determines the statistics of a calibration, as plain JSON values."""
     calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
     read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
@@ -206,7 +203,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
             **{f"content of {key}": fingerprint(reference) for key, reference in read.items()},
             "examples": calibration.examples,
             "seed": calibration.seed,
-            "micro_batch_size": _batch_size(calibration, world),
+            "micro_batch_size": _batch_size(calibration),
             "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
             "data": {key: value for key, value in data.items() if key not in unused},
         }
@@ -219,7 +216,6 @@ def nearest_rotation(
     untrained: Callable[[], PreTrainedModel],
     teacher: Teacher,
     examples: tuple[Sequence[Any], Callable[[list[Any]], Batch]],
-    world: World,
 ) -> Tensor:
     """Return the orthogonal matrix that brings the untrained student's embeddings nearest to the teacher's.
 
@@ -231,6 +227,7 @@ def nearest_rotation(
     `untrained` loads the student in fp32, and `examples` are the sentences with the function that collates them.
     Returns (teacher's width, student's width), in fp32 on the CPU.
     """
+    world = World.current()
     items, collate = examples
     chosen = [items[index] for index in range(0, len(items), -(-len(items) // _SENTENCES))]
     chosen.sort(key=len, reverse=True)
@@ -272,29 +269,30 @@ def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | No
     return given.get("data"), {f"calibration.{key}": value for key, value in others.items()}
 
 
-def check_calibration(plan: Plan, world: World) -> None:
+def check_calibration(plan: Plan) -> None:
     """Raise a UserError if calibration data of their own cannot be read; every rank must call it."""
     if plan.config.student.factorize.calibration.data is not None:
-        _read(plan.config, plan.models, world)
+        _read(plan.config, plan.models)
 
 
 def calibration_batches(
-    config: RunConfig, models: Models, world: World, data: TaskData | None = None
+    config: RunConfig, models: Models, data: TaskData | None = None
 ) -> tuple[list[Batch], list[Batch]]:
     """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
 
     Every rank must call this function. `data` are the calibration data if they are read already. Raises a UserError if
     the data cannot be read.
     """
+    world = World.current()
     calibration = config.student.factorize.calibration
     if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
         raise UserError(
             f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
             f"give {world.size} or more"
         )
-    size = _batch_size(calibration, world)
+    size = _batch_size(calibration)
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
-    loader = (_read(config, models, world) if data is None else data).loader(share)
+    loader = (_read(config, models) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
     checked = calibration.examples // 8 if calibration.held_out is None else calibration.held_out
     own, held_out = (
@@ -304,15 +302,16 @@ def calibration_batches(
     return own, held_out
 
 
-def _batch_size(calibration: CalibrationConfig, world: World) -> int:
+def _batch_size(calibration: CalibrationConfig) -> int:
+    world = World.current()
     return min(calibration.micro_batch_size, calibration.examples // world.size)
 
 
-def _read(config: RunConfig, models: Models, world: World) -> TaskData:
+def _read(config: RunConfig, models: Models) -> TaskData:
     """Read the calibration data alone, as the training set of a run that trains."""
     own = config.student.factorize.calibration.data
     data = replace(config.data, train=own or config.data.train, valid=None, tests={})
-    return make_task(replace(config, data=data), trains=True).read_on_all(models, world).prepared(world)
+    return make_task(replace(config, data=data), trains=True).read_on_all(models).prepared()
 
 
 def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:

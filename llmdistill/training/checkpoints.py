@@ -90,7 +90,6 @@ def save_checkpoint(
     folder: Path,
     step: int,
     keep: int,
-    world: World,
     *,
     loss_modes: Mapping[str, Any] | None = None,
     figures: Mapping[str, Any] | None = None,
@@ -103,6 +102,7 @@ def save_checkpoint(
 
     Raises UserError on every rank if a rank cannot write.
     """
+    world = World.current()
     target = folder / "checkpoints" / f"step-{step}"
 
     def make_empty() -> None:
@@ -110,8 +110,8 @@ def save_checkpoint(
             shutil.rmtree(target)
         target.mkdir(parents=True)
 
-    on_main(make_empty, world)
-    entries = gather_objects(on_every(partial(_write, engine, target, world), world), world)
+    on_main(make_empty)
+    entries = gather_objects(on_every(partial(_write, engine, target)))
 
     def complete() -> None:
         state = {"counters": counters(engine), "skipped_steps": engine.skipped_steps}
@@ -128,22 +128,22 @@ def save_checkpoint(
             if old not in kept:
                 shutil.rmtree(old)
 
-    on_main(complete, world)
+    on_main(complete)
 
 
-def load_checkpoint(engine: Any, folder: Path, world: World) -> Checkpoint | None:
+def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
     """Load the newest checkpoint that is not damaged; None if there is none. Every rank must call this function.
 
     A damaged checkpoint is named in a warning and moved out of the way. Raises UserError if no checkpoint is whole, or
     it is of another student.
     """
-    found = _newest_whole(folder, world)
+    found = _newest_whole(folder)
     if found is not None:
-        on_every(partial(_check_parameters, engine, found), world)
+        on_every(partial(_check_parameters, engine, found))
         if set(found.manifest["kinds"]) - {WEIGHT}:
             create_state(engine)
         with restoring(engine):
-            on_every(partial(_restore, fragments(engine), found), world)
+            on_every(partial(_restore, fragments(engine), found))
         state = found.manifest["state"]
         set_counters(engine, state["counters"])
         engine.skipped_steps = state["skipped_steps"]
@@ -159,8 +159,9 @@ def _trained(engine: Any) -> dict[str, int]:
     return {name: int(getattr(each, "ds_numel", each.numel())) for name, each in named if each.requires_grad}
 
 
-def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]:
+def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
     """Write this rank's fragments; returns {file name: its entry in the manifest}."""
+    world = World.current()
     if engine.zero_optimization_stage() == 0 and not world.is_main:
         return {}
     file = target / f"rank-{world.rank:05d}.safetensors"
@@ -177,7 +178,8 @@ def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]
         raise cannot_write(file, error, sum(each.nbytes for each in tensors.values())) from error
 
 
-def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
+def _newest_whole(folder: Path) -> Checkpoint | None:
+    world = World.current()
     damaged: list[Checkpoint] = []
 
     def put_aside() -> None:
@@ -185,17 +187,17 @@ def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
             names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
             each.folder.rename(next(name for name in names if not name.exists()))
 
-    for candidate in reversed(on_main(lambda: checkpoints(folder), world)):
+    for candidate in reversed(on_main(lambda: checkpoints(folder))):
         damage = candidate.damage
         if damage is None:  # the ranks share the files
             share = slice(world.rank, None, world.size)
             damage = entries_damage(candidate.folder, candidate.manifest["files"], share)
-        wrong = next((each for each in gather_objects(damage, world) if each is not None), None)
+        wrong = next((each for each in gather_objects(damage) if each is not None), None)
         if wrong is None:
-            on_main(put_aside, world)
+            on_main(put_aside)
             return candidate
         damaged.append(candidate)
-        warn_main(f"{wrong}: the checkpoint of step {candidate.step} is damaged and is not used", world)
+        warn_main(f"{wrong}: the checkpoint of step {candidate.step} is damaged and is not used")
     if damaged:
         raise UserError(f"{folder / 'checkpoints'}: no checkpoint is whole; remove the folder to start the run again")
     return None

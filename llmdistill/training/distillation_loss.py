@@ -22,7 +22,6 @@ from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
 from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
-from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.step.loss_check import check_models
 from llmdistill.step.tapped import tapped
@@ -209,7 +208,7 @@ class DistillationLoss:
         self._is_checked, training = True, self.student.training
         self.student.eval()
         try:
-            check_models(self._teaching, self._learner, batch, World.current())
+            check_models(self._teaching, self._learner, batch)
         finally:
             self.student.train(training)
 

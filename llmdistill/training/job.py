@@ -54,28 +54,28 @@ from llmdistill.training.trackers import monitors
 from llmdistill.training.trainer import Trainer
 
 
-def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
+def run_config(config: RunConfig, before: Plan | None = None) -> dict[str, Any]:
     """Execute a run from its configuration, as `run_plan` does from its plan, in an existing process group.
 
     `before` is the plan of the run whose student is this run's teacher. Raises UserError if the input is invalid, the
     folder contains another run, or the loss is no longer finite.
     """
     plan = make_plan(config, before)
-    assemble.check_machine(plan, world)
-    data = plan.task.read_on_all(plan.models, world).prepared(world)
-    check_cache(plan, data, world)
-    return run_plan(assemble.count_steps(plan, data), data, world)
+    assemble.check_machine(plan)
+    data = plan.task.read_on_all(plan.models).prepared()
+    check_cache(plan, data)
+    return run_plan(assemble.count_steps(plan, data), data)
 
 
-def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
+def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
     """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
-    with claim_folder(plan.asked, world):
-        if on_main(lambda: finished_metrics(plan.asked), world) is None:
-            execute(plan, data, world)
+    with claim_folder(plan.asked):
+        if on_main(lambda: finished_metrics(plan.asked)) is None:
+            execute(plan, data)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         else:
-            on_main(lambda: check_made(plan.folder), world)
-        metrics = on_main(lambda: finished_metrics(plan.asked), world)
+            on_main(lambda: check_made(plan.folder))
+        metrics = on_main(lambda: finished_metrics(plan.asked))
     assert metrics is not None
     return metrics
 
@@ -99,13 +99,14 @@ def check_made(folder: Path) -> None:
         )
 
 
-def execute(plan: Plan, data: TaskData, world: World) -> None:
+def execute(plan: Plan, data: TaskData) -> None:
     """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function."""
+    world = World.current()
     began = time.perf_counter()
-    on_main(lambda: check_made(plan.folder), world)
-    on_main(lambda: check_disk(plan), world)
-    print_main(headline(plan, data.report), world)
-    book = ScoreBook(plan.folder, data, world)
+    on_main(lambda: check_made(plan.folder))
+    on_main(lambda: check_disk(plan))
+    print_main(headline(plan, data.report))
+    book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
     if plan.config.teacher.model is None or plan.is_cached or plan.is_remote:
@@ -118,7 +119,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
-    teacher = cache(lambda: make_teacher(plan, world))
+    teacher = cache(lambda: make_teacher(plan))
     if "teacher" in scored:
         summaries["teacher"] = book.score(
             "teacher",
@@ -127,11 +128,11 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             params=plan.models.sizes["teacher_params"],
             sharded=plan.config.teacher.is_sharded,
         )
-    warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder), world)]
+    warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder))]
     for warning in warnings:
-        warn_main(warning, world)
+        warn_main(warning)
 
-    untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
+    untrained, trained = assemble.prepare_student(plan, teacher, data), plan.folder / "student"
     if not plan.runs_teacher:
         teacher.cache_clear()
     # Ranks that the calibration data decide are not known before.
@@ -140,8 +141,8 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     score("untrained", untrained)
 
     if plan.trains:
-        if not is_there(trained / "config.json", world):
-            with _training(plan, untrained, trained, teacher, data, world) as (trainer, start, callbacks):
+        if not is_there(trained / "config.json"):
+            with _training(plan, untrained, trained, teacher, data) as (trainer, start, callbacks):
                 trainer.run(start, callbacks)
             del trainer, callbacks
             teacher.cache_clear()
@@ -151,9 +152,9 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     if world.is_main:
         ended = diverged(read_metrics_log(plan.folder))
         for warning in ended:
-            warn_main(warning, world)
+            warn_main(warning)
         warnings = [*warnings, *ended]
-        _report(plan, data, summaries, warnings, world, seconds=time.perf_counter() - began)
+        _report(plan, data, summaries, warnings, seconds=time.perf_counter() - began)
 
 
 @contextmanager
@@ -163,42 +164,41 @@ def _training(
     trained: Path,
     teacher: Callable[[], LiveTeacher],
     data: TaskData,
-    world: World,
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
     """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
-    loader = data.loader(assemble.share_of(plan, world))
-    trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
-    best = assemble.make_best(plan, untrained, trainer.engine, data, world)
-    checkpoint, start, known = load_checkpoint(trainer.engine, plan.folder, world), 0, None
+    world = World.current()
+    loader = data.loader(assemble.share_of(plan))
+    trainer = assemble.make_trainer(plan, untrained, teacher, data, loader)
+    best = assemble.make_best(plan, untrained, trainer.engine, data)
+    checkpoint, start, known = load_checkpoint(trainer.engine, plan.folder), 0, None
     if checkpoint is not None:
         start, steps, known = checkpoint.step, trainer.settings.steps, checkpoint.manifest.get("loss_modes")
-        on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")), world)
+        on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")))
         ranks = checkpoint.manifest["ranks"]
         if ranks != world.size:
             print_main(
                 f"Note        step {start} was saved by {ranks} rank(s): on {world.size} the numbers go on "
                 "within rounding, not bit-equal",
-                world,
             )
         rate = learning_rate(trainer.settings, start)
-        print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
+        print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}")
     loss_modes = trainer.check_losses(start, known)
-    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world)
-    with log.activity, monitors(plan.config, monitor_of(trainer.engine), log.rows, start, world) as log.monitor:
+    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps)
+    with log.activity, monitors(plan.config, monitor_of(trainer.engine), log.rows, start) as log.monitor:
         method = make_sft() if plan.task.validates_labels else plan.method
-        validation = Validation(trainer, data.validation(assemble.share_of(plan, world)), method, plan.folder)
+        validation = Validation(trainer, data.validation(assemble.share_of(plan)), method, plan.folder)
         if best is not None:
-            on_main(lambda: best.begin(start), world)
+            on_main(lambda: best.begin(start))
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.validated(0, {"valid_loss": validation.loss()})
-        finite, watch = FiniteSteps(trainer, plan.folder), LossWatch(plan.method.weights, world, log.rows)
+        finite, watch = FiniteSteps(trainer, plan.folder), LossWatch(plan.method.weights, log.rows)
         rows = LogRows(log, trainer)
         saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, "loss": watch, "finite": finite})
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
         # Each callback reads what those before it found; see `TrainState`.
         callbacks: list[Callback] = [
-            Stopping(world),
+            Stopping(),
             *([Answers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
             finite,
             watch,
@@ -216,11 +216,11 @@ def _training(
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:
-        print_main(f"Data        {report}", world)
+        print_main(f"Data        {report}")
     if best is None:
-        assemble.student_saver(plan, untrained, trainer.engine, world)(trained)
+        assemble.student_saver(plan, untrained, trainer.engine)(trained)
     else:
-        print_main(f"Student     {kept_student(best.take(trained))}", world)
+        print_main(f"Student     {kept_student(best.take(trained))}")
     trainer.engine.destroy()
 
 
@@ -229,12 +229,11 @@ def _report(
     data: TaskData,
     summaries: dict[str, dict[str, Any]],
     warnings: list[str],
-    world: World,
     *,
     seconds: float,
 ) -> None:
     log = read_metrics_log(plan.folder)
-    record = run_record(plan.config.scoring.decoding, world, log, plan.models.sizes["teacher_params"])
+    record = run_record(plan.config.scoring.decoding, log, plan.models.sizes["teacher_params"])
     if plan.models.teacher_origin is not None:
         record["teacher_origin"] = plan.models.teacher_origin
     kept = read_best(plan.folder)

@@ -25,8 +25,9 @@ class RunLog:
     monitor: Any = None
     """Gets the rows too, see `training.trackers.monitors`; None writes the file alone."""
 
-    def __init__(self, folder: Path, *, start: int, steps: int, world: World) -> None:
+    def __init__(self, folder: Path, *, start: int, steps: int) -> None:
         """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed."""
+        world = World.current()
         self._active = world.is_main
         self._file = folder / METRICS_LOG
         self.start, self._steps = start, steps

@@ -169,13 +169,14 @@ def scores_asked(config: RunConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) -> Iterator[None]:
+def claim_folder(config: RunConfig, *, may_go_on: bool = False) -> Iterator[None]:
     """Create the run folder or check that it contains this run, and lock it for the block.
 
     Temporary folders that killed processes have left in it are removed. With `may_go_on` the run may have more steps
     than the folder's. Every rank must enter this context manager. Raises UserError if the folder contains a run with
     another configuration, contains a run although `resume` is never, or is locked by another process.
     """
+    world = World.current()
     assert config.output_dir is not None
     folder, locks = Path(config.output_dir), list[IO[str]]()
 
@@ -189,7 +190,7 @@ def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) ->
             raise cannot_write(folder, error) from error
 
     try:
-        on_main(claim, world)
+        on_main(claim)
         yield
     finally:
         for lock in locks:

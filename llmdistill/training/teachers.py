@@ -26,7 +26,7 @@ from llmdistill.teachers.translated import TranslatedTeacher, Translation
 from llmdistill.training.plan import Plan
 
 
-def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: str = "") -> LiveTeacher:
+def make_teacher(plan: Plan, *, head: Head | None = None, name: str = "") -> LiveTeacher:
     """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
     teacher = plan.models.teachers[name]
@@ -34,13 +34,11 @@ def make_teacher(plan: Plan, world: World, *, head: Head | None = None, name: st
     if settings.is_sharded and is_adapter(path):
         # A rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / (f"teacher-{name}" if name else "teacher")
-        if not is_there(merged / "config.json", world):
-            on_main(lambda: merge_adapter(path, merged), world)
-            is_there(merged / "config.json", world)
+        if not is_there(merged / "config.json"):
+            on_main(lambda: merge_adapter(path, merged))
+            is_there(merged / "config.json")
         path = merged
-    return load_teacher(
-        str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head
-    )
+    return load_teacher(str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, head=head)
 
 
 def teacher_server(plan: Plan) -> TeacherServer:
@@ -52,33 +50,32 @@ def teacher_server(plan: Plan) -> TeacherServer:
     return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
 
 
-def teacher_of_steps(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData, world: World) -> Teacher | None:
+def teacher_of_steps(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Teacher | None:
     """Return what teaches in the steps of a run; `teacher` is called only if it runs in them."""
     if plan.is_cached:
-        return run_teacher(_cached(str(plan.config.teacher.cache), plan, world), plan, data, world)
+        return run_teacher(_cached(str(plan.config.teacher.cache), plan), plan, data)
     if plan.is_remote:
-        return remote_teacher(plan, world)
-    return run_teacher(_live(plan, teacher()), plan, data, world) if plan.method.needs_teacher else None
+        return remote_teacher(plan)
+    return run_teacher(_live(plan, teacher()), plan, data) if plan.method.needs_teacher else None
 
 
-def remote_teacher(plan: Plan, world: World) -> RemoteTeacher:
+def remote_teacher(plan: Plan) -> RemoteTeacher:
     """Return the teacher of a run that a server runs."""
+    world = World.current()
     return RemoteTeacher(teacher_server(plan), device=world.device)
 
 
-def run_teacher(first: Teacher, plan: Plan, data: TaskData, world: World) -> Teacher:
+def run_teacher(first: Teacher, plan: Plan, data: TaskData) -> Teacher:
     """Return what teaches in the steps of a run: `teacher.model` alone, in other tokens, or with others beside it."""
     if plan.models.translates:
-        return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main, world=world))
+        return TranslatedTeacher(first, make_translation(plan, data), say=partial(print_main))
     settings = {name: each.settings for name, each in plan.models.teachers.items()}
     if len(settings) == 1:
         return first
     teachers = {"": first}
     for name in [*settings][1:]:
         cache = settings[name].cache
-        teachers[name] = (
-            _live(plan, make_teacher(plan, world, name=name)) if cache is None else _cached(cache, plan, world)
-        )
+        teachers[name] = _live(plan, make_teacher(plan, name=name)) if cache is None else _cached(cache, plan)
     average = plan.config.teacher.average
     if average == "rows":
         sharded = {name for name, each in settings.items() if each.is_sharded and each.cache is None}
@@ -93,7 +90,8 @@ def make_translation(plan: Plan, data: TaskData) -> Translation:
     return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
 
 
-def _cached(folder: str, plan: Plan, world: World) -> CachedTeacher:
+def _cached(folder: str, plan: Plan) -> CachedTeacher:
+    world = World.current()
     request = Request.of(plan.method)
     return CachedTeacher(CacheFolder(Path(folder)), request, shift=plan.method.shift, device=world.device)
 

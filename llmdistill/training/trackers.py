@@ -152,9 +152,9 @@ _REMEDIES = {
 class Monitors:
     """What gets the rows of a log besides its file."""
 
-    def __init__(self, deepspeed: Any, world: World) -> None:
+    def __init__(self, deepspeed: Any) -> None:
         """`deepspeed` is DeepSpeed's monitor or None."""
-        self._deepspeed, self._world = deepspeed, world
+        self._deepspeed = deepspeed
         self.trackers: dict[str, _Tracker] = {}
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -174,17 +174,18 @@ class Monitors:
             except Exception as error:  # of their clients and of the network; the log itself is whole
                 del self.trackers[name]
                 said = f"train.report_to {name} failed ({_said(error)}): {what} the rows are in {METRICS_LOG} alone"
-                warn_main(said, self._world)
+                warn_main(said)
 
 
 @contextmanager
-def monitors(config: RunConfig, deepspeed: Any, rows: Log, start: int, world: World) -> Iterator[Monitors]:
+def monitors(config: RunConfig, deepspeed: Any, rows: Log, start: int) -> Iterator[Monitors]:
     """Open the monitors of a run that goes on from step `start`, and close them; only rank 0 sends anything.
 
     `rows` are those of the log up to this step: a tracker gets those that it lacks. Raises UserError if one cannot be
     opened.
     """
-    found, record = Monitors(deepspeed, world), dict[str, Any]()
+    world = World.current()
+    found, record = Monitors(deepspeed), dict[str, Any]()
     file = Path(str(config.output_dir)) / TRACKERS_FILE
     if world.is_main:
         writer = getattr(getattr(deepspeed, "tb_monitor", None), "summary_writer", None)

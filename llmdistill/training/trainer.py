@@ -36,13 +36,12 @@ class Trainer:
     loader: Loader
     settings: TrainConfig
     seed: int
-    world: World
     teaching: Stopwatch = field(init=False)
     """Measures the time of the teacher."""
 
     def __post_init__(self) -> None:
         """Start with no time, and no batches."""
-        self.teaching = Stopwatch(self.world.device)
+        self.teaching = Stopwatch(World.current().device)
         # `check_losses` reads the batches of the first step before `run` does, and a loader gives them once.
         self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
@@ -75,9 +74,11 @@ class Trainer:
         counts = global_counts(batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
-        undo_average = self.world.size * len(batches)
+        undo_average = World.current().size * len(batches)
         values: list[Tensor] = []
-        nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
+        nothing = torch.zeros(
+            (), device=World.current().device
+        )  # the value of terms whose labels a batch does not have
         for batch in batches:
             with self.teaching.running(), torch.no_grad():
                 teacher_outputs = self.teach(batch)
@@ -92,7 +93,7 @@ class Trainer:
         """Return a batch on the device, with the positions of its labels."""
         # The positions are found on the CPU; on a GPU this would synchronize the host with the device.
         shift = (self.method if method is None else method).shift
-        return batch.with_label_rows(shift=shift).to(self.world.device)
+        return batch.with_label_rows(shift=shift).to(World.current().device)
 
     def teach(self, batch: Batch, method: Method | None = None) -> Outputs | None:
         """Return what a method, by default the run's, asks of the teacher; None if it needs none."""
@@ -114,7 +115,7 @@ class Trainer:
         self._seed(start)
         (first, *_) = self.micro_batches(start)
         self.engine.eval()
-        found = check_models(self.teacher, self.student, self.moved(first), self.world)
+        found = check_models(self.teacher, self.student, self.moved(first))
         self.engine.train()
         return found
 
@@ -135,7 +136,7 @@ class Trainer:
     def _seed(self, step: int) -> None:
         """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
         # Collisions do not occur in practice.
-        torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+        torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + World.current().rank)
 
 
 def global_counts(micro_batches: Sequence[Batch]) -> Tensor:

@@ -29,7 +29,6 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 from llmdistill.step.tapped import tapped
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
@@ -51,22 +50,22 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
     words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
     plan = make_plan(parse_run(words, METHODS)[0])
-    return plan, plan.task.read(plan.models).prepared(World.alone())
+    return plan, plan.task.read(plan.models).prepared()
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: {"work": make or train, "method": ..., "content": ..., "student": DIR, "data": FILE, "cache": DIR}."""
     plan, data = planned(row)
-    method, world = plan.method, World(rank=0, size=1, device=device)
+    method = plan.method
     if row["work"] == "make":
         begun = time.perf_counter()
-        record = make_cache(plan, data, CacheConfig(content=row["content"]), Path(row["cache"]), world)
+        record = make_cache(plan, data, CacheConfig(content=row["content"]), Path(row["cache"]))
         seconds = time.perf_counter() - begun
         size = sum(entry["bytes"] for entry in record["files"].values())
         return Work(None, {"seconds": seconds, "bytes": size, "tokens": record["tokens"]})
     teacher: Teacher
     if row["cache"] is None:
-        live = make_teacher(plan, world)
+        live = make_teacher(plan)
         teacher = tapped(method, "teacher", live.model, forward=live.forward)
     else:
         folder = CacheFolder(Path(row["cache"]))
@@ -75,7 +74,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
     student = tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary)
-    trainer, turn = trainer_of(engine, student, teacher, method, world), count()
+    trainer, turn = trainer_of(engine, student, teacher, method), count()
 
     def steps() -> None:
         for step in islice(turn, row["steps"]):

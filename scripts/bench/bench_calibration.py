@@ -33,7 +33,6 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World
 from llmdistill.step.passes import in_parts, rows_of
 from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.start import cuts, measure, weigh
@@ -130,7 +129,6 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
             config=model.config,
             teacher=lambda: LiveTeacher(model, model),
             batches=lambda: (batches[: count // 8], batches[count // 8 :]),
-            world=World.alone(),
         )
         calibration, gradients = CalibrationConfig(examples=count), {"weighting": "gradients", "allocation": "loss"}
         chosen: Any = {"target_params": target, "calibration": calibration, **gradients}

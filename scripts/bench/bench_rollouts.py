@@ -21,7 +21,6 @@ from llmdistill.generation.rollout import Prompt, StudentWriter, Writer
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.companions import save_model
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 
 PROMPTS, TOKENS, NEW = 64, 64, 128
 
@@ -40,7 +39,6 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
             lambda output: save_model(model, output, folder),
             Path(row["folder"]) / "handed-over",
             every=row["every"],
-            world=World.alone(),
         )
     turn = count()
     return Work(lambda: writer.write(next(turn), [prompts[: row["prompts"]]]))

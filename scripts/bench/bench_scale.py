@@ -99,7 +99,7 @@ def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float
     train = TrainConfig(global_batch_size=batch * world.size, micro_batch_size=batch, learning_rate=1e-8, dtype="fp32")
     ds_config = step_rows.ds_config(row["ds_config"], train, world.size)
     setting = step_rows.make_setting(row, world.device)
-    return step_rows.ours(setting, row, lambda student: build_engine(student, ds_config, train), world)
+    return step_rows.ours(setting, row, lambda student: build_engine(student, ds_config, train))
 
 
 def ranks(settings: Settings, table: Table) -> None:

@@ -145,7 +145,7 @@ class Bench:
         config = RunConfig(ds_config="", student=student, data=DataConfig(train=options.calibration, **data))
         objective = make_task(config).objective(config_of, uses_output=False)
         both = {"teacher": config_of, "student": config_of, "teacher_path": self.path, "tokenizer_path": self.path}
-        return calibration_batches(config, Models(**both, causal=True, objective=objective), self.world)
+        return calibration_batches(config, Models(**both, causal=True, objective=objective))
 
     def factors(self, weighting: str) -> KeptFactors:
         """Return the factors of all matrices by a weighting; they are measured once and kept in the output's folder."""
@@ -166,7 +166,6 @@ class Bench:
             config=self.model.config,
             teacher=lambda: LiveTeacher(self.model, self.model),
             batches=lambda: (batches, self.held_out),
-            world=self.world,
             kept=lambda: kept,
             say=print,
         )
@@ -225,7 +224,7 @@ class Bench:
             weights[name] = weight.clone()
             weight.copy_((cut.left * cut.values) @ cut.right)
             params += factor_params(*weight.shape, rank, settings.form) - weight.numel()
-        row = {**score_windows(self.model, self.windows, batch_size=4, world=self.world), **self._rouge()}
+        row = {**score_windows(self.model, self.windows, batch_size=4), **self._rouge()}
         for name, weight in weights.items():
             matrix(self.modules[name]).data.copy_(weight)
         return {
@@ -284,7 +283,7 @@ def main() -> None:
     trained = []
     for label, folder in (given.split("=", 1) for given in options.student):
         student = load_model(folder, dtype=torch.float32, device=bench.world.device).eval()
-        scores = score_windows(student, bench.windows, batch_size=4, world=bench.world)
+        scores = score_windows(student, bench.windows, batch_size=4)
         trained.append({"start": label, **scores, "all": count_parameters(student) / bench.whole})
         print(f"{label}, {100 * trained[-1]['all']:.0f} % of all: perplexity {scores['perplexity']:.5g}", flush=True)
     print(table(rows))

@@ -153,11 +153,10 @@ def ours(
     setting: Setting,
     row: dict[str, Any],
     make_engine: Callable[[nn.Module], Any] = plain_engine,
-    world: Any = None,
     forward_of: Callable[[Any], Any] = lambda model: model,
     batches: Callable[[int], list[Batch]] | None = None,
 ) -> Callable[[], float]:
-    """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world.
+    """The package's own step: its method, taps and trainer, as `assemble` puts them together.
 
     With `lengths` in the row, each row of the batch is packed with sequences of these lengths. `batches` makes those of
     each step anew.
@@ -170,20 +169,20 @@ def ours(
     engine = make_engine(setting.student)
     student = tapped(method, "student", engine.module, forward=forward_of(engine))
     teacher = tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher))
-    world = world or World(rank=0, size=1, device=setting.ids.device)
-    trainer, turn = trainer_of(engine, student, teacher, method, world), count()
+    trainer, turn = trainer_of(engine, student, teacher, method), count()
 
     def step() -> float:
-        losses, _ = trainer.train_step([batch] if batches is None else batches(next(turn)))
+        with replace(World.current(), device=setting.ids.device).entered():
+            losses, _ = trainer.train_step([batch] if batches is None else batches(next(turn)))
         totals = losses.sum(0)
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 
     return step
 
 
-def trainer_of(engine: Any, student: Any, teacher: Any, method: Any, world: Any, train: Any = None) -> Any:
+def trainer_of(engine: Any, student: Any, teacher: Any, method: Any, train: Any = None) -> Any:
     models: Any = {"engine": engine, "student": student, "teacher": teacher, "loader": None}
-    return Trainer(**models, method=method, settings=train or TrainConfig(steps=1), seed=0, world=world)
+    return Trainer(**models, method=method, settings=train or TrainConfig(steps=1), seed=0)
 
 
 def packed(batch: Any, lengths: list[int]) -> Any:

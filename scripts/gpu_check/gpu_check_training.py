@@ -59,7 +59,7 @@ def zero(world: World) -> Iterator[Line]:
 
 def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
     """The weighted loss of each step, (steps,), on the CPU."""
-    trainer, batch = make_trainer(setting, world), batch_of(setting)
+    trainer, batch = make_trainer(setting), batch_of(setting)
     weights = torch.tensor(list(trainer.method.weights.values()))
     rows = [trainer.train_step([batch])[0].sum(0) for _ in range(steps)]
     # A step gives this rank's share; all shares are alike.
@@ -79,7 +79,7 @@ def waits(world: World) -> Iterator[Line]:
     assert places, "the watch sees no wait at all"
     for stage in STAGES:
         setting = replace(SMALL if world.device.type == "cpu" else FULL, stage=stage, dtype="bf16")
-        trainer = make_trainer(setting, world)
+        trainer = make_trainer(setting)
         # As the thread prepares them that reads ahead; batches are on the CPU until the step moves them.
         batch, shorter = (
             each.with_label_rows(shift=trainer.method.shift) for each in (batch_of(setting), padded(batch_of(setting)))
@@ -178,7 +178,7 @@ def memory(world: World) -> Iterator[Line]:
     small = world.device.type == "cpu"
     base, stages = (Setting(), STAGES[:1]) if small else (LARGE, STAGES)
     for setting in [replace(base, checkpointing=True), *(replace(base, stage=stage) for stage in stages)]:
-        measured = measure(setting, world)
+        measured = measure(setting)
         free_memory(world.device)
         peak, expected = sum(measured.values()), sum(forecast(setting, world.size).values())
         name = f"ZeRO {setting.stage}, MaKD {setting.micro_batch_size}×{setting.length}"

@@ -50,15 +50,16 @@ SETTINGS: list[tuple[Setting, Any]] = [
 def cached(setting: Setting, content: Any, folder: Path, live: Any, method: Any) -> CachedTeacher:
     """The teacher's cache of the one batch, which is made in a folder of this rank."""
     settings, request, rows = CacheConfig(content=content), Request.of(method), range(setting.micro_batch_size)
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    record = {"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}}
-    given: Any = {"folder": folder, "settings": settings, "request": request, "record": record, "world": world}
-    given |= {"items": rows, "shards": [[list(rows)]], "collate": lambda _: batch_of(setting)}
-    job = Job(**given, shift=method.shift, vocabulary=None)
-    write_by_teacher(job, [0], live, sharded=False)
-    live.remove()
-    finish(job)
-    return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
+    device = torch.device("cpu")
+    with World(rank=0, size=1, device=device).entered():
+        record = {"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}}
+        given: Any = {"folder": folder, "settings": settings, "request": request, "record": record}
+        given |= {"items": rows, "shards": [[list(rows)]], "collate": lambda _: batch_of(setting)}
+        job = Job(**given, shift=method.shift, vocabulary=None)
+        write_by_teacher(job, [0], live, sharded=False)
+        live.remove()
+        finish(job)
+    return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=device)
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     for setting, content in SETTINGS:
         with TemporaryDirectory() as folder:
             taught_by = {} if content is None else {"taught_by": partial(cached, setting, content, Path(folder))}
-            measured = measure(setting, world, **taught_by)
+            measured = measure(setting, **taught_by)
         parts = forecast(setting, 2, content)
         rows.append({"setting": str((setting, content)), "stage": setting.stage, **measured, "parts": parts})
     if world.is_main:

@@ -31,12 +31,12 @@ def keep_in(found):
     return lambda name, each, _seconds: found.update({name: each})
 
 
-def measure(teacher, world, batches, sharding, memory):
-    model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding, world=world).model, {}, []
+def measure(teacher, batches, sharding, memory):
+    model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding).model, {}, []
     shapes = layer_linears(build_reference(load_config(teacher)))
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     settings = CalibrationConfig(memory=memory)
-    measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True, world=world)
+    measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True)
     measurement.factors(shapes, {name: min(shape) for name, shape in shapes.items()}, keep_in(found), said.append)
     table, products = measurement.table(3), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
@@ -54,15 +54,16 @@ def main():
             raise UserError("rank 1 cannot")
 
     if world.size == 1:
-        results = [measure(teacher, world, [batch(slice(0, 12))], "replicated", 1.0)]
+        results = [measure(teacher, [batch(slice(0, 12))], "replicated", 1.0)]
     else:
         # Rank 1 has one batch less: it repeats its own, but the repetition does not count.
         own = [batch(slice(0, 4)), batch(slice(8, 12))] if world.is_main else [batch(slice(4, 8))]
-        results = [measure(teacher, world, own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
+        results = [measure(teacher, own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
         if world.is_main:  # alone, while the other rank does something else
-            results.append(measure(teacher, World.alone(), [batch(slice(0, 12))], "replicated", 1.0))
+            with World.alone().entered():
+                results.append(measure(teacher, [batch(slice(0, 12))], "replicated", 1.0))
         try:
-            on_every(fails, world)
+            on_every(fails)
         except UserError as error:
             (folder / f"error-{world.rank}").write_text(str(error))
     torch.save(results, folder / f"{world.size}-{world.rank}.pt")

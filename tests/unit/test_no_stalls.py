@@ -5,7 +5,8 @@ It runs on torch's meta device, which has shapes but no values: whoever asks for
 GPU, the paths that a CPU may take by looking at values are closed.
 """
 
-from dataclasses import replace
+from dataclasses from collections.abc import Iterator
+import replace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,14 @@ from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
 from llmdistill.training.trainer import Trainer
 
-WORLD = World(rank=0, size=1, device=torch.device("meta"))
+
+@pytest.fixture(autouse=True)
+def meta_world() -> Iterator[None]:
+    """Each step runs on the meta device, which has no values that the host could wait for."""
+    with World(rank=0, size=1, device=torch.device("meta")).entered():
+        yield
+
+
 FAMILIES = ("llama", "mistral", "gpt2", "bert")
 GIVEN: dict[str, dict[str, Any]] = {
     "kd": {"ratio": 0.7, "temperature": 2.0, "divergence": "skew_reverse_kl"},
@@ -81,7 +89,7 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     )
     learner = TappedModel(student, Recorder(student, method.student_taps, projectors))
     taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None
-    given = {"loader": None, "settings": TrainConfig(**settings), "seed": 0, "world": WORLD}
+    given = {"loader": None, "settings": TrainConfig(**settings), "seed": 0}
     return Trainer(engine=PlainEngine(student), student=learner, teacher=taught, method=method, **given)
 
 

@@ -23,7 +23,6 @@ from llmdistill.embedded import locate
 from llmdistill.models.gguf import gguf_file, origin
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks.windows import cut_windows, score_windows
 
 PLACE = os.environ.get("LLMDISTILL_SMOLLM2", "")
@@ -86,7 +85,7 @@ def logits(model, ids) -> torch.Tensor:
 
 def perplexity(model, tokenizer) -> float:
     windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=24)
-    return float(score_windows(model, windows, batch_size=2, world=World.alone(), name="text")["perplexity"])
+    return float(score_windows(model, windows, batch_size=2, name="text")["perplexity"])
 
 
 def first_terms(teacher, student_folder, ids, **settings):

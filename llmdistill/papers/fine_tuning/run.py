@@ -54,11 +54,11 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
                 )
             world, launcher = World.alone(), Launcher(tuple(launcher_flags), config.trials_at_once)
             launcher.check()
-            results = evaluate(config, world, command=command, launcher=launcher)
+            results = evaluate(config, command=command, launcher=launcher)
         else:
             with process_group() as world:
                 quiet_libraries()
-                results = evaluate(config, world, command=command)
+                results = evaluate(config, command=command)
     if not world.is_main:
         return
     if as_json:
@@ -70,20 +70,21 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
 
 
 def evaluate(
-    config: FineTuningConfig, world: World, *, command: str, prefix: str = "--", launcher: Launcher | None = None
+    config: FineTuningConfig, *, command: str, prefix: str = "--", launcher: Launcher | None = None
 ) -> dict[str, Any]:
     """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
 
     `prefix` is that of the settings' names in error messages. A `launcher` runs each trial in its own process; by
     default the trials run in this process group. Raises UserError as `run`.
     """
+    world = World.current()
     studies = _prepare(config, prefix)
-    data = {name: study.benchmark.read_on_all(study.plan.models, world) for name, study in studies.items()}
+    data = {name: study.benchmark.read_on_all(study.plan.models) for name, study in studies.items()}
     first = next(iter(studies.values()))
-    runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
-    print_main(_headline(config, studies), world)
-    sizes = on_main(lambda: _measure(config, first, world), world)
-    tasks = {name: study.conduct(data[name], runner, world) for name, study in studies.items()}
+    runner = InProcess(lambda trial: run_config(trial)) if launcher is None else launcher
+    print_main(_headline(config, studies))
+    sizes = on_main(lambda: _measure(config, first))
+    tasks = {name: study.conduct(data[name], runner) for name, study in studies.items()}
     results = {
         "model": config.model,
         "teacher": config.teacher,
@@ -175,12 +176,13 @@ def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str
     )
 
 
-def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[str, Any]:
+def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
     """Count the parameters by part and, if asked for, time forward passes; kept in a file and not measured again.
 
     Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
     The speed-ups are relative to the first model.
     """
+    world = World.current()
     named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
     models = {role: path for role, path in named.items() if path is not None}
     file, dtype, device = study.root / "sizes.json", study.plan.models.dtype, world.device

@@ -152,7 +152,7 @@ class TaskStudy:
             method_settings=sections,
         )
 
-    def conduct(self, data: Benchmark, runner: Runner, world: World) -> dict[str, Any]:
+    def conduct(self, data: Benchmark, runner: Runner) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
         `data` is the benchmark with its examples. Every rank must call this method. Raises UserError if the folder
@@ -160,7 +160,7 @@ class TaskStudy:
         """
         trials = self.trials()
         # All folders are checked first, so that a mistake in the settings is reported before hours of training.
-        on_main(lambda: [finished_metrics(trial.config) for trial in trials], world)
+        on_main(lambda: [finished_metrics(trial.config) for trial in trials])
         teacher, warnings = None, []
         if self.teacher is not None:
             (scored,) = runner.run([self._teacher_trial()])
@@ -175,18 +175,18 @@ class TaskStudy:
         choice = choose(results, dev_score)
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
-        self._keep(choice, data, runner, world)
+        self._keep(choice, data, runner)
         tsne = None
         if self.drawn:
             aspect = ffn_aspect(self.config.method_settings)
-            figure = self.figure(self.drawn, aspect, self.folder, "tsne", world)
+            figure = self.figure(self.drawn, aspect, self.folder, "tsne")
             tsne = {"file": f"{self.task}/tsne.png", **figure}
         return {
             **summarize(data, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
-            "predictions": self._submit(data, world),
+            "predictions": self._submit(data),
             "tsne": tsne,
             "warnings": [*warnings, *failures],
         }
@@ -204,16 +204,16 @@ class TaskStudy:
 
         return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
 
-    def _keep(self, choice: Choice, data: Benchmark, runner: Runner, world: World) -> None:
+    def _keep(self, choice: Choice, data: Benchmark, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
         has_model = (best / "config.json").is_file
-        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None, world):
+        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None):
             return
-        if not on_main((student / "config.json").is_file, world):
-            print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more", world)
-            on_main(lambda: shutil.rmtree(trial.folder), world)
+        if not on_main((student / "config.json").is_file):
+            print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more")
+            on_main(lambda: shutil.rmtree(trial.folder))
             (again,) = runner.run([trial])
             if again.metrics is None:
                 raise UserError(f"{trial.folder}: {again.error}")
@@ -228,28 +228,26 @@ class TaskStudy:
             if not self.config.keep_models:
                 shutil.rmtree(student)
 
-        on_main(keep, world)
+        on_main(keep)
 
-    def _submit(self, data: Benchmark, world: World) -> list[str]:
+    def _submit(self, data: Benchmark) -> list[str]:
         """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
+        world = World.current()
         paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
-        missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
+        missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()])
         if missing:
             tokenizer: Any = load_tokenizer(self.config.model)
             model = load_model(
                 self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head
             )
-            best = ScoredModel(
-                model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
-            )
+            best = ScoredModel(model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, sharded=False)
             for split in missing:
                 data.submit(split, best, paths[split])
         return [str(path.relative_to(self.root)) for path in paths.values()]
 
-    def figure(
-        self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
-    ) -> dict[str, Any]:
+    def figure(self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str) -> dict[str, Any]:
         """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""
+        world = World.current()
         from llmdistill.papers.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
 
-        return on_main(lambda: draw(self, models, aspect, folder, name, world.device), world)
+        return on_main(lambda: draw(self, models, aspect, folder, name, world.device))

@@ -75,7 +75,6 @@ class Measurement:
     """Seed and memory."""
     gradients: bool
     """Whether G is measured."""
-    world: World
     method: str = "svd"
     """The method of the factorization."""
     device: torch.device | None = None
@@ -84,7 +83,9 @@ class Measurement:
     @cached_property
     def _reads(self) -> Reads:
         found = watch_reads(self.model, layer_linears(self.model), self.batches)
-        return found if self.world.size == 1 else cast(Reads, broadcast_object(found))  # data may choose the experts
+        return (
+            found if World.current().size == 1 else cast(Reads, broadcast_object(found))
+        )  # data may choose the experts
 
     @cached_property
     def _parts(self) -> Sequence[Batch]:
@@ -115,7 +116,7 @@ class Measurement:
         Raises:
             UserError: the data have no token or give numbers that are not finite.
         """
-        model, world = self.model, self.world
+        model, world = self.model, World.current()
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         sizes = {prefix + name: shapes[name] for name in wanted}
         wanted = {prefix + name: size for name, size in wanted.items()}
@@ -125,7 +126,7 @@ class Measurement:
         passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
-        rounds = largest_number(len(self._parts), world)
+        rounds = largest_number(len(self._parts))
         for number, each in enumerate(passes):
             began = time.perf_counter()
             owners = deal(each.groups, sizes, world.size)
@@ -138,7 +139,7 @@ class Measurement:
             found = self._decomposed(owners, wanted, moments)
             share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
-                factors = to_main(found.pop(name, None), owner, world)
+                factors = to_main(found.pop(name, None), owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors, share)
 
@@ -150,7 +151,7 @@ class Measurement:
         A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
         of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.
         """
-        world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self._parts)
+        world, rows = World.current(), World.current().size * sum(len(each.input_ids) for each in self._parts)
         share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
         batches = first_tokens(self.model, self._parts[: math.ceil(share * len(self._parts))])
         found: dict[str, Any] = {name: factors.get(name) for name in names}
@@ -163,18 +164,18 @@ class Measurement:
             reads=self._reads,
             seed=self.settings.seed + _OTHER_LABELS,
             reduce=all_reduce_sum if world.size > 1 else None,
-            rounds=largest_number(len(batches), world),
+            rounds=largest_number(len(batches)),
         )
 
     def _moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
         """The moments of the linears that this rank decomposes, over the data of all ranks."""
-        world = self.world
+        world = World.current()
 
         def reduce(tensor: Tensor, name: str | None) -> bool:
             if name is None:
                 all_reduce_sum(tensor)
                 return True
-            sum_at(tensor, owners[name], world)
+            sum_at(tensor, owners[name])
             return owners[name] == world.rank
 
         resumed, after = self._kept_sums(list(owners), number)
@@ -191,7 +192,7 @@ class Measurement:
             resumed=resumed,
             after=after,
         )
-        return on_every(measure, world)
+        return on_every(measure)
 
     def _kept_sums(
         self, names: list[str], number: str
@@ -202,17 +203,17 @@ class Measurement:
         """
         if self.settings.folder is None:
             return None, lambda *_: None
-        world, folder = self.world, Path(self.settings.folder) / "sums"
+        world, folder = World.current(), Path(self.settings.folder) / "sums"
         file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
         began = time.monotonic()
-        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients), world)
-        same = largest_number(resumed.done, world) == -largest_number(-resumed.done, world)
+        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients))
+        same = largest_number(resumed.done) == -largest_number(-resumed.done)
         every: int | None = None
 
         def after(done: int, total: int, begun: Callable[[], Begun]) -> None:
             nonlocal every
             if every is None:  # the first batch of this process says how many take a while
-                every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)), world)
+                every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)))
             if done % every == 0 or done == total:
                 write_sums(file, names, begun(), gradients=self.gradients)
 
@@ -241,7 +242,7 @@ class Measurement:
                 give_back_memory()
             return found
 
-        return on_every(decompose, self.world)
+        return on_every(decompose)
 
     def table(self, rank: int) -> WeightedTable | None:
         """Measure and decompose the token embedding in a pass of its own; on rank 0, None on the others.
@@ -251,7 +252,7 @@ class Measurement:
         Raises:
             UserError: the data have no token or give numbers that are not finite.
         """
-        world = self.world
+        world = World.current()
         measure = partial(
             measure_table,
             self.model,
@@ -259,9 +260,9 @@ class Measurement:
             gradients=self.gradients,
             seed=self.settings.seed,
             reduce=all_reduce_sum if world.size > 1 else None,
-            rounds=largest_number(len(self._parts), world),
+            rounds=largest_number(len(self._parts)),
         )
-        moments = on_every(measure, world)
+        moments = on_every(measure)
         parameter = token_embedding(self.model)[1].weight
 
         def decompose() -> WeightedTable | None:
@@ -271,7 +272,7 @@ class Measurement:
             return weighted_table(table if self.device is None else table.to(self.device), moments, rank)
 
         with gathered(parameter):
-            return on_every(decompose, world)
+            return on_every(decompose)
 
 
 def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:

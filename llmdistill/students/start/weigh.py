@@ -38,7 +38,6 @@ class Source:
     """Loads the teacher, or returns it if it is loaded."""
     batches: Callable[[], tuple[Sequence[Batch], Sequence[Batch]]]
     """Reads this rank's batches, and the held-out batches, which every rank has."""
-    world: World
     device: torch.device | None = None
     """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
     kept: Callable[[], KeptFactors] | None = None
@@ -92,7 +91,6 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
         batches=in_parts(source.batches()[0], graph_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
-        world=source.world,
         method=method,
         device=source.device,
     )
@@ -100,7 +98,7 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
 
 def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     """The ranks that `weigh` chooses, with their factors."""
-    factors, world = _factors(source, settings), source.world
+    factors, world = _factors(source, settings), World.current()
     checks = settings.allocation == "loss" and settings.calibration.held_out != 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
@@ -109,7 +107,7 @@ def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
             return dict.fromkeys(names, _NOTHING)
         return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
 
-    found = on_every(choose, world)
+    found = on_every(choose)
     if not checks:
         return found[settings.allocation]
     teacher, (_, held_out) = source.teacher(), source.batches()
@@ -126,7 +124,7 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
 
     Every rank must call this function.
     """
-    factors, world = measured(source, settings), source.world
+    factors, world = measured(source, settings), World.current()
     # What is kept serves every allocation.
     if settings.allocation != "loss" and (source.kept is None or settings.weighting != "gradients"):
         return factors
@@ -137,7 +135,7 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         costs = {} if kept is None else kept.costs
         return bool(costs)
 
-    if not on_main(are_known, world):
+    if not on_main(are_known):
         costs = _measurement(source, settings).costs_of(factors, _shapes(build_reference(source.config)))
         if kept is not None:
             kept.costs = costs
@@ -150,7 +148,7 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         found = choose_ranks(source.config, settings, factors)
         return found.corrected({name: float(costs[name][rank]) for name, rank in found.ranks.items()}).factors
 
-    return on_every(corrected, world)
+    return on_every(corrected)
 
 
 def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
@@ -178,7 +176,7 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         factors = factors if source.kept is None else source.kept()
         return [name for name in ranks if name not in factors]
 
-    missing = on_main(open_folder, source.world)
+    missing = on_main(open_folder)
     if source.kept is not None:
         source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
@@ -195,7 +193,7 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
                     "the calibration data give no matrix any input or gradient: name other data, or leave weighting out"
                 )
 
-        on_main(check, source.world)
+        on_main(check)
     return factors
 
 

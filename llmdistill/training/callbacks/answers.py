@@ -29,6 +29,6 @@ class Answers:
             batches = trainer.micro_batches(state.step)
             if isinstance(teacher, RemoteTeacher):
                 with trainer.teaching.running():
-                    on_every(lambda: teacher.wait(batches), trainer.world)
+                    on_every(lambda: teacher.wait(batches))
         except UserError as failure:
             state.failure = failure

@@ -12,7 +12,7 @@ from llmdistill.artifacts import manifest_damage, read_record
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.training.callbacks.base import TrainState
 
@@ -33,7 +33,6 @@ class BestStudent:
     """The run folder."""
     metric: str
     """What `value` is, for sentences: loss or the name of a score."""
-    world: World
     save: Callable[[Path], None]
     """Saves the current student in a folder; every rank must call it."""
     score: Callable[[], float] | None = None
@@ -60,7 +59,7 @@ class BestStudent:
         rows = read_metrics_log(self.folder)
         if record is None and any("valid_loss" in row and 0 < row["step"] <= start for row in rows):
             said = f"{file} is missing, so the best student up to step {start} is lost"
-            warn_main(f"{said}: the next validation counts as the best", self.world)
+            warn_main(f"{said}: the next validation counts as the best")
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: keep the student if this step's validation is the best so far."""
@@ -86,11 +85,11 @@ class BestStudent:
                 if other != target:
                     shutil.rmtree(other)
 
-        if on_main(is_better, self.world):
+        if on_main(is_better):
             target = self.folder / _FOLDER / f"step-{step}"
-            on_main(lambda: shutil.rmtree(target, ignore_errors=True), self.world)
+            on_main(lambda: shutil.rmtree(target, ignore_errors=True))
             self.save(target)
-            on_main(record, self.world)
+            on_main(record)
         return {} if score is None else {"valid_score": score}
 
     def _damage(self, record: Mapping[str, Any]) -> str | None:
@@ -99,8 +98,8 @@ class BestStudent:
 
     def take(self, output: Path) -> dict[str, Any]:
         """Move the best student to `output` and return its record; every rank must call this method."""
-        record = on_main(lambda: read_best(self.folder), self.world)
-        damage = on_main(lambda: None if record is None else self._damage(record), self.world)
+        record = on_main(lambda: read_best(self.folder))
+        damage = on_main(lambda: None if record is None else self._damage(record))
         if record is None or damage is not None:  # the last step is always validated
             raise UserError(
                 f"{damage or f'{self.folder / BEST_FILE} is missing'}: the best student is lost; remove {self.folder} "
@@ -111,7 +110,7 @@ class BestStudent:
             (self.folder / record["student"]).replace(output)
             shutil.rmtree(self.folder / _FOLDER)
 
-        on_main(move, self.world)
+        on_main(move)
         return dict(record)
 
 

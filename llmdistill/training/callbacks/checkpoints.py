@@ -37,7 +37,7 @@ class Checkpoints:
             keep, trainer = state.settings.keep_checkpoints, self.trainer
             figures = {name: each.figures() for name, each in self.accumulators.items()}
             kept = {"loss_modes": self.loss_modes, "figures": figures}
-            save_checkpoint(trainer.engine, self.folder, state.step, keep, trainer.world, **kept)
+            save_checkpoint(trainer.engine, self.folder, state.step, keep, **kept)
         if state.signal:
             raise Stopped(state.signal, f"after step {state.step}")
         if state.failure is not None:

@@ -20,7 +20,7 @@ from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.files import sync, write_json
 from llmdistill.runtime.devices import to_host_later
-from llmdistill.runtime.distributed import all_reduce_sum, gather_objects, on_every, on_main
+from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import fragments
 from llmdistill.training.callbacks.base import StepTerms, TrainState
@@ -108,7 +108,7 @@ class FiniteSteps:
         if stops or self.in_a_row == LIMIT:
             why = "train.not_finite is stop" if stops else f"it is the {LIMIT}rd in a row"
             end_run(self.trainer, self.folder, step, f"{found}; {why}: {remedy}; the student is as it was before")
-        warn_main(f"{found}; the student is unchanged", self.trainer.world)
+        warn_main(f"{found}; the student is unchanged")
         return before
 
     def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
@@ -146,7 +146,7 @@ class FiniteSteps:
         held = fragments(self.trainer.engine)
         is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
         own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
-        found = gather_objects(None if own is None else f"{own.kind} of {own.name}", self.trainer.world)
+        found = gather_objects(None if own is None else f"{own.kind} of {own.name}")
         wrong = next((each for each in found if each is not None), None)
         if wrong is not None:
             why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
@@ -157,26 +157,26 @@ class FiniteSteps:
         # Such a step is rare, so the host may wait for the values of the terms here.
         is_wrong = (~step.losses.isfinite()).tolist()
         own = [
-            Cause(self.trainer.world.rank, name, [each for row in batch.sample_ids for each in row])
+            Cause(World.current().rank, name, [each for row in batch.sample_ids for each in row])
             for batch, of_batch in zip(step.batches, is_wrong, strict=True)
             for name, wrong in zip(self.trainer.method.weights, of_batch, strict=True)
             if wrong
         ]
-        causes = [each for of_rank in gather_objects(own, self.trainer.world) for each in of_rank]
-        origins = gather_objects(self.trainer.origin(step.number, step.batches), self.trainer.world)
+        causes = [each for of_rank in gather_objects(own) for each in of_rank]
+        origins = gather_objects(self.trainer.origin(step.number, step.batches))
         guilty = causes[0].rank if causes else 0
         folder = self.folder / NOT_FINITE / f"step-{step.number}"
         kept = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
-        on_every(partial(_keep, folder, kept, self.trainer.world.rank), self.trainer.world)
+        on_every(partial(_keep, folder, kept, World.current().rank))
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
-        on_main(lambda: write_json(folder / "about.json", about), self.trainer.world)
+        on_main(lambda: write_json(folder / "about.json", about))
         return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
 
 
 def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     """End a run by a UserError on every rank, so that the same command goes on with a lower learning rate."""
     record = {"step": step, "learning_rate": trainer.settings.learning_rate}
-    on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record), trainer.world)
+    on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record))
     error = UserError(why)
     error.everywhere = True
     raise error

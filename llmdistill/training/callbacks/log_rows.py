@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llmdistill.runtime.distributed import all_reduce_sum
+from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.training.callbacks.base import TrainState
 from llmdistill.training.callbacks.loss_watch import LOWEST, is_diverged
@@ -29,7 +29,7 @@ class LogRows:
     def _restart(self) -> None:
         self._terms = dict.fromkeys(self._method.weights, 0.0)
         # The counts stay on the device until the row is due.
-        self._tokens = torch.zeros((), dtype=torch.int64, device=self._trainer.world.device)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=World.current().device)
         self._positions = self._steps = 0
         self._row_began = time.perf_counter()
 
@@ -50,7 +50,7 @@ class LogRows:
         """See Accumulator."""
         self._terms.update(figures["terms"])
         self._tokens.fill_(figures["tokens"])
-        self._positions = figures["positions"] if self._trainer.world.is_main else 0  # those of all ranks are added up
+        self._positions = figures["positions"] if World.current().is_main else 0  # those of all ranks are added up
         self._steps = figures["steps"]
         self._row_began -= figures["seconds"]
         self._trainer.teaching.add(figures["teacher_seconds"])
@@ -89,7 +89,7 @@ class LogRows:
             "tokens_per_second": tokens / seconds,
             "padding_share": 1 - tokens / positions,
             "teacher_share": self._trainer.teaching.take() / seconds,
-            "peak_memory_bytes": peak_memory(self._trainer.world.device),
+            "peak_memory_bytes": peak_memory(World.current().device),
             **({"skipped_steps": skipped} if skipped else {}),
             **terms,
             **({LOWEST: state.lowest_loss} if is_diverged(loss, state.lowest_loss) else {}),

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.training.callbacks.base import TrainState
 
@@ -31,9 +30,9 @@ _MOST_SPIKES = 5
 class LossWatch:
     """Watches the terms of a run's loss step by step, on the host."""
 
-    def __init__(self, weights: Mapping[str, float], world: World, rows: Sequence[Mapping[str, float]] = ()) -> None:
+    def __init__(self, weights: Mapping[str, float], rows: Sequence[Mapping[str, float]] = ()) -> None:
         """`weights` are those of the terms; a term of weight 0 is not watched. `rows` are those of the log so far."""
-        self._weights, self._world = weights, world
+        self._weights = weights
         self.lowest = min((row.get(LOWEST, row["loss"]) for row in rows if "loss" in row), default=math.inf)
         self._diverged = False
         self._before: deque[float] = deque(maxlen=WINDOW)
@@ -44,7 +43,7 @@ class LossWatch:
         """See Callback: warn on rank 0."""
         for terms in state.known_terms:
             for warning in self.add(terms.step, terms.values):
-                warn_main(warning, self._world)
+                warn_main(warning)
         state.lowest_loss = self.lowest
 
     def figures(self) -> dict[str, Any]:

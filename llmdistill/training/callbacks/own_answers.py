@@ -9,7 +9,7 @@ import torch
 from llmdistill.batch import HeadInputs
 from llmdistill.losses.agreement import count_shared, log_probs_of, top_tokens
 from llmdistill.report.metrics_log import TOP_SHARED, WRITER_GAP
-from llmdistill.runtime.distributed import all_reduce_sum
+from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.training.callbacks.base import TrainState
 from llmdistill.training.trainer import Trainer
 
@@ -36,7 +36,7 @@ class OwnAnswers:
             return
         trainer, moved = self.trainer, self.trainer.moved(batch)
         labels_N, written_N = moved.row_labels(shift=trainer.student.shift), moved.written_log_probs
-        sums = torch.zeros(3, dtype=torch.float64, device=trainer.world.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=World.current().device)
         trainer.engine.eval()
         with torch.no_grad():
             teacher = trainer.teach(moved)

@@ -12,8 +12,7 @@ from llmdistill.training.callbacks.base import TrainState
 class Stopping:
     """The signals of all ranks. A launcher may reach one rank only, and none must leave the others in a collective."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self) -> None:
         self._asked: Callable[[], int] | None = None
 
     def after_step(self, state: TrainState) -> None:
@@ -22,8 +21,8 @@ class Stopping:
         With several ranks a signal is known one step later, so that the hosts do not wait for each other in every step;
         at the last step they do.
         """
-        before, self._asked = self._asked, largest_later(signals.caught(), self._world)
+        before, self._asked = self._asked, largest_later(signals.caught())
         state.signal = 0 if before is None else before()
-        if state.is_last or state.signal or self._world.size == 1:
+        if state.is_last or state.signal or World.current().size == 1:
             state.signal = max(state.signal, self._asked())
             self._asked = None

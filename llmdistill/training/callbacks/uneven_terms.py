@@ -49,7 +49,7 @@ class UnevenTerms:
         student = trainer.student.without_engine()
         found = term_gradients(method, student, teach, batch)
         for name, (share, remedy) in uneven_terms(found).items():
-            warn_main(f"term {name} has {share:.1%} of the gradient at step {state.step}: {remedy}", trainer.world)
+            warn_main(f"term {name} has {share:.1%} of the gradient at step {state.step}: {remedy}")
 
 
 def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]:

@@ -13,7 +13,7 @@ import torch
 from llmdistill.batch import Batch
 from llmdistill.methods import Method
 from llmdistill.progress import progress
-from llmdistill.runtime.distributed import all_reduce_sum
+from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.training.callbacks.base import TrainState
 from llmdistill.training.callbacks.finite import LOWER, end_run
 from llmdistill.training.trainer import Trainer
@@ -52,7 +52,7 @@ class Validation:
         """Return the weighted loss on the validation set, each term averaged over its positions; all ranks call it."""
         trainer, method = self.trainer, self.method
         trainer.engine.eval()
-        sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=trainer.world.device)
+        sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=World.current().device)
         with torch.no_grad():
             for batch in progress(self.batches, "Validation", "batches"):
                 moved = trainer.moved(batch, method)

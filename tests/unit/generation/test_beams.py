@@ -10,7 +10,6 @@ from torch import Tensor
 from llmdistill.config import WritingConfig
 from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
 from llmdistill.generation.beams import MaskedSteps, penalty, search, write_targets
-from llmdistill.runtime.distributed import World
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
 
@@ -38,7 +37,7 @@ def log_probs(model, source, written, *, segments):
 
 def written(model, settings, **options):
     given = {"marks": MARKS[True], "forbidden": FORBIDDEN, "batch_size": 2, "sharded": False} | options
-    return write_targets(model, SOURCES, settings, world=World.alone(), **given)
+    return write_targets(model, SOURCES, settings, **given)
 
 
 class Table:

@@ -99,10 +99,15 @@ def test_samples_depend_on_the_seed_and_the_place_alone(model, tokenizer):
 @pytest.mark.parametrize(("count", "ranks"), [(5, 2), (6, 3), (2, 4)])
 def test_every_job_is_one_rank_s_and_shares_differ_by_one(count, ranks):
     worlds = [World(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
-    shares = [list(shared_jobs(count, world, synced=False)) for world in worlds]
+
+    def jobs_of(world, *, synced):
+        with world.entered():
+            return list(shared_jobs(count, synced=synced))
+
+    shares = [jobs_of(world, synced=False) for world in worlds]
     assert sorted(number for share in shares for number, _ in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    filled = [list(shared_jobs(count, world, synced=True)) for world in worlds]
+    filled = [jobs_of(world, synced=True) for world in worlds]
     assert {len(share) for share in filled} == {-(-count // ranks)}
     assert [[job for job in share if not job[1]] for share in filled] == shares
 

@@ -28,7 +28,6 @@ from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World
 
 from stand_in_vllm import StandInLLM, install
 from support import ThreadRanks, write_rows
@@ -181,9 +180,8 @@ def test_every_rank_is_told_which_answers_are_missing(teacher, data, tmp_path, m
     monkeypatch.setattr(responses, "_answer", lambda job, left: None)
 
     def generate(rank):
-        world = World(rank=rank, size=2, device=torch.device("cpu"))
         with pytest.raises(UserError, match=r"7 answers are missing from .*every rank must see the same folder"):
-            generate_responses(str(teacher), str(data), output, SETTINGS, world=world)
+            generate_responses(str(teacher), str(data), output, SETTINGS)
 
     ranks.run(generate)
     assert not output.exists()

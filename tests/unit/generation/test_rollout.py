@@ -16,7 +16,6 @@ from llmdistill.generation import rollout_server
 from llmdistill.generation.rollout import OnPolicyLoader, Prompt, RowNoise, StudentWriter
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 
 from support import train_loader
 
@@ -136,8 +135,7 @@ def writer(server, tmp_path, *, every=1, student=None):
         shutil.copytree(server._folder if student is None else student, output)
         saved.append(output)
 
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    return ServerWriter(client(server.url), save, tmp_path / "handed", every=every, world=world), saved
+    return ServerWriter(client(server.url), save, tmp_path / "handed", every=every), saved
 
 
 def test_the_answers_are_samples_of_the_handed_over_student(server, tmp_path):

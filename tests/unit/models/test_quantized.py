@@ -17,7 +17,6 @@ from llmdistill.config import QuantizeConfig
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
-from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import save_student
 from llmdistill.students.counting import count_parameters
 
@@ -102,10 +101,9 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
     model.save_pretrained(source)
     fake_quantize(learning, BITS[bits])
     expected = outputs(learning)
-    world = World(rank=0, size=1, device=torch.device("cpu"))
     template = partial(load_model, source, head="saved")
     given = {"template": lambda dtype: template(dtype=dtype), "source": source, "bits": BITS[bits]}
-    save_student(PlainEngine(learning), world, tmp_path / "student", **given)
+    save_student(PlainEngine(learning), tmp_path / "student", **given)
 
     loaded = load_model(tmp_path / "student", dtype="auto", head="saved")
     assert torch.equal(outputs(loaded), expected)

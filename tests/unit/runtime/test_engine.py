@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, get_scheduler
 from llmdistill.config import FactorizeConfig, LoraConfig, TrainConfig
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import build_engine, learning_rate, parameter_groups, save_student
 from llmdistill.students.convert import compress
 from llmdistill.training.checkpoints import load_checkpoint, save_checkpoint
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 LORA = LoraConfig(rank=2, alpha=4.0)
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -66,7 +65,7 @@ def written(model: PreTrainedModel, source) -> PreTrainedModel:
     """The student that is written, loaded again."""
     output = source.with_name("student")
     template = lambda dtype: load_model(source, new_head=True, dtype=dtype)  # noqa: E731
-    save_student(PlainEngine(model), WORLD, output=output, template=template, source=source, lora=LORA)
+    save_student(PlainEngine(model), output=output, template=template, source=source, lora=LORA)
     return load_model(output, dtype=torch.float32)
 
 
@@ -85,13 +84,13 @@ def test_a_student_that_is_an_adapter_folder(tmp_path, student):
 def test_checkpoints_hold_the_adapters_and_nothing_else_and_the_student_is_written_with_them(student, tmp_path):
     model = adapted(student)
     expected = model(TOKENS).logits
-    save_checkpoint(PlainEngine(model), tmp_path / "run", 3, keep=1, world=WORLD)
+    save_checkpoint(PlainEngine(model), tmp_path / "run", 3, keep=1)
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-3" / "rank-00000.safetensors")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert saved.keys() == {f"weight/0/{name}" for name in trained}  # not the tied head under its second name either
 
     fresh = adapted(student, train=False)
-    assert load_checkpoint(PlainEngine(fresh), tmp_path / "run", WORLD) is not None
+    assert load_checkpoint(PlainEngine(fresh), tmp_path / "run") is not None
     assert torch.equal(fresh(TOKENS).logits, expected)
     assert torch.allclose(written(model, student)(TOKENS).logits, expected, atol=1e-5)
 

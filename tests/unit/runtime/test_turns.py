@@ -22,9 +22,9 @@ def run(monkeypatch):
     ranks = ThreadRanks(len(NODES))
     ranks.replace_group(monkeypatch)
     monkeypatch.setattr(
-        turns, "node_ranks", lambda world: [rank for rank, node in enumerate(NODES) if node == NODES[world.rank]]
+        turns, "node_ranks", lambda: [rank for rank, node in enumerate(NODES) if node == NODES[World.current().rank]]
     )
-    return lambda job: ranks.run(lambda rank: job(World(rank, len(NODES), torch.device("cpu"))))
+    return lambda job: ranks.run(lambda _: job(World.current()))
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ def run(monkeypatch):
 def test_the_mistake_of_rank_0_reaches_all(run, error, said):
     def fail(world: World) -> None:
         with pytest.raises((UserError, RankError, OSError), match=f"^{error if world.is_main else said}"):
-            on_main(Mock(side_effect=error), world)
+            on_main(Mock(side_effect=error))
 
     run(fail)
 
 
 def test_rank_0_comes_first_then_a_rank_of_each_node(run):
     order: list[int] = []
-    numbers = run(lambda world: in_turns(lambda: order.append(world.rank) or world.rank * 10, world))
+    numbers = run(lambda world: in_turns(lambda: order.append(world.rank) or world.rank * 10))
     assert numbers == [0, 10, 20, 30, 40]
     assert order[0] == 0
     assert set(order[1:3]) == {2, 4}
@@ -56,7 +56,7 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run):
 
     def fail(world: World) -> None:
         with pytest.raises(UserError, match="rank 0 found a mistake") as error:
-            in_turns(lambda: job(world), world)
+            in_turns(lambda: job(world))
         assert error.value.everywhere
 
     run(fail)
@@ -76,7 +76,7 @@ def test_the_first_rank_of_each_disk_makes_it(run, tmp_path, monkeypatch, shared
 
     with monkeypatch.context() as patch:  # pytest itself asks what exists
         patch.setattr(Path, "exists", lambda path: exists(tmp_path / disks[NODES[ThreadRanks.own.rank]] / path.name))
-        assert run(lambda world: made_once(lambda: make(world), world)) == [Path("/cache/set")] * len(NODES)
+        assert run(lambda world: made_once(lambda: make(world))) == [Path("/cache/set")] * len(NODES)
     assert (made[0], sorted(made)) == (0, makers)
 
 
@@ -84,17 +84,18 @@ def test_other_data_on_another_node_are_refused(run, tmp_path):
     def fail(world: World) -> None:
         folder = tmp_path / ("here" if NODES[world.rank] == "a" else "there")
         with pytest.raises(UserError, match=r"rank 2 on \S+ reads other data than rank 0 \(there and here in"):
-            made_once(lambda: folder, world)
+            made_once(lambda: folder)
 
     run(fail)
 
 
 def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: (True, None))
-    monkeypatch.setattr(distributed, "gather_objects", lambda value, world: [None, value])
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [None, value])
     late = tmp_path / "student"
     timer = threading.Timer(0.3, late.mkdir)
     timer.start()
-    assert is_there(late, World(1, 2, torch.device("cpu")))
-    monkeypatch.setattr(distributed, "_FILE_PATIENCE", 0.2)
-    refuses("never: rank 0 has written it, but rank 1 on ", is_there, tmp_path / "never", World(1, 2, "cpu"))
+    with World(1, 2, torch.device("cpu")).entered():
+        assert is_there(late)
+        monkeypatch.setattr(distributed, "_FILE_PATIENCE", 0.2)
+        refuses("never: rank 0 has written it, but rank 1 on ", is_there, tmp_path / "never")

@@ -17,7 +17,6 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.families import family_of, has_family
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World
 from llmdistill.step.forward import TappedModel, visibility_mask
 from llmdistill.step.loss_check import check_losses
 from llmdistill.step.own_loss import own_loss
@@ -222,7 +221,7 @@ def test_the_loss_after_the_check_is_the_models_own(name, capsys):
     tapped = tapped_model(name)
     batch = batch_of(shift=tapped.shift)
     assert tapped.shortcut == (name not in SCALED), "the config says it already"
-    check_losses({"student": tapped}, batch, World.alone())
+    check_losses({"student": tapped}, batch)
     said = f"the logits of {name} are more than the product of its LM head"
     assert capsys.readouterr().out.count(said) == (name in SCALED)
     assert tapped.shortcut == (name not in SCALED)
@@ -255,7 +254,7 @@ def test_other_masks_are_seen(monkeypatch):
     loss = own_loss(tapped, batch)
     assert loss.has_plain_head
     assert not loss.is_ours
-    check_losses({"student": tapped}, batch, World.alone())
+    check_losses({"student": tapped}, batch)
     assert not tapped.shortcut
     assert tapped.makes_mask
     torch.testing.assert_close(our_loss(tapped, batch), stock_loss(tapped, batch), atol=2e-5, rtol=1e-5)
@@ -267,4 +266,4 @@ def test_packed_rows_need_our_masks():
     mask = (torch.arange(12) // 6 + 1)[None]
     batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_label_rows(shift=True)
     with pytest.raises(UserError, match=r"data\.packing to false"):
-        check_losses({"student": tapped}, batch, World.alone())
+        check_losses({"student": tapped}, batch)

@@ -12,7 +12,6 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.runtime.distributed import World
 from llmdistill.students.sizes import summarize
 from llmdistill.studies.equal import check_starts, equal_size, steps_for_equal_tokens
 from llmdistill.training.assemble import share_of
@@ -65,8 +64,8 @@ def test_steps_count_the_tokens_that_the_runs_see(tmp_path):
 
     def tokens(data):
         config = recipe(*own, "--data.train", str(data), "--method", "kd")
-        plan, world = make_plan(config), World.alone()
-        loader = plan.task.read(plan.models).prepared(world).loader(share_of(plan, world))
+        plan = make_plan(config)
+        loader = plan.task.read(plan.models).prepared().loader(share_of(plan))
         return config, (sum(int(each.attention_mask.sum()) for each in loader.micro_batches(step)) for step in count())
 
     config, seen = tokens("embedded:train")

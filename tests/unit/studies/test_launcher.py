@@ -15,13 +15,12 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import METHODS
 from llmdistill.runtime import signals
-from llmdistill.runtime.distributed import World
 from llmdistill.studies import launcher as module
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.trials import Progress, last_line, make_trial
 from llmdistill.training.run_folder import claim_folder, scores_asked
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 # A run without torch: it waits some seconds and leaves what the main job does, or fails.
 SCRIPT = """
@@ -47,7 +46,7 @@ def trials(tmp_path):
 
 
 def finish(config):
-    with claim_folder(config, WORLD):
+    with claim_folder(config):
         pass
     metrics = {"asked": scores_asked(config), "seed": config.seed}
     (Path(config.output_dir) / "metrics.json").write_text(json.dumps(metrics))
@@ -125,7 +124,7 @@ def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(tri
             raise RuntimeError("a mistake")
         finish(config)
 
-    runner = InProcess(WORLD, train)
+    runner = InProcess(train)
     results = runner.run(trials)
     assert ran == [0, 1, 2]
     assert results[0].error == "out of luck"
@@ -134,7 +133,7 @@ def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(tri
     assert results[2].metrics["seed"] == 2
     assert runner.run(trials[2:])[0].metrics == results[2].metrics
     assert ran == [0, 1, 2]
-    (found,) = InProcess(WORLD, lambda config: None).run(trials[:1])
+    (found,) = InProcess(lambda config: None).run(trials[:1])
     assert found.error == f"it ended without its scores; see {trials[0].log}"
 
 

@@ -6,13 +6,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison
-from llmdistill.runtime.distributed import World
 from llmdistill.studies.collect import collect
 from llmdistill.studies.comparison import conduct
 from llmdistill.studies.launcher import InProcess, Launcher
@@ -21,7 +19,7 @@ from llmdistill.studies.variants import from_starts, load_methods, load_starts
 from llmdistill.training.run_folder import claim_folder, scores_asked
 
 COMPARED = ["none", "sft", "kd", "seqkd", "makd"]
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 class StandIn(Launcher):
@@ -32,13 +30,13 @@ class StandIn(Launcher):
         self.ran, self.fails = [], fails
 
     def run(self, trials, progress=None):
-        return InProcess(WORLD, self.do).run(trials, progress)
+        return InProcess(self.do).run(trials, progress)
 
     def do(self, config):
         self.ran.append(config)
         if config.method in self.fails:
             raise UserError("out of luck")
-        with claim_folder(config, WORLD):
+        with claim_folder(config):
             self.train(config)
 
     def call(self, command, log):

@@ -19,7 +19,6 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
 from llmdistill.tasks.instruction_sets import suite_sets
 from llmdistill.tasks.instructions import Instructions
@@ -58,7 +57,7 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
     score = scores["set"]
     prompts = encode_prompts(SHORT, tokenizer, limits).ids
     decoding = Decoding(sample=True, no_repeat_ngram_size=settings.no_repeat_ngram_size, batch_size=settings.batch_size)
-    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=settings.seeds, world=World.alone(), **LIMITS)
+    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=settings.seeds, **LIMITS)
     texts = [each.texts for each in passes]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
     assert score["per_seed"] == expected
@@ -181,7 +180,7 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
         given += [f"--{name}.model", str(tmp_path / name)]
     plan = make_plan(parse_run(given, METHODS)[0], ranks=1)
     assert plan.models.translates
-    found = plan.task.read(plan.models).prepared(World.alone()).teacher_prompts()
+    found = plan.task.read(plan.models).prepared().teacher_prompts()
     for question in ("The cat", "Name a colour"):
         ours, theirs = (
             tokenizers[name](text, add_special_tokens=False)["input_ids"]
@@ -208,7 +207,7 @@ def test_files_with_weights(tmp_path, monkeypatch):
         given = ["--method", "sft", "--teacher.model", str(tmp_path / "model"), "--student.factorize.rank", "2"]
         given += ["--data.train", train, "--data.valid", "null", "--output_dir", str(tmp_path / "run")]
         task = make_plan(parse_run(given, METHODS)[0], ranks=1)
-        data = task.task.read(task.models).prepared(World.alone())
+        data = task.task.read(task.models).prepared()
         loader = data.loader(Share(seed=0, global_batch_size=4, micro_batch_size=4))
         epoch = [tuple(item.ids) for step in range(3) for batch in loader.micro_batch_items(step) for item in batch]
         taught = [tuple(item.ids) for item in data.taught_examples()[0]]

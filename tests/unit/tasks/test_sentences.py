@@ -21,7 +21,6 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
-from llmdistill.runtime.distributed import World
 from llmdistill.step.tapped import tapped
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import Sentences
@@ -57,9 +56,7 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path):
             ids = [[1, *map(WORDS.index, text.split()[:2]), 2] for text in (one, other)]  # cut to 4 tokens
             first, second = (model(torch.tensor([each])).last_hidden_state[0, 0] for each in ids)
             cosines.append(float(first @ second / first.norm() / second.norm()))
-    scored = ScoredModel(
-        model=model, tokenizer=data.tokenizer, predictions=tmp_path, world=World.alone(), sharded=False
-    )
+    scored = ScoredModel(model=model, tokenizer=data.tokenizer, predictions=tmp_path, sharded=False)
     found = data.score_set("sts", scored)
     expected = 100 * stats.spearmanr(cosines, [score for *_, score in PAIRS]).statistic
     assert found == {"spearman": pytest.approx(expected, abs=1e-9), "pairs": len(PAIRS)}
@@ -192,7 +189,6 @@ def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatc
         lambda: student,
         tapped(method, "teacher", teacher),
         (items, partial(collate_pairs, pad_token_id=0)),
-        World.alone(),
     )
     chosen, rows = TEXTS if most == 100 else TEXTS[::3], []
     for model in (student, teacher):

@@ -18,14 +18,13 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks import windows as module
 from llmdistill.tasks.base import ScoreTable
 from llmdistill.tasks.windows import TextTests, cut_windows, score_windows
 from tests import tiny
 
 TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))
-WORLD = World.alone()
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit)
     ids = tokenizer(TEXT)["input_ids"]
     windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=window, stride=stride, limit=limit)
     total = len(range(0, len(ids) - window + 1, stride))
-    score = score_windows(model, windows, batch_size=5, world=WORLD)
+    score = score_windows(model, windows, batch_size=5)
     assert (score["windows"], score["total"]) == (min(limit or total, total), total)
     assert score["tokens"] == window - 1 + (score["windows"] - 1) * min(stride, window - 1)
     expected = window_loss(model, ids, window, stride, score["windows"])
@@ -68,7 +67,7 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text(model, tokenizer, nam
     own, begin = beginning(tokenizer, *names)
     text = tokenizer(TEXT)["input_ids"]
     windows = cut_windows(TEXT, own, model.config, name="text", window=window, stride=stride, limit=limit)
-    score = score_windows(model, windows, batch_size=5, world=WORLD)
+    score = score_windows(model, windows, batch_size=5)
     room = window - len(begin)
     step = min(stride or room, room)
     starts = range(0, len(text) - room + 1, step)[:limit]
@@ -106,9 +105,7 @@ def test_the_command_and_a_run_say_what_a_window_begins_with(model, tokenizer, t
     models = SimpleNamespace(teacher=model.config, student=model.config)
     texts, plain = (TextTests.of(config, models, [each, each]) for each in (own, tokenizer))
     assert texts.sets["lakes"] == {**plain.sets["lakes"], "begin": [begin, begin]}, "scores of before are not taken"
-    read = score_windows(
-        model, cut_windows(TEXT, own, model.config, name="", window=64), batch_size=2, world=WORLD, name=""
-    )
+    read = score_windows(model, cut_windows(TEXT, own, model.config, name="", window=64), batch_size=2, name="")
     table = texts.added(
         ScoreTable(title="", columns=[], rows={"teacher": []}, legend=""), {"teacher": {"texts": {"lakes": read}}}
     )
@@ -121,7 +118,7 @@ def test_logits_that_are_more_than_a_product(kind, tokenizer):
     model = tiny.tiny_model(kind, vocab_size=len(tokenizer)).eval()
     ids = tokenizer(TEXT)["input_ids"][:200]
     windows = cut_windows(tokenizer.decode(ids), tokenizer, model.config, name="text", window=16)
-    score = score_windows(model, windows, batch_size=3, world=WORLD)
+    score = score_windows(model, windows, batch_size=3)
     assert score["loss"] == pytest.approx(window_loss(model, ids, 16, 16, 12), abs=1e-5)
 
 
@@ -130,7 +127,7 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
     real = head._logits
     monkeypatch.setattr(head, "_CPU_CHUNK", 16)
     monkeypatch.setattr(head, "_logits", lambda *given: rows.append(len(out := real(*given))) or out)
-    score_windows(model, cut_windows(TEXT, tokenizer, model.config, name="", window=64), batch_size=4, world=WORLD)
+    score_windows(model, cut_windows(TEXT, tokenizer, model.config, name="", window=64), batch_size=4)
     assert max(rows) == 16
     assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)
 
@@ -142,7 +139,7 @@ def test_a_forward_pass_reads_so_many_windows_and_tokens(model, tokenizer, monke
     hook = model.register_forward_pre_hook(
         lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True
     )
-    score_windows(model, windows, batch_size=batch_size, world=WORLD)
+    score_windows(model, windows, batch_size=batch_size)
     hook.remove()
     assert (sum(read), max(read)) == (7, most)
 

@@ -42,7 +42,7 @@ def parse(tmp_path):
 
 
 def claim(config, size=1):
-    with claim_folder(config, replace(WORLD, size=size)):
+    with replace(WORLD, size=size).entered(), claim_folder(config):
         pass
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_shape_the_student_may_change(parse, tmp_path):
 
 def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse):
     with multiprocessing.get_context("fork").Pool(1) as other:  # a lock is held against other processes alone
-        with claim_folder(parse(), WORLD):
+        with claim_folder(parse()):
             refuses("another process is at this run", other.apply, claim, [parse()])
         other.apply(claim, [parse()])
 

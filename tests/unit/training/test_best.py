@@ -5,17 +5,15 @@ import shutil
 from functools import partial
 
 import pytest
-import torch
 from damage import flip
 
 from llmdistill.artifacts import write_manifest
 from llmdistill.errors import UserError
-from llmdistill.runtime.distributed import World
 from llmdistill.training.callbacks import checkpoints
 from llmdistill.training.callbacks.best import BestStudent, read_best
 from llmdistill.training.callbacks.validation import Validation
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 def keeper(folder, scores=None):
@@ -28,7 +26,7 @@ def keeper(folder, scores=None):
         (target / "weights").write_text(str(len(saved)))
 
     metric, score = ("loss", None) if scores is None else ("ROUGE-L", partial(next, iter(scores)))
-    return BestStudent(folder=folder, metric=metric, world=WORLD, save=save, score=score)
+    return BestStudent(folder=folder, metric=metric, save=save, score=score)
 
 
 def test_the_smallest_loss_is_kept_and_of_equal_ones_the_first(tmp_path):

@@ -25,11 +25,11 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
     words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", "zero2"]
     config = parse_run(words, METHODS)[0]
     plan = make_plan(config)
-    data = plan.task.read(plan.models).prepared(World.alone())
+    data = plan.task.read(plan.models).prepared()
     seen: list[int] = []
     for rank in range(ranks):
-        world = World(rank=rank, size=ranks, device=torch.device("cpu"))
-        own, held_out = calibration_batches(config, plan.models, world, data)
+        with World(rank=rank, size=ranks, device=torch.device("cpu")).entered():
+            own, held_out = calibration_batches(config, plan.models, data)
         assert own, "a rank without a batch would not join the sums over the ranks"
         ids = [name for batch in own for row in batch.sample_ids for name in row]
         held = {name for batch in held_out for row in batch.sample_ids for name in row}
@@ -37,9 +37,9 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
         assert not held & {*ids, *seen}
         seen += ids
     assert len(set(seen)) == len(seen) >= examples
-    many = World(rank=0, size=examples + 1, device=torch.device("cpu"))
     said = f"examples is {examples}, fewer than the {examples + 1} ranks"
-    refuses(said, calibration_batches, config, plan.models, many)
+    with World(rank=0, size=examples + 1, device=torch.device("cpu")).entered():
+        refuses(said, calibration_batches, config, plan.models)
 
 
 UNIFORM = {"allocation": "uniform", "target_params": None, "rank": 4}

@@ -9,11 +9,10 @@ from plain_engine import PlainEngine
 from torch import nn
 
 from llmdistill.artifacts import MANIFEST
-from llmdistill.runtime.distributed import World
 from llmdistill.training.checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from llmdistill.training.log import check_log
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 class Engine(PlainEngine):
@@ -40,16 +39,16 @@ def save(folder, engine: Engine, *steps: int, keep: int = 2) -> None:
     """Save checkpoints of an engine, which learns a step before each."""
     for step in steps:
         engine.learn(range(step - 1, step))
-        save_checkpoint(engine, folder, step, keep, WORLD)
+        save_checkpoint(engine, folder, step, keep)
 
 
 def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path) -> None:
     first, second = Engine(), Engine()
-    assert load_checkpoint(second, tmp_path, WORLD) is None
+    assert load_checkpoint(second, tmp_path) is None
     first.learn(range(4))
     first.skipped_steps = 2
     save(tmp_path, first, 5)
-    found = load_checkpoint(second, tmp_path, WORLD)
+    found = load_checkpoint(second, tmp_path)
     assert (found.step, second.global_steps, second.micro_steps, second.global_samples) == (5, 5, 10, 40)
     assert second.skipped_steps == 2
     for engine in (first, second):
@@ -67,7 +66,7 @@ def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path) -> None:
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-10", "step-11"}
     save(tmp_path, engine, 11)
     assert [each.step for each in checkpoints(tmp_path)] == [10, 11]
-    assert load_checkpoint(Engine(), tmp_path, WORLD) == checkpoints(tmp_path)[-1]
+    assert load_checkpoint(Engine(), tmp_path) == checkpoints(tmp_path)[-1]
     # A damaged one does not count among those that are kept.
     (tmp_path / "checkpoints" / "step-11" / MANIFEST).write_text("{")
     save(tmp_path, engine, 12)
@@ -90,7 +89,7 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path, capsys, how
     kept = file.read_bytes()
     assert change(kept) != kept
     file.write_bytes(change(kept))
-    found = load_checkpoint(Engine(), tmp_path, WORLD)
+    found = load_checkpoint(Engine(), tmp_path)
     assert found.step == 1
     said = "".join(capsys.readouterr().err.replace("│", "").split())
     assert wrong in said
@@ -100,16 +99,16 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(tmp_path, capsys, how
     assert [each.step for each in checkpoints(tmp_path)] == [1, 2]
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors").unlink()
-    refuses("no checkpoint is whole", load_checkpoint, Engine(), tmp_path, WORLD)
+    refuses("no checkpoint is whole", load_checkpoint, Engine(), tmp_path)
 
 
 def test_a_checkpoint_of_another_student_or_format_is_refused(tmp_path) -> None:
     save(tmp_path, Engine(), 1)
-    refuses("step-1: it is of another student, first in 0.bias", load_checkpoint, Engine(width=5), tmp_path, WORLD)
+    refuses("step-1: it is of another student, first in 0.bias", load_checkpoint, Engine(width=5), tmp_path)
     manifest = tmp_path / "checkpoints" / "step-1" / MANIFEST
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
     said = "step-1: a checkpoint of format 9, this version reads 1: finish the run with"
-    refuses(said, load_checkpoint, Engine(), tmp_path, WORLD)
+    refuses(said, load_checkpoint, Engine(), tmp_path)
 
 
 def test_folders_of_other_names_are_the_users_own(tmp_path) -> None:
@@ -117,7 +116,7 @@ def test_folders_of_other_names_are_the_users_own(tmp_path) -> None:
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     save(tmp_path, Engine(), 1, 2, 3, keep=1)
-    assert load_checkpoint(Engine(), tmp_path, WORLD) is not None
+    assert load_checkpoint(Engine(), tmp_path) is not None
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names, "step-3"}
 
 

@@ -16,7 +16,6 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, refused_by_system, write_json
 from llmdistill.methods import METHODS
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks import answers
 from llmdistill.train import main
 from llmdistill.training.checks import DiskNeed, check_disk
@@ -56,7 +55,7 @@ def test_a_run_without_room_is_refused_with_its_parts_before_it_scores(tmp_path:
     parts = r"output_dir .*: the run needs .* MB more there \(3 checkpoints of .* MB and 2 students of .* MB\)"
     data = None  # nothing of it is used before
     with pytest.raises(UserError, match=parts):
-        execute(plan, data, World.alone())
+        execute(plan, data)
     held = plan.folder / "checkpoints" / "step-2" / "rank-00000.safetensors"
     held.parent.mkdir(parents=True)
     held.write_bytes(b"\0")

@@ -16,20 +16,18 @@ from llmdistill.errors import UserError
 from llmdistill.methods import build_method
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
 from llmdistill.training.callbacks.finite import FiniteSteps, first_not_finite
 from llmdistill.training.callbacks.loss_watch import LossWatch, diverged, is_diverged
 from llmdistill.training.callbacks.uneven_terms import term_gradients, uneven_terms
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 def make_steps(folder, policy: str = "skip") -> FiniteSteps:
     trainer = SimpleNamespace(
         engine=SimpleNamespace(get_global_grad_norm=lambda: 1.0),
-        world=WORLD,
         method=SimpleNamespace(weights={"label": 1.0, "logits": 1.0}),
         settings=SimpleNamespace(not_finite=policy, learning_rate=0.5),
         origin=lambda step, _batches: f"looked at step {step}",
@@ -118,7 +116,7 @@ class TestOrigin:
 
 class TestLossWatch:
     def warnings(self, losses: list[float], weight: float = 1.0) -> list[str]:
-        watch = LossWatch({"label": weight, "rest": 1.0}, WORLD)
+        watch = LossWatch({"label": weight, "rest": 1.0})
         return [each for step, loss in enumerate(losses, 1) for each in watch.add(step, {"label": 0.0, "rest": loss})]
 
     def test_a_first_loss_is_no_jump_and_neither_is_one_that_was_there_before(self) -> None:
@@ -132,14 +130,14 @@ class TestLossWatch:
         (said,) = self.warnings([5.0, 4.0, 90.0, 2e21, 1e21, 3e22], weight=0.0)
         assert said.startswith("the loss is 2e+21 at step 4, 5e+20 times the lowest one before it: the student diver")
         assert self.warnings([1e-4, 9.0], weight=0.0) == [], "a student that starts as its teacher has hardly a loss"
-        watch = LossWatch({"rest": 1.0}, WORLD)
+        watch = LossWatch({"rest": 1.0})
         for step, loss in enumerate((5.0, 2e21), 1):
             watch.add(step, {"rest": loss})
         rows = [{"step": 0, "valid_loss": 1.0}, {"step": 2, "loss": 1e21, "lowest_loss": watch.lowest}]
         (ended,) = diverged(rows)
         assert ended.startswith("the training diverged: the loss is 1e+21 at its last step, 2e+20 times the lowest")
         # A resumed run knows the lowest loss from its log.
-        assert LossWatch({"rest": 1.0}, WORLD, rows).lowest == 5.0
+        assert LossWatch({"rest": 1.0}, rows).lowest == 5.0
         assert is_diverged(600.0, 5.0)
         assert not is_diverged(6.0, 5.0)
         assert diverged([*rows, {"step": 3, "loss": 6.0}]) == diverged([]) == []

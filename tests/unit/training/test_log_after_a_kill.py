@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from llmdistill.runtime.distributed import World
 from llmdistill.training.callbacks import checkpoints
 from llmdistill.training.callbacks.loss_watch import LossWatch
 from llmdistill.training.callbacks.stopping import Stopping
@@ -73,7 +72,6 @@ def test_rows_are_those_of_an_uninterrupted_run(whole, trains, tmp_path, monkeyp
 
 
 def test_the_watch_of_the_loss_goes_on_at_every_step():
-    world = World.current()
     losses = [5 - n / 10 for n in range(30)] + [20.0, 2.0, 21.0, 1.9, 600.0, 1.8, 22.0]
     values = [{"a": loss, "zero": 0.0} for loss in losses]
     weights = {"a": 1.0, "zero": 0.5}
@@ -81,10 +79,10 @@ def test_the_watch_of_the_loss_goes_on_at_every_step():
     def said(watch, numbers):
         return [watch.add(n + 1, values[n]) for n in numbers]
 
-    expected = said(LossWatch(weights, world), range(len(values)))
+    expected = said(LossWatch(weights), range(len(values)))
     assert sum(map(len, expected)) >= 4
     for kill in range(len(values)):
-        first, second = LossWatch(weights, world), LossWatch(weights, world)
+        first, second = LossWatch(weights), LossWatch(weights)
         before = said(first, range(kill))
         second.restore(json.loads(json.dumps(first.figures())))
         assert (first.lowest if kill else math.inf) == second.lowest

@@ -25,7 +25,6 @@ from transformers import (
 
 import llmdistill
 from llmdistill import DistillationLoss, DistillationTrainer, UserError
-from llmdistill.runtime.distributed import World
 from llmdistill.training import assemble
 from llmdistill.training.plan import make_plans
 
@@ -251,8 +250,7 @@ def main_job(tmp_path_factory):
     settings |= {"global_batch_size": MICRO * ACCUMULATION, "micro_batch_size": MICRO}
     result = llmdistill.distill(teacher, student, ROWS, output_dir=folder / "run", **settings)
     (plan,) = make_plans(result.config)
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    loader = plan.task.read(plan.models).prepared(world).loader(assemble.share_of(plan, world))
+    loader = plan.task.read(plan.models).prepared().loader(assemble.share_of(plan))
     batches = [
         {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
         for step in range(STEPS)

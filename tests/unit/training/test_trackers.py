@@ -92,10 +92,10 @@ def steps(config, start, until, *, rank=0, end=None) -> None:
 
     The process ends after them, is stopped, or is killed, and then nothing follows its last step.
     """
-    world = replace(WORLD, rank=rank)
-    log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=world)
     with ExitStack() as stack:
-        log.monitor = stack.enter_context(monitors(config, None, log.rows, start, world))
+        stack.enter_context(replace(WORLD, rank=rank).entered())
+        log = RunLog(Path(str(config.output_dir)), start=start, steps=6)
+        log.monitor = stack.enter_context(monitors(config, None, log.rows, start))
         if start == 0:
             log.validated(0, {"valid_loss": 3.5})
         for step in range(start + 1, until + 1):
@@ -204,7 +204,7 @@ def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
             tb_monitor=SimpleNamespace(summary_writer=writer),
             write_events=lambda events, writer=writer: [writer.add_scalar(*event) for event in events],
         )
-        with monitors(config, monitor, [], start, WORLD) as found:
+        with monitors(config, monitor, [], start) as found:
             for step in range(start + (start > 0), until + 1):
                 found.add(step, {"loss": 10.0 * number + step})
         writer.close()
@@ -237,21 +237,21 @@ def test_a_bad_line_is_named(tmp_path, bad):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([ROWS[0], bad, ROWS[1]]) + b"\n")
     said = "metrics.jsonl:2: not a row of a training's log; remove the line, and the run goes on"
     refuses(said, read_metrics_log, tmp_path)
-    refuses(said, RunLog, tmp_path, start=1, steps=3, world=WORLD)
+    refuses(said, RunLog, tmp_path, start=1, steps=3)
 
 
 def test_a_resumed_run_drops_later_rows_and_what_a_kill_left_of_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*ROWS, b'{"st']))
-    RunLog(tmp_path, start=1, steps=3, world=WORLD)
+    RunLog(tmp_path, start=1, steps=3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == ROWS[0] + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"not a log")
-    RunLog(tmp_path, start=0, steps=3, world=WORLD)
+    RunLog(tmp_path, start=0, steps=3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_columns_stay_apart_at_large_losses(tmp_path, capsys):
     values = {"loss": 161234.5, "hidden": 1.5e-10, "tokens_per_second": 1234567.0, "padding_share": 0.1}
-    log = RunLog(tmp_path, start=0, steps=123456, world=WORLD)
+    log = RunLog(tmp_path, start=0, steps=123456)
     log.row(123400, {**values, "teacher_share": 0.5}, 60.0)
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["step", "loss", "hidden", "tok/s", "padding", "teacher", "eta"]

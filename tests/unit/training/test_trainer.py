@@ -32,6 +32,7 @@ from llmdistill.training.trainer import Trainer
 from support import log_rows, train_loader
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 
 
 class Engine(PlainEngine):
@@ -94,14 +95,14 @@ def make_trainer(micro_batch_size, steps=4):
     loader = train_loader(items, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size)
     engine, student = Engine(weight, 8 // micro_batch_size), Student(lambda batch: weight * batch.input_ids.double())
     settings = TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1)
-    given = {"teacher": None, "method": Squares(), "loader": loader, "settings": settings, "seed": 3, "world": WORLD}
+    given = {"teacher": None, "method": Squares(), "loader": loader, "settings": settings, "seed": 3}
     return weight, Trainer(engine=engine, student=student, **given)
 
 
 def train(trainer, folder, *validation):
     """Train to the end with the callbacks of a run, but those that need a real model, and a log in the folder."""
-    log = RunLog(folder, start=0, steps=trainer.settings.steps, world=WORLD)
-    watches = [Stopping(WORLD), FiniteSteps(trainer, folder), LossWatch(trainer.method.weights, WORLD), *validation]
+    log = RunLog(folder, start=0, steps=trainer.settings.steps)
+    watches = [Stopping(), FiniteSteps(trainer, folder), LossWatch(trainer.method.weights), *validation]
     trainer.run(0, [*watches, LogRows(log, trainer), Checkpoints(trainer, folder, {})])
 
 
@@ -123,18 +124,20 @@ def test_loss_is_divided_once_by_the_global_counts(micro_batch_size, ranks):
     """AdamW hardly sees the scale of a gradient, so that equal students on one rank and on two do not show it."""
     weight, trainer = make_trainer(micro_batch_size)
     # The engine's average over the ranks is undone.
-    trainer.world, backward = replace(WORLD, size=ranks), trainer.engine.backward
+    backward = trainer.engine.backward
     trainer.engine.backward = lambda loss: backward(loss / ranks)
-    trainer.run(0, [])
+    with replace(WORLD, size=ranks).entered():
+        trainer.run(0, [])
     torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
 
 
 def test_every_step_and_rank_draws_its_own_random_numbers():
     def drawn(rank, start):
         _, trainer = make_trainer(8)
-        trainer.world, values, numbers = replace(WORLD, rank=rank), trainer.student.values, []
+        values, numbers = trainer.student.values, []
         trainer.student = Student(lambda batch: numbers.append(torch.rand(()).item()) or values(batch))
-        trainer.run(start, [])
+        with replace(WORLD, rank=rank).entered():
+            trainer.run(start, [])
         return numbers
 
     whole = drawn(0, 0)

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from glue_tasks import write_task
 from question_files import write_tasks
 from safetensors.torch import load_file, save_file
@@ -15,13 +14,12 @@ from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.papers.two_stages import collect, plan_tasks
-from llmdistill.runtime.distributed import World
 from llmdistill.students.convert import compress
 from llmdistill.train import main
 from llmdistill.training.plan import make_plans
 from llmdistill.training.run_folder import shaping_settings
 
-WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("cpu_world")
 SHARED = "protocol: custom, learning_rates: [1.0e-2], epochs: [1], batch_size: 16, max_length: 24"
 EVERY_ROW = "names: [rte], rows: [two_stages, no_pretraining, no_kd], tsne: true"
 
@@ -54,8 +52,8 @@ def read(file):
 
 def second_stage(arguments: list[str]) -> None:
     plan = plan_tasks(make_plans(parse_run(arguments, METHODS)[0]))
-    plan.check_data(WORLD)
-    plan.run(WORLD)
+    plan.check_data()
+    plan.run()
 
 
 @pytest.fixture(scope="module")

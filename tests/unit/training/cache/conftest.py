@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from caches import SMALL, WORLD, model
+from caches import SMALL, model
 
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
@@ -38,7 +38,7 @@ def planned(files):
         words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
         words += ["--teacher.model", str(files["teacher"]), "--student.model", str(files["student"])]
         plan = make_plan(parse_run([*words, *arguments], METHODS)[0])
-        return plan, plan.task.read(plan.models).prepared(WORLD)
+        return plan, plan.task.read(plan.models).prepared()
 
     return make
 
@@ -52,7 +52,7 @@ def made(planned, tmp_path_factory):
         key = (*arguments, settings)
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp("cache") / "cache"
-            cache.make_cache(*planned(*arguments), settings, folders[key], WORLD)
+            cache.make_cache(*planned(*arguments), settings, folders[key])
         return folders[key]
 
     return make

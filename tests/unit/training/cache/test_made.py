@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import SMALL, TOP_K, WORLD, batches, cached, checked, loaded, losses, model
+from caches import SMALL, TOP_K, batches, cached, checked, loaded, losses, model
 from glue_tasks import write_task
 from hostile import refuses
 from stand_in_server import serving
@@ -42,7 +42,7 @@ METHOD_SETTINGS = {
 
 def assert_as_live(plan: Plan, teacher, found: list[Batch]):
     """Check that a cached teacher gives the terms and gradients of the live one; returns those of the first batch."""
-    live = make_teacher(plan, WORLD)
+    live = make_teacher(plan)
     expected = losses(plan, tapped(plan.method, "teacher", live.model, forward=live.forward), found)
     torch.testing.assert_close(losses(plan, teacher, found), expected, rtol=1e-4, atol=1e-6)
     return expected[0]
@@ -67,9 +67,9 @@ def test_a_classifier_teaches_from_a_cache_too(tmp_path):
     words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
     plan = make_plan(parse_run(words, METHODS)[0])
     data = plan.task.read(plan.models)
-    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache")
     again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
-    cache.check_cache(again, data, WORLD)
+    cache.check_cache(again, data)
     found = assert_as_live(plan, cached(again, tmp_path / "cache"), batches(plan, data))
     assert {"sequence_forward_kl", "relation_qq"} <= {name.rpartition(".")[2] for name in found}
 
@@ -128,11 +128,11 @@ def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, m
 
     monkeypatch.setattr(shards, "write_tensors", dies)
     with pytest.raises(KeyboardInterrupt):
-        cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+        cache.make_cache(plan, data, SMALL, tmp_path / "cache")
     refuses("it has no cache.json, so it is an unfinished cache: go on", CacheFolder, tmp_path / "cache")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
     monkeypatch.setattr(shards, "write_tensors", write)
-    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache")
     assert len(before) == 3
     assert before == {path: path.stat().st_mtime_ns for path in before}, "a file was written twice"
     again, whole = (
@@ -149,10 +149,10 @@ def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, b
     content = lost.read_bytes()
     lost.unlink()
     refuses("00001.safetensors is missing; remove", checked, planned, broken)
-    cache.make_cache(plan, data, SMALL, broken, WORLD)
+    cache.make_cache(plan, data, SMALL, broken)
     assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
     monkeypatch.setattr(cache, "make_teacher", None)
-    cache.make_cache(plan, data, SMALL, broken, WORLD)
+    cache.make_cache(plan, data, SMALL, broken)
 
 
 def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words):
@@ -160,7 +160,7 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     words = [*text_words, "--method", "makd"]
     plan, data = planned(*words)
     folder = made(*words)
-    cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"), WORLD)
+    cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"))
     loader = data.loader(Share(seed=3, global_batch_size=20, micro_batch_size=20))
     assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
     found = [each for step in (0, 3) for each in loader.micro_batches(step)]
@@ -174,10 +174,10 @@ def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made
     monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("the server has the teacher"))
     with serving(files["teacher"]) as server:
         plan, data = planned(*PACKED, "--teacher.url", server.url, "--teacher.top_k", "20")
-        record = cache.make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache", WORLD)
+        record = cache.make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache")
         assert len(server.asked) == record["examples"] + 1 == 26  # equal examples once, and the check's own
         found = batches(plan, data)
-        asked = losses(plan, remote_teacher(plan, WORLD), found)
+        asked = losses(plan, remote_teacher(plan), found)
     assert (record["held"]["top_k"], record["settings"]["content"]) == (20, "top_k")
     checked(planned, tmp_path / "cache", *PACKED)
     for folder in (expected, tmp_path / "cache"):
@@ -191,7 +191,7 @@ def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tm
     folder = made(*PACKED, settings=replace(TOP_K, engine="hf"))
     asked = install(monkeypatch)
     monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
-    record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
+    record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache")
     assert record["settings"]["engine"] == "vllm"
     assert not (folder / "head.safetensors").exists()
     assert [each["max_logprobs"] for each in asked if "model" in each] == [20]

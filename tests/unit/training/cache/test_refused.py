@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from caches import SMALL, TOP_K, WORLD, batches, cached, checked, model
+from caches import SMALL, TOP_K, batches, cached, checked, model
 from hostile import refuses
 from tiny import tiny_config
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_made_is_refused(planned, made, tmp_path):
         ([], SMALL, tmp_path, "the folder is not empty and holds no teacher's cache"),
         ([], other, made(), "it holds another cache: settings.micro_batch_size was 3 and is now 4"),
     ):
-        refuses(said, cache.make_cache, *planned(*arguments), settings, folder, WORLD)
+        refuses(said, cache.make_cache, *planned(*arguments), settings, folder)
 
 
 URL = ("--teacher.url", "http://127.0.0.1:1")
@@ -116,7 +116,7 @@ def test_what_a_server_cannot_give_and_settings_that_contradict_each_other_are_r
         refuses(said, planned, *words)
     said = "fills a cache with the 20 most likely tokens of teacher.top_k: leave --cache"
     for settings in (CacheConfig(engine="vllm"), CacheConfig(content="top_k", top_k=19)):
-        refuses(said, cache.make_cache, *planned(*URL, *TOP), settings, tmp_path / "cache", WORLD)
+        refuses(said, cache.make_cache, *planned(*URL, *TOP), settings, tmp_path / "cache")
 
 
 def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch):
@@ -128,6 +128,6 @@ def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch)
         (("--data.max_length", "512"), TOP_K, "generates a token after the 512 of data.max_length"),
     ):
         plan, _ = planned(*words)
-        assert cache.engine_of(plan, settings, WORLD) == "hf"
+        assert cache.engine_of(plan, settings) == "hf"
         with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
-            cache.engine_of(plan, replace(settings, engine="vllm"), WORLD)
+            cache.engine_of(plan, replace(settings, engine="vllm"))
