@@ -312,6 +312,8 @@ class ThreadRanks:
         """The results of a job on every rank, which gets its number."""
 
         def one(rank: int) -> Any:
+            import torch
+
             from llmdistill.runtime.distributed import World
 
             self.own.rank = rank

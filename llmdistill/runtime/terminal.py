@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import refused_by_system
@@ -19,9 +18,6 @@ from llmdistill.messages import logger, read_to_its_end, say, set_level
 from llmdistill.progress import Activity
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
-
-if TYPE_CHECKING:
-    from llmdistill.runtime.distributed import World
 
 
 def exit_code(job: Callable[[], None]) -> int:
@@ -197,13 +193,17 @@ def quiet_libraries() -> None:
 
 def print_main(text: str) -> None:
     """Write a message of progress or a note on rank 0."""
-    world = World.current()
-    if world.is_main:
+    if _is_main():
         say(text)
 
 
 def warn_main(text: str) -> None:
     """Print a highlighted warning on rank 0."""
-    world = World.current()
-    if world.is_main:
+    if _is_main():
         logger.warning("%s", text, extra={"framed": True})
+
+
+def _is_main() -> bool:
+    from llmdistill.runtime.distributed import World  # loads torch, before which a command sets its threads
+
+    return World.current().is_main

@@ -5,8 +5,8 @@ It runs on torch's meta device, which has shapes but no values: whoever asks for
 GPU, the paths that a CPU may take by looking at values are closed.
 """
 
-from dataclasses from collections.abc import Iterator
-import replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 

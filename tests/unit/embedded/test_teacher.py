@@ -8,7 +8,6 @@ from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.generation.decode import Decoding, generate_passes
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks.rouge import rouge_l
 
 
@@ -20,7 +19,7 @@ def test_teacher_reaches_its_score_and_its_tokenizer_takes_any_text():
     claimed = json.loads((locate("embedded:teacher") / "scores.json").read_text())["scores"]
     examples = read_examples(locate("embedded:seen"))
     settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
-    limits = {"max_prompt_length": 256, "max_length": 512, "seeds": [0], "world": World.alone()}
+    limits = {"max_prompt_length": 256, "max_length": 512, "seeds": [0]}
     (found,) = generate_passes(
         teacher, tokenizer, encode_prompts(examples, tokenizer, Limits()).ids, settings, **limits
     )

@@ -32,7 +32,7 @@ def model():
 
 
 def answers_to(model, tokenizer, prompts, settings, seeds=(0,)):
-    options = {"max_prompt_length": 30, "max_length": 60, "world": World.alone(), "seeds": seeds}
+    options = {"max_prompt_length": 30, "max_length": 60, "seeds": seeds}
     return decode.generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **options)
 
 

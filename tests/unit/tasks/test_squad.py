@@ -9,7 +9,6 @@ from word_models import word_tokenizer
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import collate_pairs
 from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks.squad import best_spans, predict_spans
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
@@ -49,7 +48,7 @@ def naive(longest: int) -> tuple[dict[str, str], dict[str, float]]:
 
 @pytest.mark.parametrize(("longest", "batch_size"), [(1, 1), (4, 2), (30, 8)])
 def test_the_best_span_of_all_windows(longest, batch_size):
-    settings = {"max_answer_length": longest, "batch_size": batch_size, "world": World.alone()}
+    settings = {"max_answer_length": longest, "batch_size": batch_size}
     found = predict_spans(forward, WINDOWS, COLLATE, QUESTIONS, **settings)
     texts, odds = naive(longest)
     assert found.texts == texts
