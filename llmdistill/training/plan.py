@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
@@ -15,6 +17,7 @@ from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
+from llmdistill.objective import Objective
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
@@ -27,6 +30,7 @@ from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
     RunModels,
+    RunTeacher,
     has_copied_classifier,
     heads_of,
     model_config,
@@ -90,6 +94,28 @@ class Plan:
         return self.method.needs_teacher and not self.is_cached and not self.is_remote
 
 
+class _Models(NamedTuple):
+    """Teacher and student of a plan, from their configurations."""
+
+    teachers: dict[str, RunTeacher]
+    teacher: PreTrainedConfig
+    """Of `teacher.model`, or of the student in a run without a teacher."""
+    student: PreTrainedConfig
+    sizes: dict[str, Any]
+
+
+class _Tokens(NamedTuple):
+    """The tokens that the models of a plan read."""
+
+    tokenizer: Path
+    """The folder of the student's tokenizer."""
+    vocabulary: int | None
+    """The number of logits that are compared; None if none are."""
+    translates: bool
+    """Whether the teacher reads the text in tokens of its own."""
+    notes: list[str]
+
+
 def make_plan(
     config: RunConfig, before: Plan | None = None, *, pending: Pending | None = None, ranks: int | None = None
 ) -> Plan:
@@ -101,52 +127,120 @@ def make_plan(
     """
     pending = pending or {}
     world_size = launched_ranks() if ranks is None else ranks
+    split, ds_config = _plan_batches(config, world_size)
+    dtype = "bf16" if ds_config["bf16"]["enabled"] else "fp32"
+    entry = METHODS[config.method]
+    task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
+    models = _plan_models(config, task, dtype, before, pending)
+    method, objective = _plan_method(config, task, models)
+    teachers = models.teachers if method.needs_teacher else {"": models.teachers[""]}
+    tokens = _plan_tokens(config, task, models._replace(teachers=teachers), method, objective, before, pending)
+    config = with_prompt(config) if before is None else _asked_as(config, before.config.data.prompt)
+
+    causal = is_causal(models.student)
+    teacher_head, student_head = heads_of(config, task, method, models.teacher, models.student, causal=causal)
+    teacher, student = config.teacher.model, config.student.model
+    larger, ratio = list[str](), models.sizes["ratio"]
+    if student is not None and teacher is not None and ratio > LARGEST_STUDENT:
+        larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
+    plan = Plan(
+        config=config,
+        asked=config,
+        task=task,
+        ds_config=ds_config,
+        split=split,
+        world_size=world_size,
+        method=method,
+        models=RunModels(
+            teacher=models.teacher,
+            student=models.student,
+            teacher_path=teachers[""].path,
+            tokenizer_path=tokens.tokenizer,
+            causal=causal,
+            objective=objective,
+            sizes=models.sizes,
+            dtype=TORCH_DTYPES[dtype],
+            student_head=student_head,
+            teacher_head=teacher_head,
+            copies_classifier=has_copied_classifier(config, task, models.teacher, models.student),
+            vocabulary=tokens.vocabulary,
+            translates=tokens.translates,
+            teachers=teachers,
+            teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
+        ),
+        before=before,
+        notes=[*tokens.notes, *larger],
+    )
+    check_plan(plan)
+    folder = tokens.tokenizer
+    is_there = before is None and folder.is_dir() and not {str(folder), student, teacher} & pending.keys()
+    if is_there and any(folder.glob("*.safetensors")) and not brings_tokenizer(folder):
+        load_tokenizer(folder)  # says what is missing; a folder with a config alone is one to plan with
+    return plan
+
+
+def _plan_batches(config: RunConfig, world_size: int) -> tuple[BatchSplit, dict[str, Any]]:
+    """Return how the ranks share a batch, and DeepSpeed's configuration with the run's settings in it."""
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
     if not is_shipped(config.ds_config):  # the check loads DeepSpeed
         check_ds_config(resolved, config.ds_config)
     check_libraries(config, resolved)
-    dtype = "bf16" if resolved["bf16"]["enabled"] else "fp32"
-    entry = METHODS[config.method]
-    task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
+    return split, resolved
 
-    # The models.
+
+def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None, pending: Pending) -> _Models:
+    """Read the configurations of teacher and student, or make that of a student that does not exist yet."""
     teachers = teachers_of(config, dtype)
     for each in teachers.values():
         if each.settings.is_sharded and each.settings.zero:
             check_zero({**each.settings.zero, "stage": 3}, f"{each.key}.zero")
-    teacher, student = config.teacher.model, config.student.model
     if before is not None:
-        teacher_config = before.models.student
+        teacher = before.models.student
+    elif config.teacher.model is None:
+        teacher = model_config(task, "student.model", str(config.student.model), pending)
     else:
-        key, name = ("student.model", str(student)) if teacher is None else ("teacher.model", teacher)
-        teacher_config = model_config(task, key, name, pending)
+        teacher = model_config(task, "teacher.model", config.teacher.model, pending)
     check_weighting(config.student)
-    student_config, sizes = student_of(config.student, task, teacher_config, pending)
+    student, sizes = student_of(config.student, task, teacher, pending)
+    return _Models(teachers, teacher, student, sizes)
 
-    # The method.
+
+def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method, Objective]:
+    """Build the method for both models, and say what the run learns from its batches."""
     names = config.methods()
-    objective = task.objective(teacher_config, uses_output=any(METHODS[name].uses_output for name in names))
+    objective = task.objective(models.teacher, uses_output=any(METHODS[name].uses_output for name in names))
     searched = searched_by(config)
     # The last layer is a placeholder for the layer that the search will find.
     unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
-    method = build_method(names, unsearched.method_settings, teacher_config, student_config, objective)
+    given = unsearched.method_settings, models.teacher, models.student, objective
+    method = build_method(names, *given)
     if task.head not in (None, "none", "embedding") and not {"labels", "sequences"} & set(method.positions.values()):
-        # Without sft no term would train the head of the task.
-        method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
+        method = build_method([*names, "sft"], *given)  # else no term would train the head of the task
+    return method, objective
 
-    # The tokens.
-    vocabulary, note, translates, gaps = None, None, False, list[str]()
+
+def _plan_tokens(
+    config: RunConfig,
+    task: Task,
+    models: _Models,
+    method: Method,
+    objective: Objective,
+    before: Plan | None,
+    pending: Pending,
+) -> _Tokens:
+    """Compare the tokenizers of the models, as far as they exist."""
+    vocabulary, translates, notes, gaps = None, False, list[str](), list[str]()
+    teacher, student = config.teacher.model, config.student.model
     if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
-        has_own = task.translates and is_causal(student_config) and brings_tokenizer(locate(student))
+        has_own = task.translates and is_causal(models.student) and brings_tokenizer(locate(student))
         tokenizers = [load_tokenizer(locate(each)) for each in (teacher, student)] if has_own else []
         differ = has_own and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
+        names = config.methods()
         if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):
-            translates, note = (
-                True,
-                "teacher and student have different tokenizers: the text that both read is compared",
-            )
+            translates = True
+            notes.append("teacher and student have different tokenizers: the text that both read is compared")
             if any(term.divergence is not None and term.divergence.of_labels for term in method.token_terms):
                 raise UserError(
                     f"kd.divergence is log_ratio, but {teacher} has another tokenizer than {student}: the probability "
@@ -154,60 +248,19 @@ def make_plan(
                 )
         elif objective.tokens:
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
+            notes += [] if note is None else [note]
         else:
             check_tokens(locate(teacher), locate(student))
         if config.data.kind == "instructions" and has_own and not translates:
             gaps = tokenizer_gaps(*tokenizers)
-    if not method.needs_teacher:
-        teachers = {"": teachers[""]}
-    for each in [*teachers.values()][1:]:
+    for each in [*models.teachers.values()][1:]:
         model_config(task, f"{each.key}.model", str(each.settings.model), pending)
         least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
         vocabulary = least if vocabulary is None else min(vocabulary, least)
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.models.tokenizer_path
-    config = with_prompt(config) if before is None else _asked_as(config, before.config.data.prompt)
-
-    causal = is_causal(student_config)
-    teacher_head, student_head = heads_of(config, task, method, teacher_config, student_config, causal=causal)
-    models = RunModels(
-        teacher=teacher_config,
-        student=student_config,
-        teacher_path=teachers[""].path,
-        tokenizer_path=tokenizer,
-        causal=causal,
-        objective=objective,
-        sizes=sizes,
-        dtype=TORCH_DTYPES[dtype],
-        student_head=student_head,
-        teacher_head=teacher_head,
-        copies_classifier=has_copied_classifier(config, task, teacher_config, student_config),
-        vocabulary=vocabulary,
-        translates=translates,
-        teachers=teachers,
-        teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
-    )
-    ratio, larger = sizes["ratio"], list[str]()
-    if student is not None and teacher is not None and ratio > LARGEST_STUDENT:
-        larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
-    planned = Plan(
-        config=config,
-        asked=config,
-        task=task,
-        ds_config=resolved,
-        split=split,
-        world_size=world_size,
-        method=method,
-        models=models,
-        before=before,
-        notes=[*([] if note is None else [note]), *gaps, *larger],
-    )
-    check_plan(planned)
-    is_there = before is None and tokenizer.is_dir() and not {str(tokenizer), student, teacher} & pending.keys()
-    if is_there and any(tokenizer.glob("*.safetensors")) and not brings_tokenizer(tokenizer):
-        load_tokenizer(tokenizer)  # says what is missing; a folder with a config alone is one to plan with
-    return planned
+    return _Tokens(tokenizer, vocabulary, translates, [*notes, *gaps])
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
