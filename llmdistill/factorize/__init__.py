@@ -1,0 +1,1 @@
+"""Old names, for one version: what was here is in `llmdistill.students`."""
