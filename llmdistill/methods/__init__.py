@@ -1,7 +1,8 @@
 """The training methods. Each method builds its weighted loss terms from its settings and the configs of both models.
 
 To add a method, write a file with its settings, a function that returns a `Method`, and a `MethodEntry`, and add the
-entry to METHODS. A user's own method is added to METHODS before the command line is parsed. This package does not
+entry to METHODS. A user's own method is added to METHODS before the command line is parsed, or is
+an entry point of the group `llmdistill.methods`. This package does not
 import torch before a method is built.
 """
 
@@ -21,6 +22,7 @@ from llmdistill.methods.minilmv2 import MINILMV2
 from llmdistill.methods.sft import SEQKD, SFT, UNTRAINED
 from llmdistill.methods.tinybert import TINYBERT
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.plugins import loaded
 from llmdistill.step.method import Method, Terms, combine
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ METHODS: dict[str, MethodEntry] = {
     "none": UNTRAINED,
 }
 """The methods by the name that users type. Their settings have the same name."""
+METHODS |= loaded("llmdistill.methods", METHODS)
 
 
 def build_method(

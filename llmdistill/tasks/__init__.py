@@ -1,6 +1,7 @@
 """The tasks, which define what is learned and how it is scored, with one file per task, and their metrics.
 
-A new task is a class of `base.Task` in a file of its own, and an entry in TASKS.
+A new task is a class of `base.Task` in a file of its own, and an entry in TASKS; another package names it as an entry
+point of the group `llmdistill.tasks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
+from llmdistill.plugins import plugins
 
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
@@ -79,3 +81,6 @@ def task_folder(folder: str, name: str) -> str:
 def plain_name(name: str) -> str:
     """Return a name with only letters and digits, in lower case."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+TASKS |= {plain_name(each.name): each.value for each in plugins("llmdistill.tasks", TASKS)}

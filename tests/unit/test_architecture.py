@@ -11,20 +11,39 @@ from pages import ROOT
 PACKAGE = ROOT / "llmdistill"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "messages", "objective", "progress"}
-PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
-ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "api", "cli"}
+LOWEST = {
+    "artifacts",
+    "batch",
+    "config",
+    "errors",
+    "files",
+    "fingerprints",
+    "messages",
+    "objective",
+    "plugins",
+    "progress",
+}
+PARTS = {"data", "models", "students", "losses", "step", "teachers", "runtime", "generation", "tasks", "embedded"}
+LEAVES = {"papers", "serving"}
+FACE = {"commands", "train", "api", "cli", "factorize"}
+ABOVE_PARTS = {"methods", "training", "planning", "report", "studies"} | LEAVES | FACE
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
     "fingerprints": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
     "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},
+    "plugins": PARTS | ABOVE_PARTS | LOWEST - {"messages"},
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},
-    "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},
+    "step": ABOVE_PARTS | {"students", "teachers", "generation", "tasks", "data"},
+    "teachers": ABOVE_PARTS | {"students", "tasks"},
+    "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teachers", "students"},
     "report": ABOVE_PARTS - {"report"},
-    "run": {"experiments", "commands", "train", "api", "cli"},
-    "experiments": {"commands", "train", "api", "cli"},
+    "training": {"planning", "studies"} | LEAVES | FACE,
+    "planning": {"studies"} | LEAVES | FACE,
+    "studies": LEAVES | FACE,
+    "serving": {"papers", "studies", "planning"} | FACE,
+    "papers": {"serving"} | FACE,
     "commands": {"cli"},
     "train": {"commands", "api", "cli"},
 }

@@ -1,9 +1,11 @@
 """docs/extending.md: its code is run as it stands there, and does what the page says."""
 
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/extending.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 
 
 def blocks(section: str, kind: str) -> list[str]:
@@ -121,3 +124,29 @@ def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
     assert metrics["student"]["dev"]["Parity"]["accuracy"] == pytest.approx(100 * right / len(rows))
     assert metrics["student"]["score"] == metrics["student"]["dev"]["Parity"]["accuracy"]
     assert (folder / "runs/parity/student/config.json").is_file()
+
+
+def test_a_package_makes_its_methods_and_tasks_known_by_entry_points(folder):
+    """In each process, also those that a comparison starts; the package's own names keep their meaning."""
+    (folder / "mine.py").write_text(
+        (folder / "mine.py").read_text(encoding="utf-8") + "\n\nLAST = METHODS.pop('last')\n"
+    )
+    info = folder / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[llmdistill.methods]\nlast = mine:LAST\nkd = mine:LAST\nlost = nowhere:X\n"
+        "[llmdistill.tasks]\nparity = parity:Parity\n"
+    )
+    code = (
+        "from llmdistill.methods import METHODS\nfrom llmdistill.tasks import TASKS, is_task\n"
+        "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
+        "print(TASKS['parity'], is_task('PARITY'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder
+    )
+    assert run.stdout.splitlines() == ["last layer KdConfig False", "parity:Parity True"]
+    assert "kd is a name of llmdistill's own" in run.stderr
+    assert "nowhere:X of llmdistill.methods is left out: ModuleNotFoundError" in run.stderr

@@ -1,0 +1,32 @@
+"""What other packages add: methods and tasks of their own, which they name as entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from llmdistill.messages import logger
+
+
+def plugins(group: str, own: Container[str]) -> Iterator[EntryPoint]:
+    """Yield the entry points that installed packages have in a group, `llmdistill.methods` or `llmdistill.tasks`.
+
+    One with a name of this package's `own` is left out with a warning: a recipe means the same on every machine.
+    """
+    for entry in entry_points(group=group):
+        if entry.name in own:
+            logger.warning("%s is a name of llmdistill's own, so %s of %s is left out", entry.name, entry.value, group)
+        else:
+            yield entry
+
+
+def loaded(group: str, own: Container[str]) -> dict[str, Any]:
+    """Return what the entry points of a group stand for; one that cannot be imported is left out with a warning."""
+    found: dict[str, Any] = {}
+    for entry in plugins(group, own):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:  # a package of somebody else must not keep every command from starting
+            logger.warning("%s of %s is left out: %s: %s", entry.value, group, type(error).__name__, error)
+    return found
