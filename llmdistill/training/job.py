@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from llmdistill.training.headline import headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scores_asked
-from llmdistill.training.teachers import make_teacher
+from llmdistill.training.teachers import TeacherOnDemand
 from llmdistill.training.trackers import monitors
 from llmdistill.training.trainer import Trainer
 
@@ -118,8 +118,7 @@ def execute(plan: Plan, data: TaskData) -> None:
             load = partial(load_model, str(folder), dtype=dtype, device=world.device, head=head)
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
-    # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
-    teacher = cache(lambda: make_teacher(plan))
+    teacher = TeacherOnDemand(plan)
     if "teacher" in scored:
         summaries["teacher"] = book.score(
             "teacher",
@@ -134,7 +133,7 @@ def execute(plan: Plan, data: TaskData) -> None:
 
     untrained, trained = assemble.prepare_student(plan, teacher, data), plan.folder / "student"
     if not plan.runs_teacher:
-        teacher.cache_clear()
+        teacher.release()
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
     plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, "student_params": params}))
@@ -145,7 +144,7 @@ def execute(plan: Plan, data: TaskData) -> None:
             with _training(plan, untrained, trained, teacher, data) as (trainer, start, callbacks):
                 trainer.run(start, callbacks)
             del trainer, callbacks
-            teacher.cache_clear()
+            teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
 

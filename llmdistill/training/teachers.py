@@ -26,6 +26,27 @@ from llmdistill.teachers.translated import TranslatedTeacher, Translation
 from llmdistill.training.plan import Plan
 
 
+class TeacherOnDemand:
+    """The teacher of a run, which is loaded when it is first called and stays until `release`.
+
+    A run that is already trained and scored never loads it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Load nothing yet."""
+        self._plan = plan
+        self._loaded: LiveTeacher | None = None
+
+    def __call__(self) -> LiveTeacher:
+        """Return the loaded teacher; every rank must call it."""
+        self._loaded = self._loaded or make_teacher(self._plan)
+        return self._loaded
+
+    def release(self) -> None:
+        """Give its memory back; a later call would load it again."""
+        self._loaded = None
+
+
 def make_teacher(plan: Plan, *, head: Head | None = None, name: str = "") -> LiveTeacher:
     """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
