@@ -133,3 +133,17 @@ def test_a_message_is_one_plain_sentence() -> None:
     assert len(found) > 300
     wrong = [(rule, place, text) for place, text in found.items() for rule in WRONG if re.search(WRONG[rule], text)]
     assert wrong == []
+
+
+def test_the_page_about_the_architecture_names_what_is_there() -> None:
+    """Its paths are files or folders of the package, and the names beside them are defined there."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_/]+(?:\.py|/))`(?: `(\w+)`)?", page)
+    assert len(named) > 30
+    for path, name in named:
+        place = next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
+        assert place is not None, path
+        assert not name or re.search(rf"(def|class) {name}\b", place.read_text(encoding="utf-8")), f"{path} {name}"
+    tree = page.split("```")[1]
+    shown = set(re.findall(r"\b([a-z_]+)(?=/|\.py)", tree))
+    assert {room_of(path) for path in FILES} - {"__init__", "__main__", "factorize"} <= shown
