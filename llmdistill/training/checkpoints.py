@@ -97,8 +97,8 @@ def save_checkpoint(
     """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
-    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`step.loss_check`),
-    and `figures` are what the callbacks have added up for the next row of the log.
+    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed
+    (`step.loss_check`), and `figures` are what the callbacks have added up for the next row of the log.
 
     Raises UserError on every rank if a rank cannot write.
     """

@@ -65,8 +65,8 @@ def measure_table(
 ) -> TableMoments:
     """Return the moments of a model's token embedding over the real tokens of batches, in fp32.
 
-    The arguments are those of `students.start.moments.measure_moments`, but `reduce` sums a tensor over the ranks in place
-    for all of them.
+    The arguments are those of `students.start.moments.measure_moments`, but `reduce` sums a tensor over the ranks in
+    place for all of them.
 
     Raises:
         UserError: there is no token, or a moment is not finite.

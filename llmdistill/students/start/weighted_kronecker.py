@@ -1,9 +1,10 @@
 """Sums of Kronecker products nearest to a matrix in the norm of second moments, by alternating least squares.
 
-The error Δ = W − Σ A_i ⊗ B_i costs ½ tr(Δᵀ G Δ C), as in `students.start.weighted`. If the moments were products themselves,
-G = G_a ⊗ G_b and C = C_a ⊗ C_b, the best sum would follow from the SVD of a rearranged matrix, as it does without
-weights. They are not, so the nearest products of the moments give one of two starts and the preconditioner of conjugate
-gradients, which improve A and B in turn. No step makes the cost larger, and no matrix is larger than W, G or C.
+The error Δ = W − Σ A_i ⊗ B_i costs ½ tr(Δᵀ G Δ C), as in `students.start.weighted`. If the moments were products
+themselves, G = G_a ⊗ G_b and C = C_a ⊗ C_b, the best sum would follow from the SVD of a rearranged matrix, as it does
+without weights. They are not, so the nearest products of the moments give one of two starts and the preconditioner of
+conjugate gradients, which improve A and B in turn. No step makes the cost larger, and no matrix is larger than W, G or
+C.
 
 Letters as in `students.kronecker`: W (m, n), A (sums, m1, n1), B (sums, m2, n2).
 """
