@@ -161,7 +161,7 @@ PUBLIC = [
 def examples_of(documented: Any) -> str:
     """All blocks of code in a docstring, with few steps and a rank that fits the small model, and without ONNX.
 
-    ONNX takes 20 seconds; factorize/test_onnx_export.py has it.
+    ONNX takes 20 seconds; serving/test_onnx_export.py has it.
     """
     text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(documented) or "", flags=re.MULTILINE)[0]
     parts = text.split("\n\n")
@@ -181,7 +181,7 @@ def folder(tmp_path_factory) -> Path:
     return save_decoder(path, num_hidden_layers=2, tie_word_embeddings=False, initializer_range=0.02)
 
 
-@pytest.mark.slow  # ten runs of what test_api.py and run/ test
+@pytest.mark.slow  # ten runs of what test_api.py and training/ test
 @pytest.mark.parametrize("documented", PUBLIC, ids=lambda each: each.__name__)
 def test_examples_of_the_docstrings_run(documented, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -126,7 +126,7 @@ SIZES = re.compile(r"([0-9,]+) in word embedding and layers, ([0-9,]+) in all")
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "/" in name and "/finetune-" not in name])
 def test_sizes_are_the_tables(name: str, tmp_path: Path) -> None:
-    """Counting itself is held against formulas in factorize/test_sizes.py."""
+    """Counting itself is held against formulas in students/test_sizes.py."""
     config = parse(name)
     TEACHERS[config.teacher.model].save_pretrained(tmp_path)
     plan = make_plans(replace(config, teacher=replace(config.teacher, model=str(tmp_path))))[-1]
