@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     config: type[SideBySideConfig]
     """Its settings."""
     module: str
-    """The module of `llmdistill.studies` with its SUITE, which is imported after the arguments are parsed, so that
+    """The module of the package with its SUITE, which is imported after the arguments are parsed, so that
     --help does not wait for torch."""
     description: str
 
@@ -42,31 +42,31 @@ _KEPT = " Finished models are kept, so the same command continues an interrupted
 SUITES = {
     "zero_shot": Entry(
         ZeroShotConfig,
-        "zero_shot",
+        "studies.zero_shot",
         "Score decoders on tasks of lm-evaluation-harness without fine-tuning, such as the teacher, the untrained "
         "student and the student of a run side by side." + _KEPT,
     ),
     "mteb": Entry(
         MtebConfig,
-        "mteb",
+        "studies.mteb",
         "Score the embeddings of encoders on tasks of MTEB, such as those of the teacher, the untrained student and "
         "the student of a run side by side. Finished tasks are kept, so the same command continues an interrupted one.",
     ),
     "speed": Entry(
         SpeedConfig,
-        "speed",
+        "studies.speed",
         "Time the forward pass, and the training step, of models and of shapes of a model side by side: the seconds "
         "for 100 batches of MiniLM Table 4 and the training latency of KroneckerBERT A.1.",
     ),
     "conll2000": Entry(
         ChunksConfig,
-        "chunks",
+        "papers.chunks",
         "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
         "types of the chunks by normalized mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
     ),
     "attention": Entry(
         AttentionConfig,
-        "attention",
+        "papers.attention",
         "Draw the attention maps of models side by side, such as those of teacher and student, with the divergence of "
         "each from the first (MiniLM, supplement).",
     ),
@@ -90,7 +90,7 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
-    found = import_module(f"llmdistill.studies.{entry.module}").SUITE
+    found = import_module(f"llmdistill.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
