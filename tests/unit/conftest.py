@@ -2,12 +2,12 @@
 
 import pytest
 
-from llmdistill.cli import main
-
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
     """Evaluate a suite on a mistake, which is found before a model is loaded; returns the one line that is said."""
+    from llmdistill.cli import main
+
     monkeypatch.setattr("llmdistill.studies.side_by_side.load_model", None)
 
     def run(suite: str, *words: object) -> str:

@@ -129,7 +129,7 @@ def test_what_is_finished_is_kept_and_an_interrupted_run_is_done_again_alone(eva
 def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(evaluate, monkeypatch, tmp_path):
     learn = glue.run_config
 
-    def run(config, world):
+    def run(config):
         if config.train.learning_rate == 2e-2:
             raise UserError("the loss is nan at step 3")
         return learn(config, world)
