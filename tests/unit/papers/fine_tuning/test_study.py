@@ -132,7 +132,7 @@ def test_a_failed_trial_stops_no_other_and_models_are_kept_where_that_is_wanted(
     def run(config):
         if config.train.learning_rate == 2e-2:
             raise UserError("the loss is nan at step 3")
-        return learn(config, world)
+        return learn(config)
 
     monkeypatch.setattr(glue, "run_config", run)
     quick = ("--epochs", "1", "--keep_models", "true")
