@@ -18,7 +18,6 @@ from llmdistill.generation.decode import inference, new_tokens
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
-from llmdistill.runtime.distributed import World
 from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.install import is_factorized
@@ -71,7 +70,7 @@ class Row:
         """Greedy answers are those of one forward pass a token, without padding."""
         if not is_causal(self.teacher.config):
             self.teacher.config.save_pretrained(self.folder)
-            given = (self.folder / "out", ResponseConfig(engine="hf"), World.alone())
+            given = (self.folder / "out", ResponseConfig(engine="hf"))
             responses._prepare(str(self.folder), "none.jsonl", *given)
         settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
         prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist()]

@@ -169,7 +169,8 @@ def counted(config: RunConfig) -> Plan:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_missing_kernels_of_a_gpu_are_a_warning(short, monkeypatch, capsys, device):
     monkeypatch.setattr(assemble, "kernels", lambda: Finding("warning", "fused losses", "no Triton", "install it"))
-    assemble.check_machine(make_plan(short()), World(0, 1, torch.device(device)))
+    with World(0, 1, torch.device(device)).entered():
+        assemble.check_machine(make_plan(short()))
     assert ("fused losses: no Triton; install it" in capsys.readouterr().err) == (device == "cuda")
 
 
