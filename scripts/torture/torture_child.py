@@ -39,7 +39,7 @@ MARKS = {
     "scoring": "llmdistill.training.job:load_model",
     "generating": "llmdistill.generation.responses:answer_batch",
     "comparing": "llmdistill.studies.launcher:_start",
-    "exporting": "llmdistill.students.merge:merge",
+    "exporting": "llmdistill.serving.dense:merge",
 }
 """The function whose calls begin each phase, where the phase looks it up."""
 _PHASES = (
