@@ -54,7 +54,11 @@ def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
 
 def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:
     original = cast("Callable[..., Any]", layer.forward)
-    plain, checkpoints = _without_checkpoint(layer)
+    function = type(layer).forward
+    # Since about 5.2 transformers wraps the forward function in activation checkpointing; earlier releases wrap the
+    # call of the module, which needs no change.
+    checkpoints = function.__code__.co_name == "forward_with_checkpointing"
+    plain = (vars(function)["__wrapped__"] if checkpoints else function).__get__(layer)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return recorder.collecting(plain, *args, **kwargs)
@@ -63,9 +67,17 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
     own = FunctionType(traced.__code__.replace(), globals(), "layer", None, traced.__closure__)
     compiled = torch.compile(own, backend=backend)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _mark_sizes(*args, **kwargs)
-        return compiled(*args, **kwargs)
+    def run(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Only sizes that change are marked: with `dynamic=True` for all of them, compilation takes four times as long.
+        sizes = hidden_BTW.shape[:2]
+        for dim in (0, 1):
+            torch._dynamo.maybe_mark_dynamic(hidden_BTW, dim)
+        for tensor in tree_leaves((args, kwargs)):
+            if torch.is_tensor(tensor):  # masks (B, 1, T, T), positions and rotary embeddings (B or 1, T, ...)
+                for dim, size in enumerate(tensor.shape):
+                    if size in sizes:
+                        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return compiled(hidden_BTW, *args, **kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         is_by_sequence = kwargs.get("sequences") is not None and not has_kernel(args[0])
@@ -80,27 +92,3 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
         return result
 
     return forward
-
-
-def _without_checkpoint(layer: nn.Module) -> tuple[Callable[..., Any], bool]:
-    """Return a layer's forward function, and whether transformers has wrapped it in activation checkpointing.
-
-    transformers does this since about 5.2. Earlier releases wrap the call of the module, which needs no change.
-    """
-    function = type(layer).forward
-    if function.__code__.co_name == "forward_with_checkpointing":
-        return vars(function)["__wrapped__"].__get__(layer), True
-    return function.__get__(layer), False
-
-
-def _mark_sizes(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Mark the sizes of a layer's input that change; with `dynamic=True` for all sizes, compilation takes four times as
-    long."""
-    sizes = hidden_BTW.shape[:2]
-    for dim in (0, 1):
-        torch._dynamo.maybe_mark_dynamic(hidden_BTW, dim)
-    for tensor in tree_leaves((args, kwargs)):
-        if torch.is_tensor(tensor):  # masks (B, 1, T, T), positions and rotary embeddings (B or 1, T, ...)
-            for dim, size in enumerate(tensor.shape):
-                if size in sizes:
-                    torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -212,7 +212,14 @@ class TappedModel:
         if self.shift or not self.makes_mask:  # few encoders have the word
             inputs["use_cache"] = False
         if self.makes_mask:
-            _check_masks(batch, config)
+            for what, remedy, needs in (
+                ("several sequences in a row", "set data.packing to false", batch.position_ids),
+                ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
+            ):
+                if needs is not None:  # what the model makes itself knows padding alone
+                    raise UserError(
+                        f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}"
+                    )
             inputs["attention_mask"] = batch.attention_mask
         else:
             inputs |= {"attention_mask": _mask(batch, config), "position_ids": batch.position_ids}
@@ -256,21 +263,17 @@ def _own_words(config: PreTrainedConfig) -> Iterator[None]:
     try:
         yield
     except (AssertionError, IndexError, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, UserError) or _is_ours(error):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        raised_in = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+        if isinstance(error, UserError) or raised_in.startswith("llmdistill."):  # such as in a hook
             raise
         reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
         raise UserError(
             f"{config.model_type} cannot read these rows, says its own code ({reason}): change the data's limits "
             "or the model's config, or take another architecture"
         ) from error
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether an exception was raised in this package, such as in a hook, and not in the model's code."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("llmdistill.")
 
 
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
@@ -305,16 +308,6 @@ def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: Pr
     real_BT = attention_mask != 0
     seen_BTT = (key_T < visible_until_BT[:, :, None]) & real_BT[:, None, :]
     return (seen_BTT | ~real_BT[:, :, None])[:, None]
-
-
-def _check_masks(batch: Batch, config: PreTrainedConfig) -> None:
-    """Raise a UserError if a batch needs more than the mask that a model makes itself: it knows padding alone."""
-    for what, remedy, needs in (
-        ("several sequences in a row", "set data.packing to false", batch.position_ids),
-        ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
-    ):
-        if needs is not None:
-            raise UserError(f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}")
 
 
 def _logit_rows(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:

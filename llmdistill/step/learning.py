@@ -71,7 +71,13 @@ class HeadLosses:
                 labels_N = self._batch.row_labels(shift=self._shift)
             else:  # there are only divergences, which read no label
                 labels_N = torch.zeros_like(self._batch.rows_at(place))
-            factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)
+            factors = torch.stack(
+                [
+                    # full() runs a kernel; for a copy from the host, the host would wait
+                    factor.float() if isinstance(factor, Tensor) else torch.full((), factor, device=labels_N.device)
+                    for factor in (self._terms.factors[term.name] for term in terms)
+                ]
+            )
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
             with ExitStack() as whole, without_autocast(labels_N.device):
                 for each in _heads_of(teacher):
@@ -102,12 +108,3 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """(K,) fp32, without reading values from the device."""
-
-    def made(value: Tensor | float) -> Tensor:  # full() runs a kernel; the host would wait for a copy
-        return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
-
-    return torch.stack([made(each) for each in factors])

@@ -1,41 +1,26 @@
 """Taps: records inner tensors of a forward pass without changing the model's modules.
 
-Queries, keys and values come from transformers' attention interface: the model's attention function is replaced by a
-function that records them and then calls the stock sdpa function, so the outputs stay bit-equal. Feed-forward outputs
-and hidden states come from forward hooks, and so do queries, keys and values where a family names their projections.
+They come from the attention function (`AttentionTap`) and from forward hooks (`hook_modules`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
-from llmdistill.batch import Aspect, Sequences, TapRequest, Taps
+from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Tap
 from llmdistill.models.families import family_of, layers_of, shape_of
-from llmdistill.step.packed import packed_attention
-
-ATTENTION_NAME = "llmdistill_taps"
-"""Name under which the tapping attention function is registered in transformers."""
-
-GIVEN_MASK = "llmdistill_given_mask"
-"""Name under which the same function is registered without a mask function. transformers then passes on the mask that
-it is given, or none, and does not look at the values of masks and position ids, for which the host would wait."""
-
-_SINK = "_llmdistill_sink"
-"""Attribute of a tapped attention module that holds the recording function, so that both have the same lifetime."""
-
-_ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
+from llmdistill.step.attention import AttentionTap, MaskMode
+from llmdistill.step.hooks import ATTENTION_ASPECTS, hook_modules
 
 
 class Collected(NamedTuple):
@@ -46,6 +31,29 @@ class Collected(NamedTuple):
     tensor: Tensor
     scaling: float | None
     """Factor on query·key before the softmax, for queries; None for other aspects."""
+
+
+class Recording(NamedTuple):
+    """What a block of `Recorder.recording` asks of the forward passes inside it."""
+
+    offer: Callable[[Taps, Tap], None] | None
+    visible_until: Tensor | None
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass of the whole model, and what has been recorded of it."""
+
+    rows: torch.Size | None
+    """The shape of the token ids, (B, T)."""
+    recomputes: bool
+    """Whether layers are computed again in the backward pass."""
+    recording: Recording | None
+    taps: Taps | None
+    """None if the pass is not recorded, and once the taps are taken."""
+    came: set[Tap] = field(default_factory=set)
+    """The taps that were recorded; a loss may have removed their tensors since."""
+    is_running: bool = True
 
 
 class Recorder:
@@ -89,24 +97,29 @@ class Recorder:
         self.model = model
         self._request = {aspect: layers for aspect, layers in request.items() if layers}
         self._projectors = nn.ModuleDict() if projectors is None else projectors
-        self.is_recording = False
-        """Whether a `recording()` block is active."""
-        self._in_forward = False
-        self._recomputes = self._recomputes_always = recomputes
-        self._offer: Callable[[Taps, Tap], None] | None = None
-        self._visible_until: Tensor | None = None
-        self._came: set[Tap] = set()
-        self._places: torch.Size | None = None
-        self._taps: Taps | None = None
+        self._recomputes = recomputes
+        self._recording: Recording | None = None
+        self._forward: ForwardPass | None = None
         self._collected: list[Collected] | None = None
-        self._handles: list[Any] = []
-        self._tapped_attention: list[nn.Module] = []
-        self._previous_attention: str | None = None
-        self._masked_attention: str | None = None
-        self._is_given_mask = False
-        self._check_request()
-        self._install_attention()
-        self._install_hooks()
+        feed_forward = [aspect for aspect in self._request if aspect.startswith("ffn_")]
+        if feed_forward and getattr(model.config, "chunk_size_feed_forward", None):
+            raise UserError(
+                "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
+                f"which cannot be distilled ({feed_forward[0]}): set it to 0"
+            )
+        self._mask = MaskMode(model)
+        self._attention: AttentionTap | None = None
+        layers = frozenset[int]().union(*(self._request.get(aspect, frozenset()) for aspect in ATTENTION_ASPECTS))
+        if layers and family_of(model.config).projections is None:
+            self._attention = AttentionTap(model, layers, self._record_attention)
+        self._hooks = hook_modules(model, self._request, self._record_output)
+        self._hooks.append(model.register_forward_pre_hook(self._start, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self._end))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a `recording()` block is active."""
+        return self._recording is not None
 
     @contextmanager
     def recording(
@@ -117,12 +130,12 @@ class Recorder:
         `offer` is called after each tensor is recorded; it may remove tensors from the taps. They keep `visible_until`,
         which is that of the batch.
         """
-        self.is_recording, self._offer, self._visible_until = True, offer, visible_until
+        self._recording = Recording(offer, visible_until)
         try:
             yield
         finally:
-            self.is_recording = self._in_forward = False
-            self._offer = self._visible_until = None
+            self._recording = None
+            self._end()  # its hook does not run after an exception
 
     @contextmanager
     def given_mask(self) -> Iterator[None]:
@@ -132,21 +145,13 @@ class Recorder:
         the `sequences` that a forward pass is given. Layers that are recomputed in the backward pass find the same
         attention; the next forward pass outside of such a block does not.
         """
-        AttentionInterface.register(GIVEN_MASK, _tapping_attention)
-        self._masked_attention = self._masked_attention or self.model.config._attn_implementation
-        self.model.config._attn_implementation = GIVEN_MASK
-        self._is_given_mask = True
+        self._mask.give()
         try:
             yield
         finally:
-            self._is_given_mask = False
-            if not self._recomputes:
-                self._restore_attention()
-
-    def _restore_attention(self) -> None:
-        if self._masked_attention is not None:
-            self.model.config._attn_implementation = self._masked_attention
-            self._masked_attention = None
+            self._mask.is_given = False
+            if self._forward is None or not self._forward.recomputes:
+                self._mask.restore()
 
     def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
         """Run a part of the model; returns its result and the tapped tensors, which the caller passes to `keep`.
@@ -161,188 +166,107 @@ class Recorder:
 
     def keep(self, collected: list[Collected]) -> None:
         """Record the tensors from `collecting` as if they were tapped now."""
-        for one in collected:
-            self._keep(one)
+        forward = self._forward
+        if forward is None or forward.taps is None or not forward.is_running:
+            return
+        taps = forward.taps
+        for aspect, layer, tensor, scaling in collected:
+            assert (aspect, layer) not in forward.came, f"{aspect} of layer {layer} came twice in one forward pass"
+            forward.came.add((aspect, layer))
+            if scaling is not None:
+                taps.scaling[layer] = scaling
+            getattr(taps, aspect)[layer] = tensor
+            # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must
+            # be kept: the identity hooks replace the hooks of checkpointing.
+            with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if forward.recomputes else nullcontext():
+                if aspect in self._projectors:
+                    # concatenate the heads: (B, G, T, D) to (B, T, G·D)
+                    flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
+                    taps.projected.setdefault(aspect, {})[layer] = self._projectors[aspect](flat)
+                if forward.recording is not None and forward.recording.offer is not None:
+                    forward.recording.offer(taps, (aspect, layer))
 
     def take(self) -> Taps:
         """Return the taps of the last recorded forward pass, and remove them from the recorder.
 
         Raises RuntimeError if no forward pass was recorded, or if a requested tensor is missing.
         """
-        taps, self._taps = self._taps, None
-        if taps is None:
+        forward = self._forward
+        if forward is None or forward.taps is None:
             raise RuntimeError("nothing was recorded: run the model inside `with recorder.recording():` first")
         for aspect, layers in self._request.items():
-            missing = {layer for layer in layers if (aspect, layer) not in self._came}
+            missing = {layer for layer in layers if (aspect, layer) not in forward.came}
             if missing:
                 raise RuntimeError(
                     f"no {aspect} came from layers {sorted(missing)}: the model's attention implementation or "
                     "modules were changed after the recorder was built"
                 )
+        taps, forward.taps = forward.taps, None
         return taps
 
     def remove(self) -> None:
         """Remove the taps and restore the attention implementation; the recorder cannot be used afterwards."""
-        self._restore_attention()
-        for handle in self._handles:
-            handle.remove()
-        for module in self._tapped_attention:
-            delattr(module, _SINK)
-        if self._previous_attention is not None:
-            self.model.set_attn_implementation(self._previous_attention)
-        self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
-
-    def _check_request(self) -> None:
-        feed_forward = [aspect for aspect in self._request if aspect.startswith("ffn_")]
-        if feed_forward and getattr(self.model.config, "chunk_size_feed_forward", None):
-            raise UserError(
-                "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
-                f"which cannot be distilled ({feed_forward[0]}): set it to 0"
-            )
-
-    def _install_attention(self) -> None:
-        layers_wanted = frozenset[int]().union(*(self._request.get(a, frozenset()) for a in _ATTENTION_ASPECTS))
-        if not layers_wanted or family_of(self.model.config).projections is not None:
-            return
-        implementation = self.model.config._attn_implementation
-        if implementation not in ("sdpa", ATTENTION_NAME):
-            raise UserError(
-                f"attention implementation {implementation!r} cannot be tapped: load the model with "
-                'attn_implementation="sdpa"'
-            )
-        AttentionInterface.register(ATTENTION_NAME, _tapping_attention)
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-        name = family_of(self.model.config).attention
-        for index in sorted(layers_wanted):
-            module = layers_of(self.model)[index].get_submodule(name)
-            if hasattr(module, _SINK):
-                raise UserError("the model is tapped already: call remove() of the other DistillationLoss or recorder")
-            setattr(module, _SINK, partial(self._keep_attention, index))
-            self._tapped_attention.append(module)
-        self._previous_attention = implementation
-        self.model.set_attn_implementation(ATTENTION_NAME)
-
-    def _install_hooks(self) -> None:
-        for aspect, layers in self._request.items():
-            if aspect == "embedding" and family_of(self.model.config).embedding is None:
-                hook = partial(self._keep_input, aspect)
-                self._handles.append(layers_of(self.model)[0].register_forward_pre_hook(hook, with_kwargs=True))
-            elif aspect not in _ATTENTION_ASPECTS or family_of(self.model.config).projections is not None:
-                for index in sorted(layers):
-                    hook = partial(self._keep_output, aspect, index)
-                    self._handles.append(self._tapped_module(aspect, index).register_forward_hook(hook))
-        self._handles.append(self.model.register_forward_pre_hook(self._start, with_kwargs=True))
-        self._handles.append(self.model.register_forward_hook(self._end))
-
-    def _tapped_module(self, aspect: Aspect, index: int) -> nn.Module:
-        """The module whose output is tapped; a family names those of the feed-forward part as the aspects."""
-        layer = layers_of(self.model)[index]
-        if aspect == "hidden":
-            return layer
-        family = family_of(self.model.config)
-        if aspect == "embedding":
-            assert family.embedding is not None, "it has no module"
-            return self.model.base_model.get_submodule(family.embedding)
-        if aspect in _ATTENTION_ASPECTS:
-            assert family.projections is not None, "the attention function gives it"
-            name = family.projections[_ATTENTION_ASPECTS.index(aspect)]
-            return layer.get_submodule(family.attention).get_submodule(name)
-        return layer.get_submodule(getattr(family, aspect))
+        self._mask.restore()
+        for hook in self._hooks:
+            hook.remove()
+        if self._attention is not None:
+            self._attention.remove()
+        self._forward = None
 
     def _start(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        self._places = tokens.shape if isinstance(tokens, Tensor) else None
-        if not self._is_given_mask:
-            self._restore_attention()
-        if self.is_recording:
-            self._recomputes = self._recomputes_always or self._is_checkpointed()
-            self._taps, self._in_forward = Taps(visible_until=self._visible_until), True
-            self._came, self._collected = set(), None
+        if not self._mask.is_given:
+            self._mask.restore()
+        self._forward = ForwardPass(
+            rows=tokens.shape if isinstance(tokens, Tensor) else None,
+            recomputes=self._recomputes or self._is_checkpointed(),
+            recording=self._recording,
+            taps=None if self._recording is None else Taps(visible_until=self._recording.visible_until),
+        )
+        self._collected = None
 
     def _end(self, *_: object) -> None:
-        self._in_forward = False
+        if self._forward is not None:
+            self._forward.is_running = False
 
-    def _keep_attention(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+    def _record_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         tensors: dict[Aspect, Tensor] = {"query": query, "key": key, "value": value}
         for aspect, tensor in tensors.items():
-            if index in self._request.get(aspect, ()):
-                self._offered(Collected(aspect, index, tensor, scaling if aspect == "query" else None))
+            if layer in self._request.get(aspect, ()):
+                self._record(Collected(aspect, layer, tensor, scaling if aspect == "query" else None))
 
-    def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
-        tensor: Tensor = output[0] if isinstance(output, tuple) else output
-        if aspect in _ATTENTION_ASPECTS:
-            if (aspect, index) in self._came:  # DeBERTa may project its distances by the same matrices, after tokens
+    def _record_output(self, aspect: Aspect, layer: int, tensor: Tensor) -> None:
+        forward = self._forward
+        if aspect in ATTENTION_ASPECTS:
+            # DeBERTa may project its distances by the same matrices, after tokens
+            if forward is not None and (aspect, layer) in forward.came:
                 return
             tensor = tensor.unflatten(-1, (-1, shape_of(self.model.config).head_dim)).transpose(1, 2)
-        if tensor.dim() == 2 and self._places is not None:  # OPT flattens batch and tokens
-            tensor = tensor.unflatten(0, self._places)
-        self._offered(Collected(aspect, index, tensor, None))
+        if tensor.dim() == 2 and forward is not None and forward.rows is not None:  # OPT flattens batch and tokens
+            tensor = tensor.unflatten(0, forward.rows)
+        self._record(Collected(aspect, layer, tensor, None))
 
-    def _keep_input(self, aspect: Aspect, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._offered(Collected(aspect, 0, args[0] if args else kwargs["hidden_states"], None))
-
-    def _offered(self, one: Collected) -> None:
+    def _record(self, tapped: Collected) -> None:
         # While collecting, read no other state: a compiled graph is recompiled when a value that it reads changes.
         if self._collected is not None:
-            self._collected.append(one)
+            self._collected.append(tapped)
         else:
-            self._keep(one)
-
-    def _keep(self, one: Collected) -> None:
-        if not self._in_forward:
-            return
-        assert self._taps is not None
-        aspect, index, tensor, scaling = one
-        assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
-        self._came.add((aspect, index))
-        if scaling is not None:
-            self._taps.scaling[index] = scaling
-        getattr(self._taps, aspect)[index] = tensor
-        # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must be
-        # kept: the identity hooks replace the hooks of checkpointing.
-        with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if self._recomputes else nullcontext():
-            if aspect in self._projectors:
-                # concatenate the heads: (B, G, T, D) to (B, T, G·D)
-                flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
-                self._taps.projected.setdefault(aspect, {})[index] = self._projectors[aspect](flat)
-            if self._offer is not None:
-                self._offer(self._taps, (aspect, index))
+            self.keep([tapped])
 
     def _is_checkpointed(self) -> bool:
         """Whether activation checkpointing recomputes layers in the backward pass.
 
-        Raises UserError if it is reentrant: it then runs the layers without an autograd graph, so the gradients of the
-        taps would silently be lost.
+        Raises UserError if it is reentrant and the pass is recorded: the layers then run without an autograd graph, so
+        the gradients of the taps would silently be lost.
         """
         layers = [layer for layer in layers_of(self.model) if getattr(layer, "gradient_checkpointing", False)]
         functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers if layer.training]
         if not torch.is_grad_enabled() or not functions:
             return False
-        if any(getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions):
+        is_reentrant = any(getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions)
+        if is_reentrant and self.is_recording:
             raise UserError(
                 "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
                 'enable it with {"use_reentrant": False}'
             )
         return True
-
-
-def _tapping_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sequences: Sequences | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Pass query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any, and compute the attention.
-
-    With `sequences` tokens attend within their sequences, else the stock sdpa function is called.
-    """
-    sink = cast("Callable[[Tensor, Tensor, Tensor, float], None] | None", getattr(module, _SINK, None))
-    if sink is not None:
-        sink(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if sequences is not None:
-        return packed_attention(module, query, key, value, sequences, scaling=scaling, **kwargs)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
