@@ -16,8 +16,8 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the special tokens with which the tokenizer of a decoder begins a text, nearly always one or none.
 
     An encoder's tokenizer, which puts [CLS] there, begins no text for a decoder. A tokenizer that puts nothing there
-    may still say that its model was taught with a begin token: by `add_bos_token`, or by a chat template that writes it
-    first.
+    may still say that its model was trained with a begin token: by `add_bos_token`, or by a chat template that begins
+    with it.
     """
     whole, alone = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
     # What is added may change the token after it, in which case the special tokens at the beginning are it.
@@ -29,12 +29,11 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return [] if begin == [tokenizer.cls_token_id] else begin
     if bos is None or begin:
         return begin
-    return [bos] if getattr(tokenizer, "add_bos_token", False) or _template_begins(tokenizer) else []
-
-
-def _template_begins(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes the tokenizer's begin token first, which SmolLM2's, spelled out, does not."""
+    if getattr(tokenizer, "add_bos_token", False):
+        return [bos]
+    # The mark shows whether the template writes `bos_token` itself; SmolLM2's only spells out the same text.
     with suppress(Exception):  # a template can raise anything, and says so when chats are rendered
         chat = as_the_template_reads([{"role": "user", "content": "a"}], tokenizer)
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, bos_token=_MARK)).startswith(_MARK)
-    return False
+        if str(tokenizer.apply_chat_template(chat, tokenize=False, bos_token=_MARK)).startswith(_MARK):
+            return [bos]
+    return []

@@ -100,7 +100,8 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
     if not chat.frame.writes_answers:
         return chat.answered([], [last], is_marked=False, has_end=True)
-    if _is_marked(tokenizer, example):
+    template = tokenizer.get_chat_template(None, [dict(tool) for tool in example.tools] or None)
+    if _MARKED.search(template):
         # The marks say what is learned, within the answers that are to be.
         parts = [(0, len(chat.text))] if learned == older else [chat.region(place) for place in [*learned, last]]
         return chat.answered(parts, [*learned, last], is_marked=True, has_end=True)
@@ -305,12 +306,6 @@ def _rendered(
         raise UserError(
             f"{place_of(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
         ) from error
-
-
-def _is_marked(tokenizer: PreTrainedTokenizerBase, example: Example) -> bool:
-    """Whether the template that an example gets marks what is learned."""
-    chosen = tokenizer.get_chat_template(None, [dict(tool) for tool in example.tools] or None)
-    return _MARKED.search(chosen) is not None
 
 
 @lru_cache

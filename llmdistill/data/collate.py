@@ -150,37 +150,28 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """
     assert max(lengths) <= max_length, "an example is longer than a row"
     order = sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True)
-    best = _first_fit(order, lengths, max_length)
+    # First-fit decreasing.
+    best: list[list[int]] = []
+    filled: list[int] = []
+    for index in order:
+        fits = (row for row, used in enumerate(filled) if used + lengths[index] <= max_length)
+        row = next(fits, len(best))
+        if row == len(best):
+            best.append([])
+            filled.append(0)
+        best[row].append(index)
+        filled[row] += lengths[index]
 
     def positions(rows: list[list[int]]) -> int:
         return len(rows) * max(sum(lengths[index] for index in row) for row in rows)
 
     for count in range(len(best), len(lengths) + 1):
-        rows = _fill_evenly(order, lengths, count)
+        rows: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for index in order:
+            row = filled.index(min(filled))
+            rows[row].append(index)
+            filled[row] += lengths[index]
         if positions(rows) < positions(best):  # no row can be too long: rows over max_length take more positions
             best = rows
     return best
-
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    filled: list[int] = []
-    for index in order:
-        fits = (row for row, used in enumerate(filled) if used + lengths[index] <= max_length)
-        row = next(fits, len(rows))
-        if row == len(rows):
-            rows.append([])
-            filled.append(0)
-        rows[row].append(index)
-        filled[row] += lengths[index]
-    return rows
-
-
-def _fill_evenly(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
-    for index in order:
-        row = filled.index(min(filled))
-        rows[row].append(index)
-        filled[row] += lengths[index]
-    return rows

@@ -245,20 +245,14 @@ def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) 
                 f'{source}: "{field}" is a {type(text).__name__}, not a string (there are {sorted(row)}); quote it, '
                 "or name the key of the text as data.text.field"
             )
-        for line in _row_lines(text, keep_ends):
-            yield (file_number, document), line
-
-
-def _row_lines(text: str, keep_ends: bool) -> list[str]:
-    # Only newlines end a line here; str.splitlines would also split at other separators.
-    lines = text.split("\n")
-    if not keep_ends:
-        return [line.strip() for line in lines if line.strip()]
-    segments: list[str] = []
-    for place, line in enumerate(lines):
-        ended = line + "\n" if place < len(lines) - 1 else line
-        if line.strip():
-            segments.append(ended)
-        elif segments:
-            segments[-1] += ended
-    return segments
+        # Only newlines end a line here; str.splitlines would also split at other separators.
+        lines = text.split("\n")
+        segments: list[str] = []
+        for place, line in enumerate(lines):
+            ended = line + "\n" if place < len(lines) - 1 else line
+            if line.strip():
+                segments.append(ended if keep_ends else line.strip())
+            elif segments and keep_ends:
+                segments[-1] += ended
+        for segment in segments:
+            yield (file_number, document), segment

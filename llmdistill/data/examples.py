@@ -179,7 +179,19 @@ def parse_row(
         check_refused(row, _REFUSED, source)
     example, teacher = _example(row, source, needs_answer), row.get("teacher")
     if needs_answer and not is_plain:
-        _check_learned(row, source)
+        for key in (key for key in _LABELS if key in row):  # of KTO
+            label = row[key]
+            if isinstance(label, str):
+                label = _IN_WORDS.get(label.strip().lower())
+            if label is False:
+                raise LeftOut(source, f"{key} is false")
+            if label is not True:
+                raise UserError(
+                    f'{source}: "{key}" is {shown(row[key])}; say by true or false whether the answer is good (KTO), '
+                    "or take the key out"
+                )
+        if not is_learned(row, source):
+            raise LeftOut(source, "its weight is 0")
     if left_out is not None and not is_plain:
         for key, why in _NOT_READ.items():
             if key in row:
@@ -190,29 +202,21 @@ def parse_row(
     return replace(example, teacher=teacher) if isinstance(teacher, str) else example
 
 
-def _check_learned(row: Mapping[str, Any], source: str) -> None:
-    """Raise LeftOut for a row that says that it is bad (KTO), or not learned."""
-    for key in (key for key in _LABELS if key in row):
-        label = row[key]
-        if isinstance(label, str):
-            label = _IN_WORDS.get(label.strip().lower())
-        if label is False:
-            raise LeftOut(source, f"{key} is false")
-        if label is not True:
-            raise UserError(
-                f'{source}: "{key}" is {shown(row[key])}; say by true or false whether the answer is good (KTO), or '
-                "take the key out"
-            )
-    if not is_learned(row, source):
-        raise LeftOut(source, "its weight is 0")
-
-
 def _example(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
     chat, asked = _first(row, _CHATS), _first(row, tuple(_ASKS))
     if asked == "instruction" and (chat is None or _first(row, _ASKS[asked]) is not None):
         return _instruction(row, asked, source, needs_answer)
     if chat is not None:
-        return _from_messages(row, chat, source, needs_answer)
+        value = as_turns(row[chat])
+        messages = parse_messages(from_json(value, chat, source) if isinstance(value, str) else value, chat, source)
+        chosen = as_turns(row.get("chosen"))
+        if chosen is None or messages[-1].role == "assistant":
+            return _chat(row, messages, chat, source, needs_answer)
+        if isinstance(chosen, str):
+            return _chat(row, messages, chat, source, needs_answer, answers=(chosen,))
+        answer = parse_messages(chosen if is_list(chosen) else [chosen], "chosen", source)
+        _last_answer(answer, "chosen", source)
+        return _chat(row, messages + answer, chat, source, needs_answer)
     if "prompt" in row:
         return _from_prompt(row, source, needs_answer)
     if asked is not None:
@@ -238,7 +242,15 @@ def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: 
     example = Example(instruction, "".join(contexts), answers, source)
     if _SPECIAL.isdisjoint(row):
         return example
-    system, history = _system(row, source), _history(row, source)
+    system = _system(row, source)
+    turns: list[Turn] = []
+    given = row.get("history") or ()
+    pairs = from_json(given, "history", source) if isinstance(given, str) else given
+    for pair in pairs if is_list(pairs) else (pairs,):
+        if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
+    history = tuple(turns)
     fields = {key: _string(row, key, source, "quote it") for key in _REASONING if row.get(key)}
     tools, options = _tools(row, system, source), _options(row, source)
     only_in_chats = {"system": system, "history": history, **fields, "tools": tools, "chat_template_kwargs": options}
@@ -256,18 +268,6 @@ def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: 
         template_options=options,
         chat_key=chat_key,
     )
-
-
-def _history(row: Mapping[str, Any], source: str) -> Messages:
-    """Return the turns before an instruction: pairs of a question and its answer."""
-    turns: list[Turn] = []
-    given = row.get("history") or ()
-    pairs = from_json(given, "history", source) if isinstance(given, str) else given
-    for pair in pairs if is_list(pairs) else (pairs,):
-        if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')
-        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
-    return tuple(turns)
 
 
 def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
@@ -297,19 +297,6 @@ def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Exa
     assert key is not None
     _last_answer(completion, key, source)
     return _chat(row, before + completion, key, source, needs_answer)
-
-
-def _from_messages(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
-    value = as_turns(row[key])
-    messages = parse_messages(from_json(value, key, source) if isinstance(value, str) else value, key, source)
-    chosen = as_turns(row.get("chosen"))
-    if chosen is None or messages[-1].role == "assistant":
-        return _chat(row, messages, key, source, needs_answer)
-    if isinstance(chosen, str):
-        return _chat(row, messages, key, source, needs_answer, answers=(chosen,))
-    answer = parse_messages(chosen if is_list(chosen) else [chosen], "chosen", source)
-    _last_answer(answer, "chosen", source)
-    return _chat(row, messages + answer, key, source, needs_answer)
 
 
 def _chat(

@@ -170,21 +170,20 @@ def _within(
 
 
 def _prompts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [_as_prompt(ids, tokenizer) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+    prompts = []
+    for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+        # A prompt without template may already contain the start token that the tokenizer adds.
+        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+            ids = ids[1:]
+        # Some tokenizers add the end token to every text, but the model has to continue a prompt.
+        ends = ids and ids[-1] == tokenizer.eos_token_id
+        prompts.append(ids[:-1] if ends else ids)
+    return prompts
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the tokens of texts without the tokenizer's own start and end: a chat template writes them itself."""
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-
-
-def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # A prompt without template may already contain the start token that the tokenizer adds.
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-        ids = ids[1:]
-    # Some tokenizers add the end token to every text, but the model has to continue a prompt.
-    ends = ids and ids[-1] == tokenizer.eos_token_id
-    return ids[:-1] if ends else ids
 
 
 def none_left(dropped: int, limits: Limits) -> UserError:

@@ -65,7 +65,12 @@ def lay_out(
     name = type(tokenizer).__name__
     if objective == "next":
         assert not pairs, "a decoder learns each next token"
-        return _decoder_layout(corpus, tokenizer, max_length)
+        ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+        between = next((token for token in ends if token is not None), None)
+        if between is None:
+            raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+        # A model that was trained with a begin token works badly without it.
+        return Packed(corpus, max_length, start=begin_tokens(tokenizer), end=[], between=[between])
     if tokenizer.mask_token_id is None:
         raise UserError(
             f"data.kind text of an encoder needs a mask token, and this {name} has none; "
@@ -84,15 +89,6 @@ def lay_out(
     between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
     sentence_ends = vocabulary_mask(tokenizer, lambda token: token.endswith(_SENTENCE_ENDS))
     return Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=sentence_ends)
-
-
-def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Packed:
-    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-    end = next((each for each in ends if each is not None), None)
-    if end is None:
-        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    # A model that was trained with a begin token works badly without it.
-    return Packed(corpus, max_length, start=begin_tokens(tokenizer), end=[], between=[end])
 
 
 class Packed:
@@ -187,7 +183,11 @@ class Pairs:
         tokens = self._corpus.tokens
         first, second, target = tokens[start:parting], tokens[parting:stop], 0
         if rng.random() < 0.5:
-            second, target = self._from_elsewhere(document, len(second), rng), 1
+            own = int(self._spans[document + 1] - self._spans[document])
+            elsewhere = int(rng.integers(len(self) - own))
+            other, start, stop = self._span(elsewhere if elsewhere < self._spans[document] else elsewhere + own)
+            begin = self._parting(start, stop, rng)
+            target, second = 1, tokens[begin : min(begin + len(second), self._corpus.first_token(other + 1))]
         head = np.concatenate([self._start, first, self._between])
         ids = np.concatenate([head, second, self._end]).astype(np.int64)
         return TextSequence(ids, ids, len(head), target)
@@ -207,10 +207,3 @@ class Pairs:
         if len(inside) == 0:
             inside = start + 1 + np.flatnonzero(self._sentence_ends[self._corpus.tokens[start : stop - 1]])
         return int(rng.choice(inside)) if len(inside) else (start + stop) // 2
-
-    def _from_elsewhere(self, document: int, length: int, rng: np.random.Generator) -> np.ndarray:
-        own = int(self._spans[document + 1] - self._spans[document])
-        index = int(rng.integers(len(self) - own))
-        other, start, stop = self._span(index if index < self._spans[document] else index + own)
-        begin = self._parting(start, stop, rng)
-        return self._corpus.tokens[begin : min(begin + length, self._corpus.first_token(other + 1))]

@@ -65,25 +65,18 @@ class Masking:
         if self.word_starts is None:
             chosen = rng.permutation(places)[:number]
         else:
-            chosen = _whole_words(ids, places, number, self.word_starts, rng)
+            # A token after a special token always begins a word, because the rest of the word is not in the sequence.
+            begins = self.word_starts[ids[places]] | (np.diff(places, prepend=-2) > 1)
+            words = np.split(places, np.flatnonzero(begins)[1:])
+            order = rng.permutation(len(words))
+            reached = np.cumsum([len(words[word]) for word in order])
+            needed = int(np.searchsorted(reached, number)) + 1  # words until they have at least this number of tokens
+            chosen = np.concatenate([words[word] for word in order[:needed]])
         labels[chosen] = ids[chosen]
         dice = rng.random(len(chosen))
         random_tokens = rng.choice(self.vocabulary, len(chosen))
         shown[chosen] = np.where(dice < 0.8, self.mask_token_id, np.where(dice < 0.9, random_tokens, ids[chosen]))
         return shown, labels
-
-
-def _whole_words(
-    ids: np.ndarray, places: np.ndarray, number: int, word_starts: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
-    """The positions of random words; words are added until they have at least `number` tokens."""
-    # A token after a special token always begins a word, because the rest of the word is not in the sequence.
-    begins = word_starts[ids[places]] | (np.diff(places, prepend=-2) > 1)
-    words = np.split(places, np.flatnonzero(begins)[1:])
-    order = rng.permutation(len(words))
-    reached = np.cumsum([len(words[word]) for word in order])
-    needed = int(np.searchsorted(reached, number)) + 1
-    return np.concatenate([words[word] for word in order[:needed]])
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -49,7 +49,12 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
         )
     else:
         rows = map(_of_table, data)
-    return map(_as_row, rows)
+    return (
+        {"messages": list(row)}
+        if isinstance(row, list | tuple) and row and all(isinstance(turn, Mapping) for turn in row)  # a chat
+        else row
+        for row in rows
+    )
 
 
 def unformatted(data: Any) -> Iterable[Any]:
@@ -86,12 +91,6 @@ def _of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any
     return (
         {key: _plain(value) for key, value in zip(lists, row, strict=True)} for row in zip(*lists.values(), strict=True)
     )
-
-
-def _as_row(row: Any) -> Any:
-    """Return a chat, given as a list of its messages, as a row; anything else as it is."""
-    is_chat = isinstance(row, list | tuple) and bool(row) and all(isinstance(turn, Mapping) for turn in row)
-    return {"messages": list(row)} if is_chat else row
 
 
 def _of_table(row: Any) -> Any:

@@ -123,9 +123,20 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     said = [_is_true(given.pop(key), key, where) for key in LEARNED if key in given]
     if any(said) and kind not in ("assistant", _CALL):
         raise UserError(f"{where} is a {kind} turn that is to be learned, and only answers are; take its weight out")
-    calls = _tool_calls(given, where)
+    listed = given.pop("tool_calls", None)
+    former = given.pop("function_call", None)  # the one call of OpenAI's former format
+    if listed is None and former is not None:
+        listed = [former]
+    if isinstance(listed, str):
+        listed = from_json(listed, "tool_calls", where)
+    calls = (
+        [_call(call, "tool_calls", where) for call in as_list(listed, "tool_calls", where)]
+        if listed is not None
+        else []
+    )
     if kind == _CALL:
-        calls = _calls_of(content, where)
+        value = from_json(content, "content", where) if isinstance(content, str) else content
+        calls = [_call(call, "content", where) for call in (value if is_list(value) else [value])]
         content = ""
     elif content is None and calls:
         content = ""
@@ -171,22 +182,6 @@ def _text(content: object, where: str) -> str:
             raise UserError(f"{where} has the part {shown(part)}, and only texts are read; leave the row out")
         texts.append(text)
     return "".join(texts)
-
-
-def _tool_calls(given: dict[str, Any], where: str) -> list[Any]:
-    """Take the calls of tools out of a message: a list of them, or the one call of OpenAI's former format."""
-    calls = given.pop("tool_calls", None)
-    former = given.pop("function_call", None)
-    if calls is None and former is not None:
-        calls = [former]
-    if isinstance(calls, str):
-        calls = from_json(calls, "tool_calls", where)
-    return [] if calls is None else [_call(each, "tool_calls", where) for each in as_list(calls, "tool_calls", where)]
-
-
-def _calls_of(content: object, where: str) -> list[Any]:
-    value = from_json(content, "content", where) if isinstance(content, str) else content
-    return [_call(each, "content", where) for each in (value if is_list(value) else [value])]
 
 
 def _call(call: object, key: str, where: str) -> dict[str, Any]:

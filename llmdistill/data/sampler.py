@@ -287,16 +287,16 @@ class Prefetched:
         return batches
 
     def _make(self, step: int) -> list[Batch]:
-        if self._device.type != "cuda":
-            return [self._prepare(batch) for batch in self._loader.micro_batches(step)]
-        torch.cuda.set_device(self._device)  # else the thread of every rank would pin memory through the first GPU
-        return [_pinned(self._prepare(batch)) for batch in self._loader.micro_batches(step)]
-
-
-def _pinned(batch: Batch) -> Batch:
-    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    pinned: Any = {name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)}
-    return replace(batch, **pinned)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else the thread of every rank would pin memory through the first GPU
+        batches = []
+        for batch in map(self._prepare, self._loader.micro_batches(step)):
+            pinned: dict[str, Any] = {}
+            if self._device.type == "cuda":
+                values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+                pinned = {name: value.pin_memory() for name, value in values.items() if isinstance(value, Tensor)}
+            batches.append(replace(batch, **pinned))
+        return batches
 
 
 def scoring_batches(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,11 @@ def _each_sentence(reference: str) -> Iterator[str]:
     elif _is_plain(path):
         yield from (text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
     else:
-        yield from (text for row in open_rows(reference) for text in _sentences(*row))
+        for row, place in open_rows(reference):
+            sentences = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
+            if not sentences:
+                raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
+            yield from sentences
 
 
 def read_triples(reference: str | Path) -> list[str]:
@@ -69,10 +73,16 @@ def read_triples(reference: str | Path) -> list[str]:
     path = Path(reference)
     if path.suffix.lower() == ".txt" or _is_plain(path):
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
-    found = [text for row in open_rows(reference) for text in _triple(*row)]
-    if not found:
+    sentences: list[str] = []
+    for row, place in open_rows(reference):
+        given = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
+        triple = [text for text in given if isinstance(text, str) and text.strip()]
+        if len(triple) != TRIPLE:
+            raise UserError(f"{place}: give query (or anchor), positive and negative, as data.sentences.triples says")
+        sentences += triple
+    if not sentences:
         raise UserError(f"{reference}: holds no row; give rows of query, positive, negative")
-    return found
+    return sentences
 
 
 def read_pairs(reference: str | Path) -> list[SentencePair]:
@@ -85,8 +95,14 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
         UserError: a row is malformed, or the scores are fewer than two or all the same, so that nothing correlates.
     """
     path = locate_data(str(reference))
-    plain = _is_plain(path)
-    pairs = list(_plain_pairs(path) if plain else (_pair(*row) for row in open_rows(reference)))
+    is_plain = _is_plain(path)
+    pairs = list(_plain_pairs(path)) if is_plain else []
+    for row, place in () if is_plain else open_rows(reference):
+        texts = [row.get(key) for key in _PAIR]
+        score = next((_number(row[key]) for key in _SCORES if key in row), None)
+        if score is None or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UserError(f"{place}: give {', '.join(_PAIR)} and a number as score, similarity_score or label")
+        pairs.append(SentencePair(str(texts[0]), str(texts[1]), score))
     if len({pair.score for pair in pairs}) < 2:
         raise UserError(f"{reference}: {len(pairs)} pairs with no two different scores; give pairs whose scores differ")
     return pairs
@@ -106,29 +122,6 @@ def _plain_pairs(path: Path) -> Iterator[SentencePair]:
         if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():
             raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; fix the line")
         yield SentencePair(cells[1], cells[2], score)
-
-
-def _sentences(row: Mapping[str, Any], place: str) -> list[str]:
-    found = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
-    if not found:
-        raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
-    return found
-
-
-def _triple(row: Mapping[str, Any], place: str) -> list[str]:
-    given = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
-    found = [text for text in given if isinstance(text, str) and text.strip()]
-    if len(found) != TRIPLE:
-        raise UserError(f"{place}: give query (or anchor), positive and negative, as data.sentences.triples says")
-    return found
-
-
-def _pair(row: Mapping[str, Any], place: str) -> SentencePair:
-    texts = [row.get(key) for key in _PAIR]
-    score = next((_number(row[key]) for key in _SCORES if key in row), None)
-    if score is None or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise UserError(f"{place}: give {', '.join(_PAIR)} and a number as score, similarity_score or label")
-    return SentencePair(str(texts[0]), str(texts[1]), score)
 
 
 def _number(value: Any) -> float | None:

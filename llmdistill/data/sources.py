@@ -232,30 +232,29 @@ def text_files(reference: str | Path) -> list[Path] | None:
         UserError: one does not exist, or has a weight; or several are not all local.
     """
     parts = parts_of(reference)
-    found = [_text_files(part.reference) for part in parts]
+    found: list[list[Path] | None] = []
+    for part in parts:
+        path = locate_data(part.reference)
+        if os.path.isdir(path):
+            found.append(list(visible_files(path)))
+            if not found[-1]:
+                raise UserError(f"{part.reference}: a folder without files; put the text in or name a file")
+        elif os.path.exists(path):
+            found.append([path])
+        elif path.is_absolute() or path.suffix.lower() == ".txt":
+            raise UserError(
+                f"{part.reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder "
+                "of them, or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub; or several of these with commas "
+                "between them"
+            )
+        else:  # a data set on the hub
+            found.append(None)
     if any(part.weight is not None for part in parts):
         raise UserError(f"{reference}: weights are for data.train; leave them out")
     if len(parts) > 1 and None in found:
         other = parts[found.index(None)].reference
         raise UserError(f"{other}: no such file; of several texts each is a file or a folder on this machine")
     return None if found[0] is None else [file for files in found if files is not None for file in files]
-
-
-def _text_files(reference: str) -> list[Path] | None:
-    path = locate_data(reference)
-    if os.path.isdir(path):
-        files = list(visible_files(path))
-        if not files:
-            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
-        return files
-    if os.path.exists(path):
-        return [path]
-    if path.is_absolute() or path.suffix.lower() == ".txt":
-        raise UserError(
-            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder of them, "
-            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub; or several of these with commas between them"
-        )
-    return None
 
 
 def visible_files(folder: Path) -> Iterator[Path]:

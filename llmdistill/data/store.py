@@ -149,7 +149,16 @@ class MappedItems(Sequence[Item]):
         places = range(len(self))[index]  # raises IndexError beyond the end
         if isinstance(places, range):
             return [self[each] for each in places]
-        return self._make(**{name: _numbers(column[places]) for name, column in self._columns.items()})
+        values: dict[str, Any] = {}
+        for name, column in self._columns.items():
+            value = column[places]
+            if value.is_valid and pa.types.is_list(value.type):
+                # A copy, because torch warns of arrays that may not be written to; to_numpy would import pandas, on
+                # every rank.
+                values[name] = np.from_dlpack(value.values).copy()
+            else:
+                values[name] = value.as_py()
+        return self._make(**values)
 
     def length(self, index: int) -> int:
         """The number of tokens of an example, which are not read for it."""
@@ -162,13 +171,6 @@ class MappedItems(Sequence[Item]):
     def longest(self) -> int:
         """The largest number of tokens of an example."""
         return int(pc.max(pc.list_value_length(self._tokens)).as_py())
-
-
-def _numbers(value: Any) -> Any:
-    """A list of Arrow as an array that may be written to, because torch warns of others; other values as Python's."""
-    if value.is_valid and pa.types.is_list(value.type):
-        return np.from_dlpack(value.values).copy()  # to_numpy would import pandas, on every rank
-    return value.as_py()
 
 
 class Joined(Sequence[Item]):

@@ -118,29 +118,7 @@ class StreamLoader(StepLoader[Encoded]):
             UserError: before this step is reached, a row is malformed or, if data.long_prompts is "error", a prompt is
                 over the limit; or no prompt of the set is within the limit.
         """
-        window = self._read_window(step // self.bucket_steps)
-        return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
-
-    def report(self) -> str:
-        """Report the source of the examples, and how many were dropped or cut up to the last requested step."""
-        counts = self.counts
-        return (
-            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {counts.dropped} "
-            f"dropped for a long prompt, {counts.truncated_prompts} prompts and {counts.truncated_responses} responses "
-            f"truncated.{describe_left_out(self.left_out)}"
-        )
-
-    def _restart(self) -> None:
-        self._walk = self._examples()
-        self._number, self._window = -1, list[Encoded]()
-        self._epoch = self._read = self._kept = 0
-        """The epoch of the last example, and how many of this epoch were read and kept so far."""
-        self._unanswered: int | None = 0
-        """The number of examples that were read, if none of them had an answer; None as soon as one had."""
-        self.counts, self.left_out = EncodedCounts(), Counter[str]()
-
-    def _read_window(self, number: int) -> list[Encoded]:
-        """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""
+        number = step // self.bucket_steps
         if number < self._number:
             self._restart()
         size = self.bucket_steps * self.share.global_batch_size
@@ -156,7 +134,26 @@ class StreamLoader(StepLoader[Encoded]):
             # A generator that has failed ends silently when it is used again.
             self._restart()
             raise
-        return self._window
+        return bucket(self._window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
+
+    def report(self) -> str:
+        """Report the source of the examples, and how many were dropped or cut up to the last requested step."""
+        counts = self.counts
+        return (
+            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {counts.dropped} "
+            f"dropped for a long prompt, {counts.truncated_prompts} prompts and {counts.truncated_responses} responses "
+            f"truncated.{describe_left_out(self.left_out)}"
+        )
+
+    def _restart(self) -> None:
+        self._walk = self._examples()
+        self._number, self._window = -1, list[Encoded]()
+        """The examples of the steps that are sorted together, over all ranks, and the number of this window."""
+        self._epoch = self._read = self._kept = 0
+        """The epoch of the last example, and how many of this epoch were read and kept so far."""
+        self._unanswered: int | None = 0
+        """The number of examples that were read, if none of them had an answer; None as soon as one had."""
+        self.counts, self.left_out = EncodedCounts(), Counter[str]()
 
     def _examples(self) -> Iterator[tuple[int, Example]]:
         """Yield every example with its epoch, epoch after epoch, without end."""

@@ -177,16 +177,16 @@ class MaskedTargets:
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """See `sampler.SequenceSource`: the sequences are padded on the right."""
         items = [self.items[place % len(self)] for place in places]
-        parts = [self._masked(item, seed, *divmod(place, len(self))) for item, place in zip(items, places, strict=True)]
-        rows, labels = [shown for shown, _ in parts], [labels for _, labels in parts]
+        rows, labels = [], []
+        for item, place in zip(items, places, strict=True):
+            ids = np.array(item.ids)
+            in_source = np.arange(len(ids)) < len(item.source_ids)
+            row, row_labels = self._masking(ids, in_source, np.random.default_rng((seed, *divmod(place, len(self)), 1)))
+            rows.append(row)
+            labels.append(row_labels)
         return replace(
             collate_targets(items, self._marks),
             input_ids=padded(rows, self._marks.padding),
             labels=padded(labels, IGNORE_INDEX),
-            sample_ids=tuple((sample_id(shown),) for shown in rows),
+            sample_ids=tuple((sample_id(row),) for row in rows),
         )
-
-    def _masked(self, item: EncodedTarget, seed: int, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.array(item.ids)
-        in_source = np.arange(len(ids)) < len(item.source_ids)
-        return self._masking(ids, in_source, np.random.default_rng((seed, epoch, index, 1)))

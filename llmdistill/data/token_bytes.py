@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,30 +29,31 @@ class TokenBytes:
         Raises:
             UserError: the tokenizer's tokens are no pieces of a text, such as those of WordPiece.
         """
-        kinds = self._decoders
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        decoder: Any = None if backend is None else json.loads(backend.to_str())["decoder"]
+        kinds = {part["type"] for part in ([] if decoder is None else decoder.get("decoders", [decoder]))}
         if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
             raise UserError(
                 f"the tokenizer of {self.tokenizer.name_or_path or 'the model'} is a {type(self.tokenizer).__name__}, "
                 "whose tokens are no pieces of the text: another tokenizer than the teacher's needs byte-level BPE or "
                 "sentencepiece on both sides; learn from the teacher's text: llmdistill generate, then --method seqkd"
             )
-        of_token = _byte_level if "ByteLevel" in kinds else _sentencepiece
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         added = self.tokenizer.added_tokens_decoder
         vocabulary = self.tokenizer.get_vocab()
-        found = [b""] * (max(vocabulary.values()) + 1)
+        pieces = [b""] * (max(vocabulary.values()) + 1)
         for token, index in vocabulary.items():
-            if index not in added:
-                found[index] = of_token(token)
-            elif not added[index].special:
-                found[index] = added[index].content.encode()
-        return found
-
-    @property
-    def _decoders(self) -> set[str]:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        decoder: Any = None if backend is None else json.loads(backend.to_str())["decoder"]
-        parts = [] if decoder is None else decoder.get("decoders", [decoder])
-        return {part["type"] for part in parts}
+            if index in added:
+                pieces[index] = b"" if added[index].special else added[index].content.encode()
+            elif "ByteLevel" in kinds:  # each byte is written as a printable character (GPT-2)
+                is_bytes = byte_of.keys() >= set(token)
+                pieces[index] = bytes(byte_of[character] for character in token) if is_bytes else token.encode()
+            else:  # sentencepiece: ▁ is a space, and <0x0A> a byte
+                is_byte = _is_byte(token)
+                pieces[index] = bytes.fromhex(token[3:5]) if is_byte else token.replace("▁", " ").encode()
+        return pieces
 
     @cached_property
     def written(self) -> dict[bytes, int]:
@@ -109,28 +110,8 @@ class TokenBytes:
         return parts
 
 
-def _byte_level(token: str) -> bytes:
-    """The bytes of a token of byte-level BPE, in which each byte is written as a printable character (GPT-2)."""
-    known = _bytes_of_characters()
-    return bytes(known[each] for each in token) if known.keys() >= set(token) else token.encode()
-
-
-def _sentencepiece(token: str) -> bytes:
-    """The bytes of a token of sentencepiece: ▁ is a space, and <0x0A> a byte."""
-    if _is_byte(token):
-        return bytes.fromhex(token[3:5])
-    return token.replace("▁", " ").encode()
-
-
 def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-@cache
-def _bytes_of_characters() -> dict[str, int]:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def shared_tokens(one: TokenBytes, other: TokenBytes) -> dict[int, int]:
