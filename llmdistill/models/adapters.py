@@ -86,7 +86,7 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     the token embedding or the LM head alone unties them, and embeddings of more or fewer rows are taken from it. Raises
     UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
-    from peft import PeftConfig, PeftModel, PromptLearningConfig, get_peft_model_state_dict
+    from peft import PeftConfig, PromptLearningConfig
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -114,43 +114,26 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"{folder / CONFIG_FILE}: layer_replication gives copies of a layer different adapters, which cannot be "
             "merged into one layer: train an adapter without it, or give the base alone"
         )
-    _resize(base, folder)
-    state = base.state_dict().keys()
-    try:
-        if settings.get("peft_type") == "LORA":
-            _check_ranks(settings, folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # missing and unknown weights are checked below
-            model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
-        expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
-        # Adapters of the embedding or the head come with the matrices below them.
-        own = {name.replace(".default.", ".") for name in model.state_dict()}
-        possible = own | {f"base_model.model.{name}" for name in state}
-        with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
-            saved = set(file.keys())
-    except (UserError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # peft raises many types for values that it does not expect
-        raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
-    missing = sorted(expected - saved)
-    unknown = sorted(saved - expected - possible)
-    if missing or unknown:
-        what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
-        raise _does_not_fit(folder, base, what)
+    # The base gets as many embeddings as the adapter was trained with, if the adapter has them.
+    held, table = embedding_rows(folder), cast(nn.Embedding, base.get_input_embeddings()).weight
+    rows = next(iter(held.values()), table.shape[0])
+    if rows != table.shape[0]:
+        head = base.get_output_embeddings()
+        if len(held) == 1 and head is not None and head.weight is not table:
+            raise UserError(
+                f"{folder}: the adapter has {rows} rows of {next(iter(held))} alone, and its base has "
+                f"{table.shape[0]}: save it with modules_to_save for embeddings and LM head"
+            )
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    model = _with_adapter(base, folder, settings)
     expected_outputs = _outputs(model.eval())
-    was_tied = base.config.tie_word_embeddings
     try:
-        _untie(model.get_base_model())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft says that the copies are not tied
-            merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
-        merged.config.tie_word_embeddings = was_tied  # which peft has set to false for the copies
+        merged = _merged(model, is_tied=base.config.tie_word_embeddings)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: the adapter cannot be merged into its base ({_shortened(str(error))}); train it again, or give "
             "the base alone"
         ) from error
-    _tie_again(merged)
     difference = (_outputs(merged.eval()) - expected_outputs).abs().max().item()
     if not difference <= _TOLERANCE * max(1.0, expected_outputs.abs().max().item()):  # also for NaN
         raise UserError(
@@ -158,6 +141,68 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             "model; train another one, or give the base alone"
         )
     return merged.requires_grad_(True)
+
+
+def _with_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> Any:
+    """Load an adapter onto its base. Raises UserError if it does not fit, or its settings are not of its weights."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    state = base.state_dict().keys()
+    try:
+        with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
+            saved = set(file.keys())
+            most = max((max(file.get_slice(name).get_shape(), default=0) for name in saved), default=0)
+        # A rank of LoRA larger than every side of the saved matrices is refused before peft makes matrices of it.
+        pattern = settings.get("rank_pattern")
+        ranks = {"r": settings.get("r"), **(pattern if isinstance(pattern, dict) else {})}
+        for key, rank in ranks.items() if settings.get("peft_type") == "LORA" else ():
+            if type(rank) is not int or not 1 <= rank <= most:
+                raise UserError(
+                    f"{folder / CONFIG_FILE}: {key} is {repr(rank)[:60]}, but the adapter's weights have ranks from 1 "
+                    f"to {most}: take the file that belongs to the weights"
+                )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # missing and unknown weights are checked below
+            model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # peft raises many types for values that it does not expect
+        raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
+    # Adapters of the embedding or the head come with the matrices below them.
+    own = {name.replace(".default.", ".") for name in model.state_dict()}
+    possible = own | {f"base_model.model.{name}" for name in state}
+    missing = sorted(expected - saved)
+    unknown = sorted(saved - expected - possible)
+    if missing or unknown:
+        what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
+        raise _does_not_fit(folder, base, what)
+    return model
+
+
+def _merged(model: Any, *, is_tied: bool) -> PreTrainedModel:
+    """Merge the adapter of peft's model into the base, which `is_tied` says had the LM head of its embedding."""
+    # Each module that shares its weight with another one gets a copy, so that adapters are merged into one alone.
+    seen: set[int] = set()
+    for module in model.get_base_model().modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+            seen.add(id(parameter))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says that the copies are not tied
+        merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
+    merged.config.tie_word_embeddings = is_tied  # which peft has set to false for the copies
+    # What is still equal is tied again; a model whose head is no longer its embedding is not tied from now on.
+    parameters = dict(merged.named_parameters(remove_duplicate=False))
+    ties = merged.get_expanded_tied_weights_keys(all_submodels=True).items()
+    there = [pair for pair in ties if parameters.keys() >= set(pair)]
+    if all(torch.equal(parameters[target], parameters[source]) for target, source in there):
+        merged.tie_weights()
+    else:
+        merged.config.tie_word_embeddings = False
+        merged.all_tied_weights_keys = merged.get_expanded_tied_weights_keys(all_submodels=True)
+    return merged
 
 
 _TOLERANCE = 1e-3
@@ -169,24 +214,6 @@ def _outputs(model: Any) -> Tensor:
     """The first output for two random sequences."""
     ids = torch.randint(model.config.get_text_config().vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
     return cast(Tensor, model(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
-
-
-def _resize(base: PreTrainedModel, folder: Path) -> None:
-    """Give a base as many embeddings as its adapter was trained with, if the adapter has them.
-
-    Raises UserError if the adapter has those of the input alone, and the base an LM head of its own.
-    """
-    held, table = embedding_rows(folder), cast(nn.Embedding, base.get_input_embeddings()).weight
-    rows = next(iter(held.values()), None)
-    if rows is None or rows == table.shape[0]:
-        return
-    head = base.get_output_embeddings()
-    if len(held) == 1 and head is not None and head.weight is not table:
-        raise UserError(
-            f"{folder}: the adapter has {rows} rows of {next(iter(held))} alone, and its base has "
-            f"{table.shape[0]}: save it with modules_to_save for embeddings and LM head"
-        )
-    base.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def embedding_rows(folder: Path) -> dict[str, int]:
@@ -225,41 +252,6 @@ def unties_embeddings(folder: Path) -> bool:
     adapted = (name for name in names if not _EMBEDDING.search(name) and "trainable_tokens" not in name)
     saved = {str(name).rpartition(".")[2] for name in settings.get("modules_to_save") or ()}
     return not whole.isdisjoint(saved) or any(adapted)
-
-
-def _untie(model: PreTrainedModel) -> None:
-    """Give each module that shares its weight with another one a copy, so that adapters are merged into one alone."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in seen:
-                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
-            seen.add(id(parameter))
-
-
-def _tie_again(model: PreTrainedModel) -> None:
-    """Tie what is equal after the merging; a model whose head is no longer its embedding is not tied from then on."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    there = [pair for pair in ties if parameters.keys() >= set(pair)]
-    if all(torch.equal(parameters[target], parameters[source]) for target, source in there):
-        model.tie_weights()
-    else:
-        model.config.tie_word_embeddings = False
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _check_ranks(settings: dict[str, Any], folder: Path) -> None:
-    """Raise a UserError for a rank of LoRA larger than every side of the saved matrices, before peft makes its own."""
-    with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
-        most = max((max(file.get_slice(name).get_shape(), default=0) for name in file.keys()), default=0)  # noqa: SIM118
-    pattern = settings.get("rank_pattern")
-    for key, rank in {"r": settings.get("r"), **(pattern if isinstance(pattern, dict) else {})}.items():
-        if type(rank) is not int or not 1 <= rank <= most:
-            raise UserError(
-                f"{folder / CONFIG_FILE}: {key} is {repr(rank)[:60]}, but the adapter's weights have ranks from 1 to "
-                f"{most}: take the file that belongs to the weights"
-            )
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -348,7 +340,20 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
     """Full names of the linears to adapt. A target may also be the name of a factorized linear."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
-    _refuse_kronecker(layers, targets)
+    # The factors of a Kronecker product are parameters of one module, not linears.
+    own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
+    kronecker = [
+        name
+        for name, keys in own.items()
+        if {"A", "B"} <= keys and (targets is None or any(_matches(name, target) for target in targets))
+    ]
+    if kronecker:
+        remedy = "name dense linears in student.lora.targets"
+        remedy = remedy if targets is None else f"take {kronecker[0]} out of targets"
+        raise UserError(
+            f"student.lora.rank: adapters go on linears, but {kronecker[0]} of the student's layers is a Kronecker "
+            f"product: {remedy}, or leave the rank out to train all weights"
+        )
     names = [f"{prefix}.{name}" for name, module in layers.named_modules() if is_linear(module)]
     if targets is None:
         return names
@@ -359,19 +364,6 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
                 f"student.lora.targets: {target!r} is no linear of the student's layers: there are {', '.join(there)}"
             )
     return [name for name in names if any(_matches(name, target) for target in targets)]
-
-
-def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
-    """Raises UserError if a target is a Kronecker product: its factors are parameters of one module, not linears."""
-    own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
-    kronecker = [name for name, keys in own.items() if {"A", "B"} <= keys]
-    asked = [name for name in kronecker if targets is None or any(_matches(name, target) for target in targets)]
-    if asked:
-        remedy = "name dense linears in student.lora.targets" if targets is None else f"take {asked[0]} out of targets"
-        raise UserError(
-            f"student.lora.rank: adapters go on linears, but {asked[0]} of the student's layers is a Kronecker "
-            f"product: {remedy}, or leave the rank out to train all weights"
-        )
 
 
 def _unfactored(name: str) -> str:

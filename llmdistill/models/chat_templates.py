@@ -168,7 +168,12 @@ def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, opt
         if mark and not prompt and mark[0] in longer.partition(QUESTION)[0]:
             inner = inner[: mark.start()]
         inner = inner.rstrip()
-    last = inner if inner and tail.startswith(inner) else _first_end(tail, tokenizer)
+    last = inner
+    if not inner or not tail.startswith(inner):
+        # The end of a turn is all up to a token that stands apart, as the <eos> of Phi-3.
+        tokens = "|".join(re.escape(each.content) for each in tokenizer.added_tokens_decoder.values() if each.content)
+        apart = re.search(rf"(?<=\S)\s+(?:{tokens})+\s*$", tail) if tokens else None
+        last = (tail if apart is None else tail[: apart.start()]).rstrip()
     special = (each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
     opening = "" if last else max(filter(separator.startswith, special), key=len, default="")
     asked += header
@@ -204,13 +209,6 @@ def _reasoning(asked: str, answered: Callable[..., str]) -> dict[str, Any]:
     # Of a prompt that begins reasoning, the template may leave it out of the whole conversation (DeepSeek-R1).
     mark = re.search(r"<(\w+)>\s*$", asked)
     return {"after_reasoning": f"</{mark[1]}>"} if mark else {}
-
-
-def _first_end(tail: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of a turn in what follows the last answer: all up to a token that stands apart, as the <eos> of Phi-3."""
-    tokens = "|".join(re.escape(each.content) for each in tokenizer.added_tokens_decoder.values() if each.content)
-    apart = re.search(rf"(?<=\S)\s+(?:{tokens})+\s*$", tail) if tokens else None
-    return (tail if apart is None else tail[: apart.start()]).rstrip()
 
 
 def without_begun_mark(text: str) -> str:

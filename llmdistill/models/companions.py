@@ -85,7 +85,17 @@ def copy_companions(source: Path | str, target: Path) -> None:
         _copy(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
     if (folder / MODULES_FILE).is_file():
         _copy_modules(folder, target)
-    _end_with_the_tokenizer(target)
+    # Generation ends with the tokens that end the answers of training data, so that served students stop there.
+    settings = read_generation_settings(target)
+    if settings is None or not (target / "tokenizer_config.json").is_file():
+        return
+    tokenizer = load_tokenizer(target)
+    named = settings.eos_token_id
+    ends = [] if named is None else named if isinstance(named, list) else [named]
+    new = [end for end in dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]) if end not in [*ends, None]]
+    if new:
+        settings.eos_token_id = [*ends, *new] if len([*ends, *new]) > 1 else new[0]
+        settings.save_pretrained(target)
 
 
 def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
@@ -140,22 +150,6 @@ def read_generation_settings(folder: Path) -> GenerationConfig | None:
         if each is not None and (type(each) is not int or each < 0):
             raise UserError(f"{folder / GENERATION_FILE}: eos_token_id is {ends!r}: give the id of a token, or a list")
     return settings
-
-
-def _end_with_the_tokenizer(folder: Path) -> None:
-    """Let generation end with the tokens that end the answers of training data, so that served students stop there: the
-    end token of the tokenizer, and what its chat template writes at the end of a turn.
-    """
-    settings = read_generation_settings(folder)
-    if settings is None or not (folder / "tokenizer_config.json").is_file():
-        return
-    tokenizer = load_tokenizer(folder)
-    named = settings.eos_token_id
-    ends = [] if named is None else named if isinstance(named, list) else [named]
-    new = [end for end in dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]) if end not in [*ends, None]]
-    if new:
-        settings.eos_token_id = [*ends, *new] if len([*ends, *new]) > 1 else new[0]
-        settings.save_pretrained(folder)
 
 
 def generation_settings(source: Path | str) -> GenerationConfig | None:

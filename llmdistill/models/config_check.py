@@ -63,7 +63,12 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
             if 0 < weights < value:
                 raise _wrong(file, key, value, f"more than the {weights} weights beside it")
         if _CHOICES.search(name) and (number or (value is None and usual.get(path) is not None)):
-            most = _most_chosen(path, places)
+            # Of how many experts, or groups of experts, this key chooses some; 0 if nothing beside it says so.
+            of = "n_group" if name == "topk_group" else "experts"
+            beside = {other[-1]: n for other, n in places.items() if other[:-1] == path[:-1] and other != path}
+            most = max((n for other, n in beside.items() if str(other).endswith(of) and type(n) is int), default=0)
+            if most == 1 and of == "experts":
+                most = 0  # a single expert may be a plain layer (Jamba)
             fits = type(value) is int and 1 <= value <= most and (name != "n_group" or most % value == 0)
             if most > 0 and not fits:
                 what = f"no divisor of {most} experts" if name == "n_group" else f"no number from 1 to {most}"
@@ -90,14 +95,6 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, str | int | float | list):
         raise _wrong(file, "quantization_config", quantization, "no object")
-
-
-def _most_chosen(path: _Path, places: Mapping[_Path, Any]) -> int:
-    """Of how many experts, or groups of experts, the key at a path chooses some; 0 if nothing beside it says so."""
-    of = "n_group" if path[-1] == "topk_group" else "experts"
-    beside = {each[-1]: n for each, n in places.items() if each[:-1] == path[:-1] and each != path}
-    most = max((n for name, n in beside.items() if str(name).endswith(of) and type(n) is int), default=0)
-    return 0 if most == 1 and of == "experts" else most  # a single expert may be a plain layer (Jamba)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

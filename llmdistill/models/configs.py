@@ -35,7 +35,18 @@ def load_config(path: str | Path) -> PreTrainedConfig:
             config.tie_word_embeddings = False
         return config
     if folder is not None:
-        _check_config_file(folder / "config.json")
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"{file}: no such file: a model's folder needs its config.json")
+        content = read_json(file)
+        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+            raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
+        if content["model_type"] not in {*CONFIG_MAPPING_NAMES, *FAMILIES}:
+            raise UserError(
+                f"{file}: transformers {transformers.__version__} does not know the model_type "
+                f"{content['model_type']!r}: check the name, or take a newer transformers"
+            )
+        check_parts(content, file)
         check_weight_files(folder)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -59,20 +70,6 @@ def local_folder(path: str | Path) -> Path | None:
     if not looks_like_hub_name:
         raise UserError(f"{path}: no such folder: give one with config.json, or a model's name on the hub")
     return None
-
-
-def _check_config_file(file: Path) -> None:
-    if not file.is_file():
-        raise UserError(f"{file}: no such file: a model's folder needs its config.json")
-    content = read_json(file)
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
-    if content["model_type"] not in {*CONFIG_MAPPING_NAMES, *FAMILIES}:
-        raise UserError(
-            f"{file}: transformers {transformers.__version__} does not know the model_type {content['model_type']!r}: "
-            "check the name, or take a newer transformers"
-        )
-    check_parts(content, file)
 
 
 def _at_fault(file: Path) -> str:

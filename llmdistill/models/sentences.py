@@ -82,8 +82,19 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise UserError(f"{folder / _FURTHER_FILE}: prompts is no object of texts; copy the file from the model anew")
     prompts = {key: text or "" for key, text in prompts.items()}
+    of_pooling = _optional(at_pooling)
+    modes = of_pooling.get("pooling_mode")
+    if modes is None:  # written by an older version of sentence-transformers
+        modes = [mode for key, mode in _LEGACY.items() if of_pooling.get(key)] or ["mean"]
+    names = tuple(modes) if isinstance(modes, list) else (modes,)
+    if not names or any(name not in get_args(PoolingMode) for name in names):
+        raise UserError(f"{at_pooling}: pooling_mode is {modes}; take {', '.join(get_args(PoolingMode))}")
+    if of_pooling.get("include_prompt") is False:
+        raise UserError(
+            f"{at_pooling}: include_prompt is false, and prompts are always pooled here; take another model"
+        )
     return SentenceSettings(
-        pooling=Pooling(_modes(_optional(at_pooling), at_pooling), normalize="Normalize" in modules),
+        pooling=Pooling(names, normalize="Normalize" in modules),
         max_length=longest,
         prompt="" if name is None else prompts.get(str(name), ""),
         prompts=prompts,
@@ -202,20 +213,6 @@ def _optional(file: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{file}: a {type(values).__name__}, not an object; copy the file from the model anew")
     return values
-
-
-def _modes(settings: Mapping[str, Any], file: Path) -> tuple[PoolingMode, ...]:
-    """Return the modes of a pooling file, of any version of sentence-transformers; mean without any."""
-    given = settings.get("pooling_mode")
-    if given is None:
-        given = [mode for key, mode in _LEGACY.items() if settings.get(key)] or ["mean"]
-    modes = tuple(given) if isinstance(given, list) else (given,)
-    unknown = [mode for mode in modes if mode not in get_args(PoolingMode)]
-    if unknown or not modes:
-        raise UserError(f"{file}: pooling_mode is {given}; take {', '.join(get_args(PoolingMode))}")
-    if settings.get("include_prompt") is False:
-        raise UserError(f"{file}: include_prompt is false, and prompts are always pooled here; take another model")
-    return modes
 
 
 class SentencePooler:

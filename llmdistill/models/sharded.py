@@ -14,8 +14,11 @@ def gathered(*parameters: Tensor | None, write: bool = False) -> AbstractContext
 
     With `write`, what the block writes into them is kept; all ranks must write the same.
     """
-    sharded = [each for each in parameters if each is not None and hasattr(each, "ds_id")]
-    if not sharded or (not write and all(_stays_gathered(each) for each in sharded)):
+    sharded: list[Any] = [each for each in parameters if each is not None and hasattr(each, "ds_id")]
+    stay_gathered = all(
+        each.ds_persist and each.ds_status.name == "AVAILABLE" and not each.requires_grad for each in sharded
+    )
+    if stay_gathered and not (write and sharded):
         return nullcontext()
     import deepspeed
 
@@ -28,7 +31,3 @@ def keep_gathered(parameters: Iterable[Tensor]) -> None:
     for each in parameters:
         assert not each.requires_grad, "a parameter that is trained changes in its shards"
         each.ds_persist = True  # type: ignore[attr-defined]
-
-
-def _stays_gathered(parameter: Any) -> bool:
-    return bool(parameter.ds_persist) and parameter.ds_status.name == "AVAILABLE" and not parameter.requires_grad

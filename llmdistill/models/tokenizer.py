@@ -68,7 +68,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         fit_tokenizer(tokenizer, load_config(path), path)
     # Encoders end a sequence with their separator token, so an end token is missing only if there is no separator.
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
-        end = _end_token(tokenizer, folder)
+        end = _GPT2_END if _GPT2_END in tokenizer.get_vocab() else None
+        if folder is not None and any((folder / name).is_file() for name in ("config.json", CONFIG_FILE)):
+            index = load_config(folder).eos_token_id
+            if isinstance(index, int):
+                end = cast("str | None", tokenizer.convert_ids_to_tokens(index))
         if end is None:
             raise UserError(f"{path}: the tokenizer names no end token: add eos_token to tokenizer_config.json")
         tokenizer.eos_token = end
@@ -153,14 +157,6 @@ def brings_tokenizer(path: str | Path) -> bool:
     if folder is None or has_tokenizer(folder):
         return True
     return adapter is not None and of_base(adapter, brings_tokenizer)
-
-
-def _end_token(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> str | None:
-    if folder is not None and any((folder / name).is_file() for name in ("config.json", CONFIG_FILE)):
-        index = load_config(folder).eos_token_id
-        if isinstance(index, int):
-            return cast("str | None", tokenizer.convert_ids_to_tokens(index))
-    return _GPT2_END if _GPT2_END in tokenizer.get_vocab() else None
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:

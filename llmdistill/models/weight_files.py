@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from llmdistill.errors import UserError, to_install
@@ -38,7 +37,13 @@ def check_weight_files(folder: Path) -> None:
         indices.append(explicit)
     for name in indices:
         if name.endswith(".json") and (folder / name).is_file():
-            for shard in _shards(folder / name):
+            index = read_json(folder / name)
+            parts = ("metadata", "weight_map")
+            if not isinstance(index, dict) or not all(isinstance(index.get(part), dict) for part in parts):
+                raise UserError(
+                    f"{folder / name}: it has no objects metadata and weight_map: copy the file from the model anew"
+                )
+            for shard in {str(shard): shard for shard in index["weight_map"].values()}.values():
                 _check(folder, shard, f"{folder / name}: its weight_map", (SUFFIX,))
 
 
@@ -53,14 +58,6 @@ def check_hub_index(name: str) -> None:
             return
         if file is not None:
             check_weight_files(Path(file).parent)
-
-
-def _shards(index: Path) -> Iterator[object]:
-    content = read_json(index)
-    keys = ("metadata", "weight_map")
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in keys):
-        raise UserError(f"{index}: it has no objects metadata and weight_map: copy the file from the model anew")
-    yield from {str(shard): shard for shard in content["weight_map"].values()}.values()
 
 
 def _check(folder: Path, name: object, where: str, endings: tuple[str, ...]) -> None:
