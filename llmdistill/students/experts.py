@@ -118,7 +118,11 @@ def low_rank_experts(
     """
     chosen = top_k_index.reshape(-1)
     order = chosen.argsort(stable=True)
-    counts = _counts(chosen, self.num_experts)
+    if chosen.is_meta:  # without numbers the rows are as even as they can be
+        share, rest = divmod(chosen.numel(), self.num_experts)
+        counts = [share + (expert < rest) for expert in range(self.num_experts)]
+    else:
+        counts = cast("list[int]", chosen.bincount(minlength=self.num_experts).tolist())
     rows = hidden_states[order // top_k_index.shape[1]]
     if self.has_gate:
         inner = self._apply_gate(_product(self, "gate_up_proj", rows, counts))
@@ -135,11 +139,3 @@ def _product(experts: Any, name: str, rows: Tensor, counts: list[int]) -> Tensor
         return cast(Tensor, factors(rows, counts))
     pieces = zip(rows.split(counts), getattr(experts, name).unbind(), strict=True)
     return torch.cat([functional.linear(piece, weight) for piece, weight in pieces if len(piece)])
-
-
-def _counts(chosen: Tensor, experts: int) -> list[int]:
-    """The number of rows of each expert; on the meta device, which knows no numbers, as even as it can be."""
-    if chosen.is_meta:
-        share, rest = divmod(chosen.numel(), experts)
-        return [share + (expert < rest) for expert in range(experts)]
-    return cast("list[int]", chosen.bincount(minlength=experts).tolist())

@@ -78,9 +78,23 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     intermediate = proportional if shape.intermediate is None else shape.intermediate
     values[family_of(teacher).ffn_size] = intermediate
     if hasattr(teacher, "num_key_value_heads"):
-        values["num_key_value_heads"] = _kv_heads(shape, sizes)
+        values["num_key_value_heads"], rest = divmod(shape.heads * sizes.num_kv_heads, sizes.num_heads)
+        if rest:
+            group = sizes.num_heads // sizes.num_kv_heads
+            raise UserError(
+                f"student.shape: {shape.heads} heads cannot share keys and values {group} at a time, as the teacher's "
+                f"{sizes.num_heads} do; take a multiple of {group}"
+            )
     if has_rotary(teacher):
-        head_dim = _head_dim(shape, sizes)
+        # In some models the head width is larger than width / heads.
+        head_dim, rest = divmod(shape.width * sizes.head_dim * sizes.num_heads, sizes.hidden_size * shape.heads)
+        if shape.head_dim is not None:
+            head_dim, rest = shape.head_dim, 0
+        if rest or head_dim % 2:
+            raise UserError(
+                f"student.shape: {shape.heads} heads of the width {shape.width} have no even number of features each, "
+                "as rotary positions need; take other heads or another width, or give the features as a fifth number"
+            )
         if hasattr(teacher, "head_dim"):
             values["head_dim"] = head_dim
     if not hasattr(teacher, "head_dim") and shape.head_dim not in (None, shape.width // shape.heads):
@@ -223,30 +237,6 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
         assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
         factor = parts.norm_factors.get(source_owner, 1.0) if leaf == "weight" else 1.0
         target.copy_(source if factor == 1 else source * factor)
-
-
-def _kv_heads(shape: StudentShape, teacher: Shape) -> int:
-    count, rest = divmod(shape.heads * teacher.num_kv_heads, teacher.num_heads)
-    if rest:
-        group = teacher.num_heads // teacher.num_kv_heads
-        raise UserError(
-            f"student.shape: {shape.heads} heads cannot share keys and values {group} at a time, as the teacher's "
-            f"{teacher.num_heads} do; take a multiple of {group}"
-        )
-    return count
-
-
-def _head_dim(shape: StudentShape, teacher: Shape) -> int:
-    # In some models the head width is larger than width / heads.
-    features, rest = divmod(shape.width * teacher.head_dim * teacher.num_heads, teacher.hidden_size * shape.heads)
-    if shape.head_dim is not None:
-        features, rest = shape.head_dim, 0
-    if rest or features % 2:
-        raise UserError(
-            f"student.shape: {shape.heads} heads of the width {shape.width} have no even number of features each, as "
-            "rotary positions need; take other heads or another width, or give the features as a fifth number"
-        )
-    return features
 
 
 def _taken(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:

@@ -32,26 +32,23 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[No
     takes the memory of one matrix. The token embedding stays whole. Whoever measures moments inside this block measures
     those of the cut model.
     """
+
+    def plain(linear: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        return truncated_svd(matrix(linear).detach(), rank)
+
+    def leading(measured: WeightedSVD, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        factors = measured.leading(rank)
+        return factors.left, factors.values, factors.right
+
     products = {}
     for name, rank in weighted.ranks.items():
         linear = model.base_model.get_submodule(name)
         measured = weighted.factors.get(name)
         factors: Callable[[], tuple[Tensor, Tensor, Tensor]]
-        if measured is None:  # the student takes its plain SVD, of a weight that is whole when the linear runs
-            factors = cache(partial(_plain_factors, linear, rank))
-        else:
-            factors = partial(_leading, measured, rank)
+        # Without a measurement the student takes its plain SVD, of a weight that is whole when the linear runs.
+        factors = cache(partial(plain, linear, rank)) if measured is None else partial(leading, measured, rank)
         products[linear] = partial(_product, linear, factors)
     return running_as(products)
-
-
-def _leading(measured: WeightedSVD, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    found = measured.leading(rank)
-    return found.left, found.values, found.right
-
-
-def _plain_factors(linear: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    return truncated_svd(matrix(linear).detach(), rank)
 
 
 def _product(linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor) -> Tensor:

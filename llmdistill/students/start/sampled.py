@@ -87,9 +87,18 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, keys in calls.items():
         groups.setdefault(tuple(keys), []).append(name)
+    is_in_order = True
+    for _, tensor, _ in read:
+        # It has the rows of the three sequences one after the other, of which the first and the last are equal, up to
+        # rounding.
+        axes = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape  # a token embedding reads ids
+        is_in_order &= [size for size in axes if size > 1] in ([3, length], [3 * length])
+        if is_in_order:
+            first, other, same = tensor.reshape(3, -1).float()
+            is_in_order = bool((first - same).norm() < (first - other).norm() / 10)
     return Reads(
         [*groups.values(), *([name] for name in names if name not in calls)],
-        all(_is_in_order(tensor, length) for _, tensor, _ in read),
+        is_in_order,
         frozenset(name for name, tensor, key in read if identity(tensor) != key),
     )
 
@@ -97,18 +106,6 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
-
-
-def _is_in_order(tensor: Tensor, length: int) -> bool:
-    """Whether a tensor has the rows of three sequences one after the other, of which the first and last are the same.
-
-    Equal rows may differ by rounding.
-    """
-    axes = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape  # a token embedding reads ids
-    if [size for size in axes if size > 1] not in ([3, length], [3 * length]):
-        return False
-    first, other, same = tensor.reshape(3, -1).float()
-    return bool((first - same).norm() < (first - other).norm() / 10)
 
 
 def run_sampled(
@@ -165,10 +162,16 @@ def _run(
     def step(batch: Batch) -> None:
         dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
         again = layers[:dropped] if gradients else []
-        with torch.set_grad_enabled(gradients), _dropping(again, sums), _trimming(layers[dropped:]):
-            loss = _sampled_loss(tapped, batch, seed, sums.judged)
-            if gradients:
-                loss.backward()
+        # What the other layers have freed lies between the tensors that they keep, so each gives it back.
+        handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers[dropped:]]
+        try:
+            with torch.set_grad_enabled(gradients), _dropping(again, sums):
+                loss = _sampled_loss(tapped, batch, seed, sums.judged)
+                if gradients:
+                    loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
         give_back_memory()
 
     try:
@@ -224,17 +227,6 @@ def running_as(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[Non
             del module.forward
             if before is not None:
                 module.forward = before
-
-
-@contextmanager
-def _trimming(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Block in which layers give back what they have freed, which lies between the tensors that they keep."""
-    handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -179,7 +179,15 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
     """
     exact = table.double()
     forms = _forms(exact, moments)
-    a, b = _closed(exact, _merged(forms), rank)
+    # The product of row and column weights that has the row sums and the mean matrix of the sum of the forms.
+    scales = [form.columns.diagonal().mean() for form in forms]
+    totals = [form.rows.sum() for form in forms]
+    rows_V = torch.stack([scale * form.rows for scale, form in zip(scales, forms, strict=True)]).sum(0)
+    columns = torch.stack([total * form.columns for total, form in zip(totals, forms, strict=True)]).sum(0)
+    # The best A and B for this single form are a weighted SVD; for two forms they are where the alternation begins.
+    root, rows = torch.linalg.cholesky(columns / columns.diagonal().mean()), rows_V.sqrt()[:, None]
+    u, s, vh = truncated_svd(rows * (exact @ root), rank)
+    a, b = u * s / rows, torch.linalg.solve_triangular(root, vh, upper=False, left=False)
     if len(forms) > 1:
         a, b = _alternate(exact, forms, b)
     power = 1 if moments.gradients is None else 2
@@ -216,22 +224,6 @@ def _positive(moment: Tensor) -> Tensor:
             "weighting out"
         )
     return moment
-
-
-def _merged(forms: list[_Form]) -> _Form:
-    """The product of row and column weights that has the row sums and the mean matrix of the sum of the forms."""
-    scales = [form.columns.diagonal().mean() for form in forms]
-    totals = [form.rows.sum() for form in forms]
-    rows = torch.stack([scale * form.rows for scale, form in zip(scales, forms, strict=True)]).sum(0)
-    columns = torch.stack([total * form.columns for total, form in zip(totals, forms, strict=True)]).sum(0)
-    return _Form(rows, columns / columns.diagonal().mean())
-
-
-def _closed(table: Tensor, form: _Form, rank: int) -> tuple[Tensor, Tensor]:
-    """The best A (V, k) and B (k, d) for a single form."""
-    root, rows = torch.linalg.cholesky(form.columns), form.rows.sqrt()[:, None]
-    u, s, vh = truncated_svd(rows * (table @ root), rank)
-    return u * s / rows, torch.linalg.solve_triangular(root, vh, upper=False, left=False)
 
 
 def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,16 @@ class _State:
 
 def _improved(state: _State, sides: _Sides) -> _State:
     """Conjugate gradients on the least squares problem of A for this B; each step lowers the cost."""
-    solve = _preconditioner(state, sides)
+    # The preconditioner is the inverse of the normal equations' matrix if the moments were their nearest products:
+    # S ⊗ G_a ⊗ C_a with S_ij = tr(B_iᵀ G_b B_j C_b).
+    (g_a, g_b), (c_a, c_b) = sides
+    s = torch.einsum("ikl,jkl->ij", state.b, g_b @ state.b @ c_b)
+    of_sums, left, right = (torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in (s, g_a, c_a))
+
+    def solve(residual: Tensor) -> Tensor:
+        mixed = torch.cholesky_solve(residual.flatten(1), of_sums).reshape(residual.shape)
+        return torch.cholesky_solve(torch.cholesky_solve(mixed, left).mT, right).mT
+
     a, error, image = state.a, state.error, state.image
     residual = state.contracted(image)
     direction = solve(residual)
@@ -153,22 +162,6 @@ def _improved(state: _State, sides: _Sides) -> _State:
         before, size = size, float((residual * scaled).sum())
         direction = scaled + size / before * direction
     return replace(state, a=a, error=error, image=image)
-
-
-def _preconditioner(state: _State, sides: _Sides) -> Callable[[Tensor], Tensor]:
-    """The inverse of the normal equations' matrix if the moments were their nearest products: S ⊗ G_a ⊗ C_a.
-
-    S_ij = tr(B_iᵀ G_b B_j C_b).
-    """
-    (g_a, g_b), (c_a, c_b) = sides
-    s = torch.einsum("ikl,jkl->ij", state.b, g_b @ state.b @ c_b)
-    of_sums, left, right = (torch.linalg.cholesky(ridged(each, _RIDGE)) for each in (s, g_a, c_a))
-
-    def solve(residual: Tensor) -> Tensor:
-        mixed = torch.cholesky_solve(residual.flatten(1), of_sums).reshape(residual.shape)
-        return torch.cholesky_solve(torch.cholesky_solve(mixed, left).mT, right).mT
-
-    return solve
 
 
 def _nearest_in(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
