@@ -219,7 +219,7 @@ class Recorder:
             self._mask.restore()
         self._forward = ForwardPass(
             rows=tokens.shape if isinstance(tokens, Tensor) else None,
-            recomputes=self._recomputes or self._is_checkpointed(),
+            recomputes=self._recomputes or (self.is_recording and self._is_checkpointed()),
             recording=self._recording,
             taps=None if self._recording is None else Taps(visible_until=self._recording.visible_until),
         )
@@ -256,15 +256,14 @@ class Recorder:
     def _is_checkpointed(self) -> bool:
         """Whether activation checkpointing recomputes layers in the backward pass.
 
-        Raises UserError if it is reentrant and the pass is recorded: the layers then run without an autograd graph, so
-        the gradients of the taps would silently be lost.
+        Raises UserError if it is reentrant: it then runs the layers without an autograd graph, so the gradients of the
+        taps would silently be lost.
         """
         layers = [layer for layer in layers_of(self.model) if getattr(layer, "gradient_checkpointing", False)]
         functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers if layer.training]
         if not torch.is_grad_enabled() or not functions:
             return False
-        is_reentrant = any(getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions)
-        if is_reentrant and self.is_recording:
+        if any(getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions):
             raise UserError(
                 "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
                 'enable it with {"use_reentrant": False}'
