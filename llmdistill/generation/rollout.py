@@ -74,7 +74,11 @@ class OnPolicyLoader:
 
     def _prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
         first_row = (number * self.world_size + self.rank) * len(items)
-        return [Prompt(item.asked, _row_seed(self.seed, step, row)) for row, item in enumerate(items, first_row)]
+        prompts = []
+        for row, item in enumerate(items, first_row):
+            sequence = np.random.SeedSequence((self.seed, step, row, _ROW_NOISE))
+            prompts.append(Prompt(item.asked, int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))))
+        return prompts
 
     def _answered(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
         answered = [Encoded(item.asked, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
@@ -133,7 +137,3 @@ class RowNoise(LogitsProcessor):
         )
         tiny = torch.finfo(torch.float32).tiny
         return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()
-
-
-def _row_seed(seed: int, step: int, row: int) -> int:
-    return int(np.random.SeedSequence((seed, step, row, _ROW_NOISE)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -122,11 +122,11 @@ def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_q[:, 0] - log_p[:, 0]
 
 
-def _policy_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1)
-
-
-LOG_RATIO = Divergence(log_ratio, _policy_gradient, of_labels=True)
+LOG_RATIO = Divergence(
+    log_ratio,
+    lambda log_p, log_q: torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1),
+    of_labels=True,
+)
 """KL(S‖T) by the tokens that the student has sampled alone. Instead of the derivative of the value, which is 1 for
 every label, it has that of KL(S‖T) as the policy gradient estimates it: (log q - log p) ∂ log q at the label. Its mean
 over samples is the gradient of `reverse_kl` (REINFORCE; on-policy distillation of Thinking Machines, 2025)."""

@@ -75,7 +75,11 @@ def token_losses(
     if all(term.divergence is None for term in terms):
         teacher = None
     if chunk is None:
-        chunk = _default_chunk(student, vocabulary)
+        chunk = _CPU_CHUNK
+        if student.rows.device.type != "cpu":
+            words = _words(student) if vocabulary is None else min(vocabulary, _words(student))
+            size = (student.rows if student.weight is None else student.weight).element_size()
+            chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, words)))
     return TokenLosses(
         *_TokenLosses.apply(*student, needs, teacher, labels_N, tuple(terms), factors, vocabulary, chunk)
     )
@@ -101,7 +105,19 @@ class _TokenLosses(torch.autograd.Function):
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
         half = (min(chunk, len(rows_NK)) + 1) // 2
-        taught_at = _taught_at(teacher, student, labels_N, terms, exact, vocabulary, half)
+        # What the teacher says at some rows, at most `half` of them.
+        teacher_at: Callable[[slice], Tensor | TopK | SpanRows] | None = None
+        if isinstance(teacher, HeadInputs):
+            head = cut(teacher, vocabulary)
+            teacher_at = partial(_logits, head, buffer=head.rows.new_empty(half, _words(head)))
+        elif isinstance(teacher, SeveralHeads):
+            heads = tuple(cut(head, vocabulary) for head in teacher.heads)
+            teacher_at = partial(averaged_logits, teacher._replace(heads=heads))
+        elif isinstance(teacher, OtherTokens):
+            other_tokens = teacher._replace(head=cut(teacher.head, None))
+            teacher_at = SpanRows.of(student, other_tokens, labels_N, terms, exact).at
+        elif teacher is not None:
+            teacher_at = teacher.at
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
         if dtype == torch.float16:
@@ -115,8 +131,10 @@ class _TokenLosses(torch.autograd.Function):
             logits_NV = _logits(student, slice(start, start + 2 * half), buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
-                taught = None if taught_at is None else taught_at(here)
-                sums += chunk_losses(part_NV, taught, labels_N[here], terms, inner_factors, with_gradient=any(needs))
+                of_teacher = None if teacher_at is None else teacher_at(here)
+                sums += chunk_losses(
+                    part_NV, of_teacher, labels_N[here], terms, inner_factors, with_gradient=any(needs)
+                )
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference
@@ -167,21 +185,18 @@ class _Gradients:
         elif self.rows is not None and student.weight is not None:
             torch.mm(derivative_NV, student.weight, out=self.rows[here])
         if self.weight is not None:
-            self._add_to_weight(self.weight, student.rows[here], derivative_NV)
+            weight_VK, rows_NK, words = self.weight, student.rows[here], derivative_NV.shape[1]
+            if self.empty:  # with equal dtypes the first product overwrites its part of the memory
+                (weight_VK[words:] if weight_VK.dtype == rows_NK.dtype else weight_VK).zero_()
+            if weight_VK.dtype == rows_NK.dtype:
+                weight_VK[:words].addmm_(derivative_NV.T, rows_NK, beta=0 if self.empty else 1)
+            else:
+                for start in range(0, words, _SLAB):
+                    slab = slice(start, min(start + _SLAB, words))
+                    weight_VK[slab] += derivative_NV[:, slab].T @ rows_NK
+            self.empty = False
         if self.bias is not None:
             self.bias[: derivative_NV.shape[1]] += derivative_NV.sum(0, dtype=self.bias.dtype)
-
-    def _add_to_weight(self, weight_VK: Tensor, rows_NK: Tensor, derivative_NV: Tensor) -> None:
-        words = derivative_NV.shape[1]
-        if self.empty:  # with equal dtypes the first product overwrites its part of the memory
-            (weight_VK[words:] if weight_VK.dtype == rows_NK.dtype else weight_VK).zero_()
-        if weight_VK.dtype == rows_NK.dtype:
-            weight_VK[:words].addmm_(derivative_NV.T, rows_NK, beta=0 if self.empty else 1)
-        else:
-            for start in range(0, words, _SLAB):
-                slab = slice(start, min(start + _SLAB, words))
-                weight_VK[slab] += derivative_NV[:, slab].T @ rows_NK
-        self.empty = False
 
     def scaled(self, scale: Tensor) -> list[Tensor | None]:
         """The gradients times a scalar, each cast to its dtype. Works in place, so it can be called only once."""
@@ -192,28 +207,6 @@ class _Gradients:
         if scale.device.type != "cpu" or scale != 1:  # usually 1; on CUDA the host would wait to compare
             gradients = [None if x is None else x.mul_(scale) for x in gradients]
         return [None if x is None else x.to(kind) for x, kind in zip(gradients, self.types, strict=True)]
-
-
-def _taught_at(
-    teacher: TaughtRows | None,
-    student: HeadInputs,
-    labels_N: Tensor,
-    terms: Sequence[TokenTerm],
-    dtype: torch.dtype,
-    vocabulary: int | None,
-    chunk: int,
-) -> Callable[[slice], Tensor | TopK | SpanRows] | None:
-    """A function that gives what the teacher says at some rows, at most `chunk`; None without a teacher."""
-    if isinstance(teacher, HeadInputs):
-        head = cut(teacher, vocabulary)
-        return partial(_logits, head, buffer=head.rows.new_empty(chunk, _words(head)))
-    if isinstance(teacher, SeveralHeads):
-        heads = tuple(cut(head, vocabulary) for head in teacher.heads)
-        return partial(averaged_logits, teacher._replace(heads=heads))
-    if isinstance(teacher, OtherTokens):
-        whole_teacher = teacher._replace(head=cut(teacher.head, None))
-        return SpanRows.of(student, whole_teacher, labels_N, terms, dtype).at
-    return None if teacher is None else teacher.at
 
 
 def cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
@@ -237,11 +230,3 @@ def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
 
 def _words(head: HeadInputs) -> int:
     return head.rows.shape[1] if head.weight is None else len(head.weight)
-
-
-def _default_chunk(head: HeadInputs, vocabulary: int | None) -> int:
-    if head.rows.device.type == "cpu":
-        return _CPU_CHUNK
-    words = _words(head) if vocabulary is None else min(vocabulary, _words(head))
-    size = (head.rows if head.weight is None else head.weight).element_size()
-    return max(1, _CUDA_CHUNK_BYTES // (size * max(1, words)))

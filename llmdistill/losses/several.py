@@ -17,14 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, SeveralHeads
+from llmdistill.batch import SeveralHeads
 from llmdistill.losses.other_tokens import exact_logits
 
 
 def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
     """(n, V), at least fp32: the logits of the average at some positions."""
     if teachers.places is not None:
-        return _own_logits(teachers.heads, [each.numpy() for each in teachers.places], here)
+        # Each position has its own teacher. The places are in order, so a teacher's rows of a chunk are a slice.
+        parts, order = [], []
+        for head, places in zip(teachers.heads, teachers.places, strict=True):
+            places_n: np.ndarray = places.numpy()
+            first, end = np.searchsorted(places_n, [here.start, here.stop]).tolist()
+            parts.append(exact_logits(head, slice(first, end)))
+            order.append(places_n[first:end] - here.start)
+        rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
+        return torch.cat(parts).index_select(0, rows_n)
     found: Tensor | None = None
     for head, weight in zip(teachers.heads, teachers.weights, strict=True):
         log_p_nV = exact_logits(head, here).log_softmax(-1)
@@ -36,14 +44,3 @@ def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
             found = weighted_nV if found is None else found.add_(weighted_nV)
     assert found is not None, "there is no teacher"
     return found
-
-
-def _own_logits(heads: tuple[HeadInputs, ...], places: list[np.ndarray], here: slice) -> Tensor:
-    """The logits of each position's own teacher. The places are in order, so its rows of a chunk are a slice."""
-    parts, order = [], []
-    for head, places_n in zip(heads, places, strict=True):
-        first, end = np.searchsorted(places_n, [here.start, here.stop]).tolist()
-        parts.append(exact_logits(head, slice(first, end)))
-        order.append(places_n[first:end] - here.start)
-    rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
-    return torch.cat(parts).index_select(0, rows_n)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,7 +86,17 @@ def build_minilmv2(
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
-    _check_relation_heads(settings.relation_heads, relations.values(), shape_of(teacher), shape_of(student))
+    of_teacher, of_student = (
+        sorted({_width(shape_of(config), sides) for sides in relations.values()}) for config in (teacher, student)
+    )
+    common = math.gcd(*of_teacher, *of_student)
+    if common % settings.relation_heads != 0:
+        divisors = [number for number in range(1, common + 1) if common % number == 0]
+        raise UserError(
+            f"minilmv2.relation_heads is {settings.relation_heads}: it must divide the width of what is related, "
+            f"{', '.join(map(str, of_teacher))} in the teacher and {', '.join(map(str, of_student))} in the student; "
+            f"give one of {', '.join(map(str, divisors))}"
+        )
     pairs = last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
@@ -108,18 +117,6 @@ def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
         raise ValueError("minilmv2.teacher_layer auto searches on a text: set data.kind to text, or name a layer")
     if config.data.valid is None:
         raise ValueError("minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there")
-
-
-def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teacher: Shape, student: Shape) -> None:
-    of_teacher, of_student = (sorted({_width(shape, sides) for sides in relations}) for shape in (teacher, student))
-    common = math.gcd(*of_teacher, *of_student)
-    if common % relation_heads != 0:
-        divisors = [number for number in range(1, common + 1) if common % number == 0]
-        raise UserError(
-            f"minilmv2.relation_heads is {relation_heads}: it must divide the width of what is related, "
-            f"{', '.join(map(str, of_teacher))} in the teacher and {', '.join(map(str, of_student))} in the student; "
-            f"give one of {', '.join(map(str, divisors))}"
-        )
 
 
 def _width(shape: Shape, sides: Sides) -> int:

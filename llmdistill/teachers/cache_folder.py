@@ -114,12 +114,13 @@ class CacheFolder:
             UserError: a file is missing, truncated or changed; the message names it.
         """
         world = World.current()
-        on_every(lambda: self._check_files(slice(world.rank, None, world.size)))
 
-    def _check_files(self, part: slice) -> None:
-        damage = entries_damage(self.folder, self.record["files"], part)
-        if damage is not None:
-            raise UserError(f"{damage}; {_REMEDY}")
+        def check() -> None:
+            damage = entries_damage(self.folder, self.record["files"], slice(world.rank, None, world.size))
+            if damage is not None:
+                raise UserError(f"{damage}; {_REMEDY}")
+
+        on_every(check)
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""

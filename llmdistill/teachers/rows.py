@@ -177,7 +177,11 @@ def to_outputs(
     taps = Taps(visible_until=batch.visible_until, scaling=dict(scaling))
     for aspect, layers in request.taps.items():
         for layer in layers:
-            getattr(taps, aspect)[layer] = _scattered(read(f"{aspect}.{layer}"), batch)
+            # A tap at all real tokens, (N, H, D) or (N, W), becomes (B, H, T, D) or (B, T, W).
+            rows, places = read(f"{aspect}.{layer}"), batch.attention_mask.shape
+            flat = rows.new_zeros(places.numel(), *rows.shape[1:]).index_copy_(0, batch.rows_at("tokens"), rows)
+            whole = flat.view(*places, *rows.shape[1:])
+            getattr(taps, aspect)[layer] = whole.transpose(1, 2) if whole.dim() == 4 else whole
     lm_head: dict[Positions, HeadInputs | TopK] = {}
     for place in request.positions:
         if top_k is None:
@@ -188,11 +192,3 @@ def to_outputs(
             lm_head[place] = TopK(read(f"{place}.top").long(), read(f"{place}.log_probs"), tails)
     sequences = read("sequences.logits") if request.sequences else None
     return Outputs(logits=None, taps=taps, lm_head=lm_head, sequence_logits=sequences)
-
-
-def _scattered(rows: Tensor, batch: Batch) -> Tensor:
-    """A tap at all real tokens, (N, H, D) or (N, W), as (B, H, T, D) or (B, T, W)."""
-    places, shape = batch.attention_mask.shape, rows.shape[1:]
-    flat = rows.new_zeros(places.numel(), *shape)
-    whole = flat.index_copy_(0, batch.rows_at("tokens"), rows).view(*places, *shape)
-    return whole.transpose(1, 2) if whole.dim() == 4 else whole

@@ -131,7 +131,7 @@ def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, 
         shard, made = job.shards[number], []
         own = len(shard) if has_own else 0
         for turn in range(max(len(job.shards[each]) for each in numbers) if sharded else own):
-            batch, outputs, rows = _taught(job, teacher, shard, turn)
+            batch, outputs, rows = _run_teacher(job, teacher, shard, turn)
             if turn < own:
                 made.append((batch, rows))
                 scaling = outputs.taps.scaling
@@ -173,24 +173,22 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
         _save(job, number, made, {})
 
 
-def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
-    """Run the teacher on a batch of a shard, by turns: the batch, on the CPU, the outputs, and the rows to keep."""
-    batch = job.batch(shard[min(turn, len(shard) - 1)])
+def _run_teacher(job: Job, teacher: TappedModel, shard: Shard, number: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
+    """Run the teacher on a batch of a shard: the batch, on the CPU, the outputs, and the rows to keep.
+
+    The number may be beyond the last batch, which is then run again: a sharded teacher needs all ranks in each pass.
+    """
+    batch = job.batch(shard[min(number, len(shard) - 1)])
     moved = batch.to(World.current().device)
     with torch.no_grad():
         outputs = teacher.teach(moved, lm_head=job.request.positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
         with nullcontext() if head is None else gathered(head.weight, head.bias):
-            if head is not None and job.top_k is None:
-                _write_head(job, head)
+            # Rank 0 writes the LM head, once.
+            is_writer = World.current().is_main and job.top_k is None
+            if head is not None and is_writer and entry_of(job.folder, HEAD_FILE, None) is None:
+                assert head.weight is not None, "hidden states need the head"
+                tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+                write_tensors(job.folder, HEAD_FILE, {name: each.detach().cpu() for name, each in tensors.items()}, {})
             rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=job.vocabulary)
     return batch, outputs, {name: each.cpu() for name, each in rows.items()}
-
-
-def _write_head(job: Job, head: HeadInputs) -> None:
-    """Write the LM head, once, on rank 0."""
-    if not World.current().is_main or entry_of(job.folder, HEAD_FILE, None) is not None:
-        return
-    assert head.weight is not None, "hidden states need the head"
-    tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-    write_tensors(job.folder, HEAD_FILE, {name: each.detach().cpu() for name, each in tensors.items()}, {})

@@ -115,7 +115,10 @@ def row_losses(
             scores[..., hidden.first :].add_(hidden.bias)
     if kind == "score_mse":
         seen = student_SHLJ.shape[-1] if hidden is None else hidden.seen
-        return _score_mse(student_SHLJ, teacher_SHLJ, spare_SHLJ, seen)
+        # Mean of (s - t)² over the visible keys; its derivative is 2 (s - t) / number of visible keys.
+        error = student_SHLJ.sub_(teacher_SHLJ)
+        squares = torch.mul(error, error, out=spare_SHLJ).sum(-1, keepdim=True)
+        return RowLosses(squares / seen, torch.full_like(squares, 2.0) / seen)
     if kind == "student_teacher":
         return _student_teacher(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
     return _teacher_student(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
@@ -156,10 +159,3 @@ def _exponentials(scores: Tensor, most: Tensor, *, out: Tensor) -> tuple[Tensor,
     # Exponentials and products that underflow are many times slower on CPUs than others, hence the clamp.
     torch.sub(scores, most, out=out).clamp_(min=_NOTHING).exp_()
     return out, out.sum(-1, keepdim=True)
-
-
-def _score_mse(s: Tensor, t: Tensor, spare: Tensor, seen: Tensor | int) -> RowLosses:
-    """Mean of (s - t)² over the visible keys; its derivative is 2 (s - t) / number of visible keys."""
-    error = s.sub_(t)
-    squares = torch.mul(error, error, out=spare).sum(-1, keepdim=True)
-    return RowLosses(squares / seen, torch.full_like(squares, 2.0) / seen)

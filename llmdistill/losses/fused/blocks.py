@@ -105,7 +105,10 @@ def block_loss(
             gradient = None
             if query_grad or key_grad:
                 gradient = _StripGradient(ours, sequences, at, of_query, of_key)
-            for rows, keys in _row_blocks(tokens, shape.rows, visibility):
+            for rows in _slices(tokens, shape.rows):
+                # The keys that any of these queries can see.
+                first = 0 if visibility.window is None else max(0, rows.start - visibility.window + 1)
+                keys = slice(first, rows.stop if visibility.causal else tokens)
                 size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
                 s, t, spare = (buffer[: math.prod(size)].view(size) for buffer in buffers)
                 queries_NXD = ours.queries(rows)
@@ -158,7 +161,11 @@ class _Strip:
         self.query_SHTD = inputs.query[sequences, heads]
         self.scaling = inputs.scaling
         self.dtype = dtype
-        self.operands = _operands(inputs, dtype)
+        # The dtype of the operands of the products is bf16 if the device accumulates in fp32, else the dtype of the
+        # sums. It is never fp16, because the derivatives would leave the range of fp16.
+        is_bf16 = inputs.query.dtype == inputs.key.dtype == torch.bfloat16
+        accumulates = inputs.query.is_cuda and is_bf16 and dtype == torch.float32
+        self.operands = torch.bfloat16 if accumulates else dtype
         self.real_S1T1 = None if segments_ST is None else (segments_ST != 0)[:, None, :, None]
         self.key_NTD = self._cleared(inputs.key[sequences, self.groups], slice(None)).flatten(0, 1)
 
@@ -224,23 +231,6 @@ class _StripGradient:
             if self.strip.real_S1T1 is not None:
                 by_key_SGTD = torch.where(self.strip.real_S1T1, by_key_SGTD, 0.0)
             self.of_key_SGTD.copy_(by_key_SGTD)
-
-
-def _operands(inputs: AttentionInputs, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the operands of the products: bf16 if the device accumulates in fp32, else the dtype of the sums.
-
-    It is never fp16, because the derivatives would leave the range of fp16.
-    """
-    if inputs.query.is_cuda and inputs.query.dtype == inputs.key.dtype == torch.bfloat16 and dtype == torch.float32:
-        return torch.bfloat16
-    return dtype
-
-
-def _row_blocks(tokens: int, rows: int, visibility: Visibility) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of its queries can see."""
-    for block in _slices(tokens, rows):
-        first = 0 if visibility.window is None else max(0, block.start - visibility.window + 1)
-        yield block, slice(first, block.stop if visibility.causal else tokens)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
