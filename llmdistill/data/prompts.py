@@ -50,7 +50,7 @@ def resolve_prompt(asked: str | None, tokenizers: Sequence[PreTrainedTokenizerBa
     """Return the prompt of instructions, the same for all models that see them.
 
     Args:
-        asked: `data.prompt`. None asks a model as it was taught: a student of ours by the prompt of its training,
+        asked: `data.prompt`. None asks a model as it was trained: a student of ours by the prompt of its training,
             another model by its chat template, and one without a template by MiniLLM's prompt.
         tokenizers: those of the models; the first one, the teacher's, decides for None.
 
@@ -138,7 +138,7 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
 
 
 def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> list[str]:
-    """Return what a teacher of the same tokens was taught otherwise than its student is, each with what comes of it.
+    """Return how a teacher of the same tokens was trained otherwise than its student is, each with what comes of it.
 
     Both read the tokens that the student's tokenizer makes: a base student's end token, for example, under a teacher
     whose answers end with another one.

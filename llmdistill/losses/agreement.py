@@ -14,18 +14,18 @@ _CHUNK = 256
 """Rows whose logits are in memory at a time."""
 
 
-def top_tokens(taught: TaughtRows, k: int, vocabulary: int | None) -> Tensor | None:
+def top_tokens(teacher: TaughtRows, k: int, vocabulary: int | None) -> Tensor | None:
     """(N, k): a teacher's most likely tokens at positions of one kind; None if it says fewer, or has other tokens."""
-    if isinstance(taught, TopK):
-        return taught.tokens[:, :k] if taught.tokens.shape[1] >= k else None
-    if isinstance(taught, OtherTokens):
+    if isinstance(teacher, TopK):
+        return teacher.tokens[:, :k] if teacher.tokens.shape[1] >= k else None
+    if isinstance(teacher, OtherTokens):
         return None
-    if isinstance(taught, SeveralHeads):
-        taught = taught._replace(heads=tuple(cut(head, vocabulary) for head in taught.heads))
-        size = len(taught.heads[0].rows) if taught.places is None else sum(map(len, taught.places))
-        parts = [averaged_logits(taught, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
+    if isinstance(teacher, SeveralHeads):
+        teacher = teacher._replace(heads=tuple(cut(head, vocabulary) for head in teacher.heads))
+        size = len(teacher.heads[0].rows) if teacher.places is None else sum(map(len, teacher.places))
+        parts = [averaged_logits(teacher, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
     else:
-        parts = [exact_logits(taught, here) for here in _chunks(taught)]
+        parts = [exact_logits(teacher, here) for here in _chunks(teacher)]
     return torch.cat([part_nV[:, :vocabulary].topk(k).indices for part_nV in parts])
 
 

@@ -18,8 +18,8 @@ LossModes = Mapping[str, Mapping[str, bool]]
 
 def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
     """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    taught = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
-    return {**taught, **check_losses({"student": student}, batch)}
+    of_teacher = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
+    return {**of_teacher, **check_losses({"student": student}, batch)}
 
 
 def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:

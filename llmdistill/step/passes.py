@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -212,16 +212,27 @@ def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     return parts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How many passes a model makes over batches, and what is told about them."""
+
+    rounds: int = 0
+    """The smallest number of passes; a rank with fewer batches repeats its own without counting them, because the ranks
+    of a sharded model need each other in every pass."""
+    done: int = 0
+    """The number of passes that the sums have counted already."""
+    what: str = "Calibrating"
+    """The name of this work in its bar and lines."""
+    after: Callable[[Any, int, int], object] = lambda sums, done, total: None
+    """Is called after each pass with the sums, the number of passes that are done, and of all."""
+
+
 def run_passes(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     sums: HookSums,
     step: Callable[[Batch], object],
-    *,
-    rounds: int = 0,
-    what: str = "Calibrating",
-    done: int = 0,
-    after: Callable[[int, int], object] = lambda done, total: None,
+    passes: Passes,
 ) -> None:
     """Run a model in evaluation mode over batches while `sums` counts, and remove the hooks of `sums` then.
 
@@ -230,24 +241,20 @@ def run_passes(
         batches: the batches of this rank, on any device; each rank needs at least one.
         sums: counts the real tokens.
         step: what is done with a batch on the model's device, such as a forward and a backward pass.
-        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
-            the ranks of a sharded model need each other in every pass.
-        what: the name of this work in its bar and lines.
-        done: the number of passes that `sums` has counted already.
-        after: is called after each pass with the number of passes that are done, and of all.
+        passes: how many.
     """
     batches, training = list(batches), model.training
     model.eval()
-    total = max(len(batches), rounds) if batches else 0
+    total = max(len(batches), passes.rounds) if batches else 0
     try:
-        with Activity(what, total, "batches", done=done) as activity:
-            for number in range(done, total):
+        with Activity(passes.what, total, "batches", done=passes.done) as activity:
+            for number in range(passes.done, total):
                 moved = batches[number % len(batches)].to(model.device)
                 sums.count((moved.attention_mask != 0) & (number < len(batches)))
                 step(moved)
                 sums.finish()
                 activity.advance()
-                after(number + 1, total)
+                passes.after(sums, number + 1, total)
     finally:
         sums.remove()
         model.train(training)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.models.families import base_name, family_of, has_rotary, layers_of, shape_of
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import HookSums, run_passes
+from llmdistill.step.passes import HookSums, Passes, run_passes
 from llmdistill.step.taps import Recorder
 from llmdistill.students.shapes import Parts, largest, split_name
 
@@ -64,7 +64,7 @@ def measure_importance(
         model: the model, whose mode and weights stay as they are.
         batches: the batches of this rank, on any device; each rank needs at least one.
         reduce: sums a tensor over the ranks in place.
-        rounds: the smallest number of passes, as in `run_passes`.
+        rounds: the smallest number of passes, as in `Passes`.
 
     Raises:
         UserError: there is no token, or an activation is not finite.
@@ -80,7 +80,7 @@ def measure_importance(
                 sums.add(f"{aspect} {layer}", tensor.transpose(1, 2), torch.square)
 
     try:
-        run_passes(model, batches, sums, step, rounds=rounds, what="Importance")
+        run_passes(model, batches, sums, step, Passes(rounds=rounds, what="Importance"))
     finally:
         tapped.remove()
     return sums.importance(reduce)

@@ -94,7 +94,7 @@ class Translation:
             columns["starts"].append(np.where(is_first & ~is_pair[spans_n], first_row[spans_n], -1))
             rows, num_spans = rows + len(spans_m), num_spans + int((~each.pairs).sum())
         labels = [np.where(each.spans >= 0, each.ids, IGNORE_INDEX) for each in sequences]
-        taught = Batch(
+        of_teacher = Batch(
             padded([each.ids for each in sequences], self._pad),
             padding_mask([each.ids for each in sequences]),
             padded(labels, IGNORE_INDEX),
@@ -103,7 +103,7 @@ class Translation:
         found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
         compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
         empty = HeadInputs(torch.empty(0), None, None)
-        return taught, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **found)
+        return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **found)
 
     def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
         """Translate one sequence; only spans of which both models predict all tokens are kept."""
@@ -207,14 +207,14 @@ def translated_examples(
 ) -> tuple[list[TranslatedExample], Callable[[list[TranslatedExample]], Batch]]:
     """Return the examples of a training set in the teacher's tokens, and what collates them."""
 
-    def taught(examples: list[Any]) -> Batch:
+    def collated(examples: list[Any]) -> Batch:
         return translation(collate(examples))[0]
 
     found = []
     for item in progress(items, "Translating", "examples"):
-        batch = taught([item])
+        batch = collated([item])
         found.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
-    return found, lambda examples: taught([each.item for each in examples])
+    return found, lambda examples: collated([each.item for each in examples])
 
 
 def _tokens(spans: np.ndarray, count: int) -> np.ndarray:
@@ -253,11 +253,11 @@ class TranslatedTeacher(Teacher):
         """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""
         assert tuple(lm_head) == ("labels",), "the positions of other tokens are those of the labels"
         device = batch.input_ids.device
-        taught, others = self.translation(batch)
+        of_teacher, others = self.translation(batch)
         if not self._is_told:
             self.say(f"Note        the teacher has another tokenizer; of the first batch's labels {shares(others)}")
             self._is_told = True
-        found = self.teacher.teach(taught.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        found = self.teacher.teach(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
         head = found.lm_head["labels"]
         assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
         moved = {

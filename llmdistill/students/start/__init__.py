@@ -1,1 +1,1 @@
-"""Where a factorized student starts: weights by the model's inputs and gradients, and ranks."""
+"""The weights of an untrained factorized student, by the model's inputs and gradients, and its ranks."""

@@ -18,7 +18,7 @@ from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
-from llmdistill.step.passes import HookSums, OddReadError, graded
+from llmdistill.step.passes import HookSums, OddReadError, Passes, graded
 from llmdistill.students.install import matrix
 from llmdistill.students.start.sampled import Reads, judged_rows, run_sampled, running_as, tapped_output
 from llmdistill.students.start.weighted import Weighted, WeightedSVD
@@ -69,7 +69,7 @@ def cut_costs(
     reduce: Callable[[Tensor], object] | None = None,
     rounds: int = 0,
 ) -> dict[str, Tensor]:
-    """Return what cuts, each made alone, are predicted to cost per token, by the name of the linear in the base model.
+    """Return the predicted loss per token of cuts, each made alone, by the name of the linear in the base model.
 
     With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
     over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` takes x and g for independent in
@@ -94,8 +94,7 @@ def cut_costs(
         reads=reads,
         gradients=True,
         seed=seed,
-        rounds=rounds,
-        what="Costs of cuts",
+        passes=Passes(rounds=rounds, what="Costs of cuts"),
     )
     if reduce is not None:
         for each in (sums.tokens, *sums.costs.values()):
@@ -104,7 +103,7 @@ def cut_costs(
 
 
 class _CutCosts(HookSums):
-    """Adds up what cuts cost in forward and backward hooks."""
+    """Adds up the predicted loss of cuts in forward and backward hooks."""
 
     def __init__(
         self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD], prefix: str, reads: Reads | None

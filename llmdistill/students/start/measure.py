@@ -43,8 +43,8 @@ from llmdistill.students.start.weighted_kronecker import weighted_kronecker
 
 GIB = 2**30
 COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
-"""The costs of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a decoder on the
-first COST_TOKENS tokens of each (`first_tokens`)."""
+"""The predicted losses of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a
+decoder on the first COST_TOKENS tokens of each (`first_tokens`)."""
 KEEP_SECONDS = 120
 """How often the sums of a pass are kept."""
 DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.step.passes import HookSums, graded
+from llmdistill.step.passes import HookSums, Passes, graded
 from llmdistill.students.install import features
 from llmdistill.students.start.sampled import Reads, identity, run_sampled
 
@@ -96,9 +96,11 @@ def measure_moments(
         reads=reads,
         gradients=gradients,
         seed=seed,
-        rounds=rounds,
-        done=resumed.done,
-        after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
+        passes=Passes(
+            rounds=rounds,
+            done=resumed.done,
+            after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
+        ),
     )
     return sums.moments(reduce)
 

@@ -20,7 +20,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import HookSums, OddReadError, in_parts, run_passes
+from llmdistill.step.passes import HookSums, OddReadError, Passes, in_parts, run_passes
 from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
@@ -117,10 +117,7 @@ def run_sampled(
     reads: Reads | None,
     gradients: bool,
     seed: int,
-    rounds: int,
-    what: str = "Calibrating",
-    done: int = 0,
-    after: Callable[[_AnySums, int, int], object] = lambda sums, done, total: None,
+    passes: Passes,
 ) -> _AnySums:
     """Run a model forward, and backward from sampled labels; returns the sums that `make` begins (`measure_moments`).
 
@@ -133,10 +130,10 @@ def run_sampled(
         sums = make(reads)
         sums.is_known = reads is not None
         parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
-        _run(model, parts, sums, gradients, seed, rounds, what, done, partial(after, sums))
+        _run(model, parts, sums, gradients, seed, passes)
         return sums
 
-    if reads is None and not done:
+    if reads is None and not passes.done:
         try:
             return run(None)
         except OddReadError:
@@ -150,10 +147,7 @@ def _run(
     sums: HookSums,
     gradients: bool,
     seed: int,
-    rounds: int,
-    what: str,
-    done: int,
-    after: Callable[[int, int], object],
+    passes: Passes,
 ) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # the gradients of the weights are not needed
@@ -176,7 +170,7 @@ def _run(
 
     try:
         with tapped_output(model) as tapped:
-            run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
+            run_passes(model, batches, sums, step, passes)
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)

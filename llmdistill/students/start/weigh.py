@@ -49,7 +49,7 @@ class Source:
 def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
     """Return the weighted factorization, where ranks by the predicted loss must prove themselves on held-out data.
 
-    Predictions add up the costs of cuts that were each made alone. So the cuts to these ranks and to one rank of the
+    Predictions add up the losses of cuts that were each made alone. So the cuts to these ranks and to one rank of the
     same size are both tried, and the ranks of the one that is nearer to the teacher are returned. Every rank must call
     this function; only rank 0 gets factors.
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.step.passes import HookSums, graded
+from llmdistill.step.passes import HookSums, Passes, graded
 from llmdistill.students.install import tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
 from llmdistill.students.start.sampled import run_sampled
@@ -79,8 +79,7 @@ def measure_table(
         reads=None,
         gradients=gradients,
         seed=seed,
-        rounds=rounds,
-        what="Calibrating the embedding",
+        passes=Passes(rounds=rounds, what="Calibrating the embedding"),
     )
     if reduce is not None:
         for each in (sums.tokens, *sums.sums.values()):

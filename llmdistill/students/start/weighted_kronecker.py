@@ -2,9 +2,9 @@
 
 The error Δ = W − Σ A_i ⊗ B_i costs ½ tr(Δᵀ G Δ C), as in `students.start.weighted`. If the moments were products
 themselves, G = G_a ⊗ G_b and C = C_a ⊗ C_b, the best sum would follow from the SVD of a rearranged matrix, as it does
-without weights. They are not, so the nearest products of the moments give one of two starts and the preconditioner of
-conjugate gradients, which improve A and B in turn. No step makes the cost larger, and no matrix is larger than W, G or
-C.
+without weights. They are not, so the nearest products of the moments give one of two initial guesses, and the
+preconditioner of conjugate gradients, which improve A and B in turn. No step makes the cost larger, and no matrix is
+larger than W, G or C.
 
 Letters as in `students.kronecker`: W (m, n), A (sums, m1, n1), B (sums, m2, n2).
 """
@@ -79,8 +79,8 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
     of_outputs = (identity(shape.m1), identity(m2)) if outputs is None else _nearest(outputs, shape.m1)
     of_inputs = _nearest(inputs, shape.n1)
     sides, swapped = (of_outputs, of_inputs), (of_outputs[::-1], of_inputs[::-1])
-    starts = (nearest_kronecker(exact, shape), _nearest_in(sides, exact, shape))
-    errors = ((a, b, exact - _sum_of_products(a, b)) for a, b in starts)
+    guesses = (nearest_kronecker(exact, shape), _nearest_in(sides, exact, shape))
+    errors = ((a, b, exact - _sum_of_products(a, b)) for a, b in guesses)
     states = (_State(a=a, b=b, error=error, image=metric(error), metric=metric) for a, b, error in errors)
     found = min(states, key=lambda state: state.cost)
     cost = found.cost
