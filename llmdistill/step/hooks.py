@@ -24,7 +24,7 @@ def hook_modules(
     These are feed-forward outputs, hidden states and embeddings, and queries, keys and values where a family names
     their projections. Elsewhere the attention function shows them (`AttentionTap`).
     """
-    family, handles = family_of(model.config), list[RemovableHandle]()
+    handles = list[RemovableHandle]()
 
     def record_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record("embedding", 0, args[0] if args else kwargs["hidden_states"])
@@ -33,6 +33,7 @@ def hook_modules(
         record(aspect, layer, output[0] if isinstance(output, tuple) else output)
 
     for aspect, layers in request.items():
+        family = family_of(model.config)  # which an architecture of which nothing is tapped may lack
         if aspect == "embedding" and family.embedding is None:
             handles.append(layers_of(model)[0].register_forward_pre_hook(record_input, with_kwargs=True))
             continue
