@@ -33,7 +33,11 @@ def hook_modules(
         record(aspect, layer, output[0] if isinstance(output, tuple) else output)
 
     for aspect, layers in request.items():
-        family = family_of(model.config)  # which an architecture of which nothing is tapped may lack
+        if aspect == "hidden":  # an architecture without a family has layers too
+            hooked = {layer: partial(record_output, aspect, layer) for layer in sorted(layers)}
+            handles += [layers_of(model)[layer].register_forward_hook(hook) for layer, hook in hooked.items()]
+            continue
+        family = family_of(model.config)
         if aspect == "embedding" and family.embedding is None:
             handles.append(layers_of(model)[0].register_forward_pre_hook(record_input, with_kwargs=True))
             continue
@@ -48,7 +52,7 @@ def hook_modules(
                 assert family.projections is not None
                 name = family.projections[ATTENTION_ASPECTS.index(aspect)]
                 module = module.get_submodule(family.attention).get_submodule(name)
-            elif aspect != "hidden":  # a family names the modules of the feed-forward part as the aspects
+            else:  # a family names the modules of the feed-forward part as the aspects
                 module = module.get_submodule(getattr(family, aspect))
             handles.append(module.register_forward_hook(partial(record_output, aspect, layer)))
     return handles
