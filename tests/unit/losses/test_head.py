@@ -148,7 +148,7 @@ def test_rows_of_another_type_than_the_weight() -> None:
     assert_near(found, outcome(token_losses_plain, learned(student), teacher, [KL]), 1e-5)
 
 
-@pytest.mark.parametrize("terms", [[LABEL, KL], [OTHERS[1]]], ids=["short way", "any way"])
+@pytest.mark.parametrize("terms", [[LABEL, KL], [OTHERS[1]]], ids=["few exponentials", "any terms"])
 def test_the_first_words_of_padded_vocabularies(terms: list[TokenTerm]) -> None:
     student, teacher = learned(head(0)), head(1, width=K_TEACHER, words=V + 3)
     found = outcome(token_losses, student, teacher, terms, vocabulary=V - 2, chunk=4)
