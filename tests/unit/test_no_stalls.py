@@ -114,6 +114,8 @@ def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
 )
 def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernel for all sequences at once knows the meta device, too."""
+    if path == "_in_one_call" and not packed.HAS_VARLEN:
+        pytest.skip("torch has no such kernel")
     monkeypatch.setattr(packed, "has_kernel", lambda _: path == "_in_one_call")
     batch = make_batch(family)
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(3, 9)
