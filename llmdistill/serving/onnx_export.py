@@ -212,6 +212,8 @@ def _sequences(model: PreTrainedModel, count: int, tokens: int) -> tuple[Tensor,
 
 def _written(model: PreTrainedModel, file: Path) -> _Graph:
     """Write the graph of a model, which keeps its attention implementation."""
+    import onnx
+
     program, inputs, outputs, axes = _traced(model)
     implementation = model.config._attn_implementation
     logger = logging.getLogger("torch.onnx")
@@ -234,6 +236,13 @@ def _written(model: PreTrainedModel, file: Path) -> _Graph:
     finally:
         model.set_attn_implementation(implementation)
         logger.setLevel(level)
+    written = onnx.load(file, load_external_data=False)
+    weights = {each.name for each in written.graph.initializer}
+    repeated = [each for each in written.graph.value_info if each.name in weights]
+    if repeated:  # old exporters give the shapes of weights twice, and ONNX Runtime transposes only one to quantize
+        for each in repeated:
+            written.graph.value_info.remove(each)
+        onnx.save(written, file)
     return _Graph(file, inputs, outputs)
 
 
