@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar, cast
@@ -167,6 +168,12 @@ def _with_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any])
         expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:  # of libraries that do not go together, which no other adapter mends
+        names = ["peft", *({(error.name or "peft").partition(".")[0]} - {"peft"})]
+        raise UserError(
+            f"{folder}: peft cannot read the adapter ({_shortened(str(error))}): install other versions of "
+            f"{' and '.join(f'{name} (now {_version(name)})' for name in names)}"
+        ) from error
     except Exception as error:  # peft raises many types for values that it does not expect
         raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
     # Adapters of the embedding or the head come with the matrices below them.
@@ -381,6 +388,13 @@ def _does_not_fit(folder: Path, base: PreTrainedModel, reason: str) -> UserError
         f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shortened(reason)}): "
         f"correct base_model_name_or_path in {CONFIG_FILE}"
     )
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "missing"
 
 
 def _shortened(text: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from fnmatch import fnmatch
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -138,6 +139,24 @@ def test_bad_adapters(tmp_path, damage, said):
     with pytest.raises(UserError, match=said) as caught:
         load_model(folder, dtype=torch.float32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("torchao.dtypes", rf"install other versions of peft \(now {version('peft')}\) and torchao \(now [\d.]+"),
+        ("gptqmodel", r"and gptqmodel \(now missing\)"),
+        (None, rf"install other versions of peft \(now {version('peft')}\)$"),
+    ],
+)
+def test_libraries_that_do_not_go_together_are_named_with_their_versions(tmp_path, monkeypatch, name, said):
+    def load(*_, **__):
+        raise ImportError("cannot import name 'AffineQuantizedTensor'", name=name)
+
+    monkeypatch.setattr(PeftModel, "from_pretrained", load)
+    with pytest.raises(UserError, match=said) as caught:
+        apply_adapter(tiny_model("llama"), save_adapter(tmp_path / "adapter"))
+    assert "peft cannot read the adapter (cannot import name 'AffineQuantizedTensor')" in str(caught.value)
 
 
 def test_no_merging_into_shards(tmp_path, monkeypatch):
