@@ -337,7 +337,7 @@ def main() -> None:
     if arguments.write:
         write_table(done)
         return
-    for module in ("run.loss", "run.calibration", "factorize.weigh", "factorize.export"):
+    for module in ("training.distillation_loss", "training.calibration", "students.start.weigh", "serving.export"):
         import_module(f"llmdistill.{module}")  # once, and not in each process
     run_type("llama", ("svd", "export"))  # what is imported late
     for name in arguments.types or [name for name in model_types() if name not in done]:

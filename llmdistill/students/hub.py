@@ -149,11 +149,15 @@ class FactorizedLoader(HfQuantizer):
         return (None, {}) if self.torchao is None else self.torchao.get_state_dict_and_metadata(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from llmdistill.students.install import save_apart
+
         if self.torchao is not None:
             from llmdistill.models.quantized import settle_loaded
 
             settle_loaded(model)
+            save_apart(model)
             return
+        save_apart(model)
         # Nothing is quantized, so the model must not be marked as quantized: transformers refuses .float(), .half() and
         # training for quantized models, and resizes them differently under ZeRO-3. The config has all that
         # save_pretrained needs.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
@@ -81,6 +83,48 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
         base.set_submodule(own_name, _like(kind.linear, dense, size))
     if factorization.embedding is not None:
         _install_embedding(model, factorization.embedding, kind)
+    save_apart(model)
+
+
+def save_apart(model: PreTrainedModel) -> None:
+    """Let save_pretrained write factors under their own names, in place.
+
+    Of some architectures (GTE, Nomic-BERT) transformers splits a matrix into query, key and value when it loads, and
+    joins them when it saves. Their factors have ranks of their own, and some of the three may be dense.
+    """
+    kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    factors = [f"{name}.{each}" for name, module in modules for each, _ in module.named_parameters()]
+    conversions = _saved_by(model)
+    apart = [each for each in conversions if not (isinstance(each, WeightConverter) and _renames(each, factors))]
+    if len(apart) < len(conversions):
+        cast(Any, model)._weight_conversions = apart
+
+
+def save_joined(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Let save_pretrained write matrices with these names as the stock architecture does, in place."""
+    own = _saved_by(model)
+    known = [each.source_patterns for each in own]
+    stock = [each for each in _stock_conversions(model) if isinstance(each, WeightConverter)]
+    joins = [each for each in stock if each.source_patterns not in known and _renames(each, names)]
+    if joins:
+        cast(Any, model)._weight_conversions = [*own, *joins]
+
+
+def _saved_by(model: PreTrainedModel) -> list[WeightTransform]:
+    """The conversions that save_pretrained reverts."""
+    own: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    return _stock_conversions(model) if own is None else own
+
+
+def _stock_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [each for each in conversions if not isinstance(each, PrefixChange)]  # as transformers saves a new model
+
+
+def _renames(conversion: WeightTransform, names: Collection[str]) -> bool:
+    saving = conversion.reverse_transform()
+    return any(saving.rename_source_key(name)[1] is not None for name in names)
 
 
 def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:

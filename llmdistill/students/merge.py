@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.students.experts import LowRankStack, merge_stack
+from llmdistill.students.install import save_joined
 from llmdistill.students.modules import FactorizedEmbedding, FactorizedLinear
 
 
@@ -24,8 +25,10 @@ def merge(model: PreTrainedModel) -> None:
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         stock = type(model)(config)
+    merged = []
     for name, module in list(model.named_modules()):
         if isinstance(module, FactorizedLinear | FactorizedEmbedding):
+            merged.append(f"{name}.weight")
             dense: Any = stock.get_submodule(name).train(module.training)
             product = _product(module)
             dense.weight = nn.Parameter(product.T.contiguous() if type(dense) is Conv1D else product)
@@ -38,6 +41,7 @@ def merge(model: PreTrainedModel) -> None:
     vars(model.config).pop("quantization_config", None)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.tie_weights()
+    save_joined(model, merged)
 
 
 def _product(module: FactorizedLinear | FactorizedEmbedding | LowRankStack) -> Tensor:

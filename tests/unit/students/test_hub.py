@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
+from shrunk import shrunk_model
 from tiny import WORDS, outputs, random_student, tiny_config
 from transformers import (
     AutoConfig,
@@ -15,9 +17,11 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.serving.dense import export_dense
 from llmdistill.students import hub, merge
+from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import count_parameters
 
 
@@ -123,6 +127,46 @@ def test_a_student_is_loaded_in_part_from_the_disk_or_in_another_dtype(tmp_path,
     for parameter in student.parameters():  # not student.to(): that would also round the rotary frequencies
         parameter.data = parameter.data.to(dtype)
     assert torch.equal(outputs(loaded), outputs(student))
+
+
+def names_in(folder):
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("of_linears", [
+    {"ranks": {"*": 4, "*.self_attn.k_proj": 7, "*.mlp.[gf]*": 3}},
+    {"ranks": {"*.self_attn.q_proj": 4, "*.self_attn.v_proj": 4, "*.mlp.[uf]*": 4}},  # the others stay dense
+    {"shapes": {"*": "8x4", "*.self_attn.k_proj": "4x8", "*.mlp.[gf]*": "4x8"}},
+], ids=["ranks", "some dense", "shapes"])  # fmt: skip
+@pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3", "nomic_bert"])
+def test_matrices_that_transformers_joins_may_have_factors_of_any_size(tmp_path, name, of_linears):
+    teacher = shrunk_model(name)
+    teacher.save_pretrained(tmp_path / "teacher")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "teacher")
+    student = compress_model(model, FactorizeConfig(**of_linears), "kronecker" if "shapes" in of_linears else "svd")
+    for folder in ("once", "twice"):
+        student.save_pretrained(tmp_path / folder)
+        loaded, info = AutoModelForMaskedLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(info.values()), info
+        assert torch.equal(outputs(loaded), outputs(student))
+        student = loaded
+    export_dense(tmp_path / "twice", tmp_path / "dense")
+    assert names_in(tmp_path / "dense") == names_in(tmp_path / "teacher")
+    torch.testing.assert_close(outputs(AutoModelForMaskedLM.from_pretrained(tmp_path / "dense")), outputs(student))
+
+
+@pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3", "nomic_bert"])
+def test_a_student_whose_factors_were_joined_is_loaded_and_saved_apart(tmp_path, name):
+    """As students of equal ranks were once saved."""
+    student = compress_model(shrunk_model(name), FactorizeConfig(rank=4))
+    student._weight_conversions = None
+    student.save_pretrained(tmp_path / "joined")
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "joined")
+    loaded.save_pretrained(tmp_path / "apart")
+    assert not names_in(tmp_path / "apart") & {each for each in names_in(tmp_path / "joined") if "qkv" in each.lower()}
+    for each in (loaded, AutoModelForMaskedLM.from_pretrained(tmp_path / "apart")):
+        assert torch.equal(outputs(each), outputs(student))
 
 
 ALONE = """
