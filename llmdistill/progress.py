@@ -29,6 +29,8 @@ _COUNT = "{desc} {n_fmt} {unit} [{elapsed}{postfix}]"
 
 _under_way: list[Activity] = []
 """What the process is doing, the innermost activity last."""
+_ended: tuple[str, float] | None = None
+"""The last activity within the outermost one that has ended, and when, on time.monotonic's clock."""
 _next_line = 0.0
 """When the next line is due, on time.monotonic's clock."""
 
@@ -60,7 +62,7 @@ class Activity:
         self._is_over = threading.Event()
 
     def __enter__(self) -> Activity:
-        global _next_line
+        global _ended, _next_line
         self._began = self._advanced = time.monotonic()
         if not self._shown:
             return self
@@ -77,12 +79,14 @@ class Activity:
             )
         _under_way.append(self)
         if _under_way[0] is self:
-            _next_line = self._began + _FIRST_SECONDS
+            _ended, _next_line = None, self._began + _FIRST_SECONDS
             threading.Thread(target=_tick, args=(self._is_over,), name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _ended
         self._is_over.set()
+        _ended = self._what, time.monotonic()
         if self in _under_way:
             _under_way.remove(self)
         if self._bar is not None:
@@ -109,6 +113,8 @@ class Activity:
         """Return what is done, how far, and how long it still takes."""
         now, done, detail = time.monotonic(), self._done - self._start, self._detail()
         text, time_text = self._what, f"{duration(now - self._began)} so far"
+        if [self] == _under_way and not self._unit and _ended is not None:  # what goes on has no name of its own
+            time_text = f"{duration(now - _ended[1])} since the end of {_ended[0]}"
         if self._unit:
             text += f"  {self._done:,}{f' of {self.total:,}' if self.total else ''} {self._unit}"
         if self.total and done:

@@ -107,6 +107,11 @@ def of_text_alone(name: str) -> bool:
 
 _WIDE = {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 16}
 _HALVES = {"layer_types": ["linear_attention", "full_attention"]}
+_REFORMER_DROPOUTS = (
+    "hidden_dropout_prob",
+    "lsh_attention_probs_dropout_prob",
+    "local_attention_probs_dropout_prob",
+)
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {
@@ -180,7 +185,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [8, 24]},
+    "reformer": {
+        "axial_pos_embds": False,  # with it, training takes texts of one length alone
+        "hash_seed": 0,
+        **dict.fromkeys(_REFORMER_DROPOUTS, 0.0),
+    },
     "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "squeezebert": {"embedding_size": WIDTH},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},

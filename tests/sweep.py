@@ -40,6 +40,7 @@ _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
 _WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
 PAGE = Path(__file__).resolve().parent.parent / "docs/students.md"
 MARKS = ("<!-- from tests/sweep.py -->", "<!-- end of the sweep -->")
+_REFUSED = {"makd": "MaKD", "gradients": "a weighting by gradients"}
 _TIMEOUT = 240
 _MEMORY = 5 << 30
 _IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -105,6 +106,16 @@ class Job:
             save_tokenizer(self.teacher)
         return None
 
+    def pair(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """The teacher and the student."""
+        teacher, student = (load_model(path, dtype=torch.float32) for path in (self.teacher, self.student))
+        return teacher, student.train(self.needs_training_mode)
+
+    @property
+    def needs_training_mode(self) -> bool:
+        """Whether the model's code has no backward pass otherwise; the shrunk model has no dropout."""
+        return self.name.startswith("reformer")
+
     @property
     def causal(self) -> bool:
         return is_causal(AutoConfig.from_pretrained(self.teacher))
@@ -158,13 +169,14 @@ class Job:
 
     def loss(self) -> None:
         """The divergence is the one of the stock models' logits."""
-        teacher, student = (load_model(path, dtype=torch.float32) for path in (self.teacher, self.student))
+        teacher, student = self.pair()
         labels = self.batch()["labels"]
         shifted = functional.pad(labels[:, 1:], (0, 1), value=-100) if self.causal else labels
         both = []
         for folder in (self.teacher, self.student):
             with torch.no_grad():
-                logits = self.auto.from_pretrained(folder).eval()(input_ids=_IDS, attention_mask=_MASK).logits
+                stock = self.auto.from_pretrained(folder).train(folder == self.student and self.needs_training_mode)
+                logits = stock(input_ids=_IDS, attention_mask=_MASK).logits
             logits = logits[:, : _IDS.shape[1]]  # Perceiver's are of all positions
             both.append(logits[shifted != -100].log_softmax(-1))
         expected = functional.kl_div(both[1], both[0], log_target=True, reduction="batchmean").item()
@@ -184,13 +196,14 @@ class Job:
     def unread(self) -> set[str]:
         """The parameters of the teacher that its own logits do not depend on."""
         model = self.auto.from_pretrained(self.teacher)
+        model.train(self.needs_training_mode)
         model.config.use_cache = False  # xLSTM keeps its states in place
         model(input_ids=_IDS, attention_mask=_MASK).logits.square().sum().backward()
         return {name for name, each in model.named_parameters() if each.grad is None or not each.grad.any()}
 
     def learn(self, method: str, settings: dict[str, Any] | None = None) -> None:
         """Two steps of AdamW on the loss of a method, without an engine."""
-        teacher, student = (load_model(path, dtype=torch.float32) for path in (self.teacher, self.student))
+        teacher, student = self.pair()
         loss = llmdistill.DistillationLoss(teacher, student, method, settings=settings)
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
         for _ in range(2):
@@ -299,14 +312,15 @@ def summary(line: dict[str, Any]) -> str:
     if line["svd"].startswith("refused: "):
         reason = line["svd"].removeprefix("refused: ").partition(":")[0]
         return "refused, since it " + reason.partition(" ")[2].partition(", ")[0]
-    failed = [step for step in STEPS if step in line and not line[step].startswith("right")]
+    wrong = [step for step in STEPS if line.get(step, "").startswith("wrong")]
     untried = [step for step in STEPS if step not in line]
-    if failed and (failed != ["makd"] or line["makd"].startswith("wrong")):
-        return "not right: " + ", ".join(failed)
+    refused = [step for step in STEPS if line.get(step, "").startswith("refused")]
+    if wrong:
+        return "not right: " + ", ".join(wrong)
     if untried:
         return "right, not tried: " + ", ".join(untried)
-    if failed:
-        return "right but for MaKD"
+    if refused:
+        return "right but for " + " and ".join(_REFUSED.get(step, step) for step in refused)
     return "right, MaKD too" if line["makd"] == "right" else "right, MaKD without its attention term"
 
 

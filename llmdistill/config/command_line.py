@@ -25,6 +25,7 @@ from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
 from llmdistill.errors import FieldError, UserError
+from llmdistill.messages import say
 
 DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
@@ -125,7 +126,7 @@ def parse_run(
         back = overrides.taken_back(given, below, settings)
         words += [*overrides.flags(back), *own]
         below |= {**back, **given}
-    parsed = parse(parser, words)
+    parsed = _parsed(parser, words)
     if parsed.output_dir is None:
         folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
         parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
@@ -162,7 +163,8 @@ def parse_own(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Any, li
     """Parse the flags of a command that also takes the settings of a run; returns their values and the other words."""
     names = {flag.removeprefix("--").split(".")[0] for action in parser._actions for flag in action.option_strings}
     own, rest = split_words(arguments, names)
-    return parse(parser, own), rest
+    _note_repeated(arguments)
+    return _parsed(parser, own), rest
 
 
 def typed_command(script: str | None, arguments: Sequence[str]) -> str:
@@ -179,7 +181,15 @@ def typed_command(script: str | None, arguments: Sequence[str]) -> str:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`."""
+    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
+
+    A note on stderr names each flag that is given more than once.
+    """
+    _note_repeated(arguments)
+    return _parsed(parser, arguments)
+
+
+def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
@@ -195,6 +205,11 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
             if not action.option_strings:  # a word without a flag, as the usage shows it
                 said = said.replace(f"--{action.dest}", action.dest.upper())
         raise UserError(said) from error
+
+
+def _note_repeated(words: Sequence[str]) -> None:
+    for note in repeated(words):
+        say(f"Note        {note}", aside=True)
 
 
 def repeated(words: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from llmdistill.files import leads_out, read_json, write_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
 from llmdistill.models.chat_templates import end_of_turn
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
+from llmdistill.progress import Activity
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER = (
@@ -66,8 +67,9 @@ def downloaded(path: Path | str, *, weights: bool = True) -> Path:
 
 def save_model(model: PreTrainedModel, folder: Path, source: Path | str) -> None:
     """Write a model with the companions of the folder or hub name that it comes from."""
-    model.save_pretrained(folder)
-    copy_companions(source, folder)
+    with Activity("Saving the model"):
+        model.save_pretrained(folder)
+        copy_companions(source, folder)
 
 
 def copy_companions(source: Path | str, target: Path) -> None:

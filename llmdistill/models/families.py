@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
-from llmdistill.models.general import causal_by_classes, find_layers
+from llmdistill.models.general import causal_by_classes, find_layers, position_after_padding
 from llmdistill.models.traced import Traced, traced
 
 if TYPE_CHECKING:
@@ -359,7 +359,8 @@ def shape_of(config: PreTrainedConfig) -> Shape:
 
 def max_positions(config: PreTrainedConfig, limit: int) -> int:
     """The maximum number of tokens in a sequence of a model, at most `limit`."""
-    positions: int | None = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")  # the latter of MPT
+    positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     if positions is None or positions < 1:  # XLNet's are relative and without a limit, which it calls -1
         return limit
     return min(positions - first_position(config), limit)
@@ -367,5 +368,6 @@ def max_positions(config: PreTrainedConfig, limit: int) -> int:
 
 def first_position(config: PreTrainedConfig) -> int:
     """The position id of the first token of a sequence."""
-    after_padding = has_family(config) and family_of(config).positions_after_padding
-    return config.pad_token_id + 1 if after_padding else 0
+    if not has_family(config):
+        return position_after_padding(config)
+    return config.pad_token_id + 1 if family_of(config).positions_after_padding else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from llmdistill.errors import UserError
@@ -60,6 +62,33 @@ def find_layers(model: PreTrainedModel) -> str:
             f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
         )
     return max(found, key=lambda name: found[name])
+
+
+def position_after_padding(config: PreTrainedConfig) -> int:
+    """The position id of the first token: those that read as RoBERTa keep a row of their table for padding.
+
+    ESM, Longformer, LUKE and XLM-RoBERTa-XL are such, with position ids that count from the padding token's.
+    """
+    return _position_after_padding(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@cache
+def _position_after_padding(kind: Any, settings: str) -> int:
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config: Any = kind.from_dict(json.loads(settings))
+    try:
+        with torch.device("meta"):
+            model = MODEL_MAPPING[kind](config)  # not from_config, which ZeRO-3 makes shard the model
+    except Exception:  # of any architecture
+        return 0
+    for name, module in model.named_modules():
+        padding, table = (getattr(module, key, None) for key in ("padding_idx", "weight"))
+        rows = getattr(config, "max_position_embeddings", None)
+        if "position" in name and padding is not None and table is not None and len(table) == rows:
+            return int(padding) + 1
+    return 0
 
 
 def is_linear(module: nn.Module) -> bool:

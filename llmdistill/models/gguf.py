@@ -64,12 +64,14 @@ def dequantized(file: Path) -> Path:
 
 @cache  # a command locates its model several times
 def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
-    sha256 = file_sha256(file)
+    with Activity(f"Reading {file.name}"):
+        sha256 = file_sha256(file)
     folder = root / "gguf" / f"{sha256[:16]}-{_FORMAT}"
     if folder.is_dir():
         say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder
-    about, license, padding = _about(file)
+    with Activity(f"Reading {file.name}"):  # the lists of a large vocabulary take minutes
+        about, license, padding = _about(file)
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
     say(f"{file.name}: dequantizing {_types(about)}, once; kept in {folder}{of_padding}", aside=True)
     check_writable(folder.parent, "LLMDISTILL_CACHE")

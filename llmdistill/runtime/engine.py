@@ -22,6 +22,7 @@ from llmdistill.models.companions import save_model
 from llmdistill.models.quantized import quantize
 from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
+from llmdistill.progress import Activity
 from llmdistill.runtime.devices import chosen_dtype, default_device
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
@@ -154,7 +155,8 @@ def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: Tr
 
     set_training(model, checkpointing=settings.activation_checkpointing)
     groups = parameter_groups(model, settings.weight_decay)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
+    with Activity("Starting DeepSpeed"):  # which may compile an optimizer
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     return engine
 
 

@@ -9,7 +9,7 @@ from sweep import STEPS, run_type
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from llmdistill.models.families import layers_name
+from llmdistill.models.families import layers_name, max_positions
 from llmdistill.models.general import is_linear
 from llmdistill.students.counting import layer_linears
 
@@ -73,6 +73,18 @@ def test_a_student_is_weighted_although_its_code_lacks_a_gradient() -> None:
     """Queries of MRA choose blocks without a gradient, so that the check on held-out examples cuts them plainly."""
     found = run_type("mra", ("svd", "gradients"))
     assert (found["svd"], found["gradients"]) == ("right", "right")
+
+
+@pytest.mark.parametrize("name", [
+    "bert", "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpt", "roberta",
+    "roberta-prelayernorm", "xlm-roberta-xl", "xmod", f"camembert{AS_DECODER}", f"xmod{AS_DECODER}",
+])  # fmt: skip
+def test_the_longest_text_of_a_type_is_the_longest_that_its_model_runs(name: str) -> None:
+    model = shrunk_model(name)
+    longest = max_positions(model.config, 1000)
+    model(input_ids=torch.full((1, longest), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, longest + 1), 5))
 
 
 def test_linears_are_found_by_what_they_compute() -> None:

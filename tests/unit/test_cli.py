@@ -35,6 +35,25 @@ def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [
+    ["compress", "--model", "embedded:teacher", "--dry_run", "--rank", "4", "--rank=3"],
+    ["export", "--rank", "4", "--rank=3"],
+    ["evaluate", "--model", "x", "--rank", "4", "--rank=3"],
+    ["evaluate", "--suite", "speed", "--rank", "4", "--rank=3"],
+    ["generate", "--rank", "4", "--rank=3"],
+    ["push", "--rank", "4", "--rank=3"],
+    ["recipes", "--rank", "4", "--rank=3"],
+    ["plan", "--rank", "4", "--rank=3"],
+    ["doctor", "--rank", "4", "--rank=3"],
+    ["compare", "--rank", "4", "--rank=3"],
+    ["cache", "--rank", "4", "--rank=3"],
+], ids=" ".join)  # fmt: skip
+def test_every_command_says_that_a_flag_is_given_twice(capsys, words):
+    """As a training does; that most have no --rank they say after it."""
+    assert main(words) == (0 if words[0] == "compress" else 2)
+    assert capsys.readouterr().err.count("--rank is given 2 times: the last one counts\n") == 1
+
+
 @pytest.mark.parametrize(
     "words", [["recipes"], ["recipes", "quickstart", "--json"], ["--help"], ["compress", "--help"]]
 )

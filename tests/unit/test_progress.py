@@ -57,6 +57,24 @@ def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkey
     assert re.fullmatch(r"Comparing  4 of 7 runs, \d min \d\d s so far", runs.line())
 
 
+def test_work_without_a_name_of_its_own_says_what_came_before(at_once, monkeypatch):
+    monkeypatch.setattr(shown, "_FIRST_SECONDS", 1e9)
+    with redirect_stderr(io.StringIO()) as stderr, Activity("Working") as whole:
+        assert whole.line() == "Working, 0 s so far"
+        with Activity("Running", unit="runs"), Activity("Calibration", 10, "batches"):
+            pass
+        whole._began -= 1000
+        name, ended = shown._ended
+        assert name == "Running"
+        monkeypatch.setattr(shown, "_ended", (name, ended - 40))
+        monkeypatch.setattr(shown, "_next_line", 0.0)
+        assert re.fullmatch(r"Working, 4\d s since the end of Running\n", after(stderr, "\n"))
+        with Activity("Decomposing", 4, "matrices") as matrices:
+            assert matrices.line() == "Decomposing  0 of 4 matrices, 0 s so far"
+    with Activity("Working") as whole:
+        assert whole.line() == "Working, 0 s so far"
+
+
 @pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("TQDM_DISABLE", "1")])
 def test_other_ranks_and_quiet_processes_show_nothing(at_once, monkeypatch, name, value):
     monkeypatch.setenv(name, value)

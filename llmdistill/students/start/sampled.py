@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
+from llmdistill.errors import UserError
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
@@ -161,6 +162,11 @@ def _run(
         try:
             with torch.set_grad_enabled(gradients), _dropping(again, sums):
                 loss = _sampled_loss(tapped, batch, seed, sums.judged)
+                if gradients and not loss.requires_grad:  # Reformer computes gradients in training mode alone
+                    raise UserError(
+                        f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
+                        "weighting to activations, and allocation to uniform"
+                    )
                 if gradients:
                     loss.backward()
         finally:
