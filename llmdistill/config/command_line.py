@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
@@ -25,7 +26,6 @@ from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
 from llmdistill.errors import FieldError, UserError
-from llmdistill.messages import say
 
 DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
@@ -208,8 +208,9 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 
 def _note_repeated(words: Sequence[str]) -> None:
-    for note in repeated(words):
-        say(f"Note        {note}", aside=True)
+    if os.environ.get("RANK", "0") == "0":
+        for note in repeated(words):
+            print(f"Note        {note}", file=sys.stderr)
 
 
 def repeated(words: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llmdistill.errors import UserError
 
@@ -69,7 +69,7 @@ def position_after_padding(config: PreTrainedConfig) -> int:
 
     ESM, Longformer, LUKE and XLM-RoBERTa-XL are such, with position ids that count from the padding token's.
     """
-    return _position_after_padding(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    return _position_after_padding(cast("Any", type(config)), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @cache
@@ -80,7 +80,7 @@ def _position_after_padding(kind: Any, settings: str) -> int:
     config: Any = kind.from_dict(json.loads(settings))
     try:
         with torch.device("meta"):
-            model = MODEL_MAPPING[kind](config)  # not from_config, which ZeRO-3 makes shard the model
+            model = cast(Any, MODEL_MAPPING[kind])(config)  # not from_config, which ZeRO-3 makes shard the model
     except Exception:  # of any architecture
         return 0
     for name, module in model.named_modules():
