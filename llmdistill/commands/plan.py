@@ -110,11 +110,13 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
     from llmdistill.embedded import locate
     from llmdistill.models.configs import load_config
     from llmdistill.training.plan import make_plan, make_plans
+    from llmdistill.training.rules import check_settings
 
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=dtype))
     if config.student.assistants:
         return make_plans(config)[-1]
+    check_settings(config)  # before a model is read
     named = {str(name) for name in (config.teacher.model, config.student.model) if name is not None}
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 

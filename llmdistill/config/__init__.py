@@ -58,14 +58,8 @@ class RunConfig:
     """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:
-        if self.train.epochs is not None and self.data.kind == "instructions":
-            raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         if len(set(self.methods())) < len(self.methods()):
             raise ValueError(f"also is {self.also}, with method {self.method}: name each method once")
-        if self.student.model is not None and (self.student.shape is not None or self.student.assistants):
-            raise ValueError("student.model is a student made before: leave student.shape and student.assistants out")
-        if self.student.assistants and self.student.shape is None:
-            raise ValueError("student.assistants come before a student with a shape: give student.shape")
         if self.student.assistant_training and not self.student.assistants:
             raise ValueError("student.assistant_training is for assistants: give student.assistants too")
 
@@ -79,35 +73,11 @@ class RunConfig:
         return replace(self, method_settings={**self.method_settings, method: changed})
 
     def check_methods(self, known: MethodTable) -> None:
-        """Raise a ValueError if a method is not in the table, or does not fit the other settings of the run."""
+        """Raise a ValueError if a method is not in the table, or one of its numbers does not fit the run."""
         teachers, tasks = with_teacher(known), self.tasks
         check_names("method", [self.method], known)
         check_names("also", self.also, teachers)
         check_names("tasks.method", [] if tasks.method is None else [tasks.method], teachers)
         check_names("tasks.also", tasks.also or [], teachers)
-        if self.data.on_policy > 0 and not known[self.method].on_policy:
-            judges = " or ".join(name for name, method in known.items() if method.on_policy)
-            raise ValueError(
-                f"data.on_policy is {self.data.on_policy}, but method {self.method} learns from given answers: "
-                f"take one whose teacher judges the student's own ({judges}), or set data.on_policy to 0"
-            )
-        if self.data.rollout.url is not None and self.student.quantize.weights != "none":
-            raise ValueError(
-                f"data.rollout.url is {self.data.rollout.url}, but student.quantize.weights is "
-                f"{self.student.quantize.weights}: vLLM cannot serve such a student, leave one of them out"
-            )
-        if self.teacher.model is None and (self.data.kind != "task" or set(teachers) & set(self.methods())):
-            raise ValueError(
-                f"teacher.model is null, but method {' + '.join(self.methods())} on {self.data.kind} needs a teacher: "
-                "name one, or fine-tune on a task by method sft"
-            )
-        if self.teacher.model is None and self.student.model is None:
-            raise ValueError("teacher.model is null, so no student can be made of it: name student.model")
-        if self.also and self.method not in teachers:
-            raise ValueError(
-                f"also is {self.also}, but method {self.method} has no teacher: make one of them the method"
-            )
-        if self.student.assistants and self.method not in teachers:
-            raise ValueError(f"student.assistants teach, but method {self.method} has no teacher: leave them out")
         for name in self.methods():
             known[name].check(self.method_settings.get(name), self)

@@ -267,16 +267,6 @@ class DataConfig:
                 f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
                 "the prompt's limit must be positive and leave room for an answer"
             )
-        if self.rollout.url is not None and self.on_policy == 0:
-            raise ValueError(
-                f"data.rollout.url is {self.rollout.url}, but data.on_policy is 0: set it to the share of the steps in "
-                "which the student writes the answers, such as 1, or leave the url out"
-            )
-        if self.packing and self.on_policy > 0:
-            raise ValueError(
-                f"data.packing is true and data.on_policy {self.on_policy}: answers that the student writes itself are "
-                "not packed, leave one of them out"
-            )
 
     def _check_kind(self) -> None:
         """Raise a ValueError for settings that do not fit another kind of data than instructions."""
@@ -287,11 +277,6 @@ class DataConfig:
             raise ValueError(f"data.{key} names a file, but a task brings its own splits: leave it out")
         if self.kind == "text" and self.max_length < 8:
             raise ValueError(f"data.max_length is {self.max_length}: give 8 or more, the shortest sequence of a text")
-        used = {"text": ("tests",), "sentences": ("tests", "bucket_steps")}.get(self.kind, ())
-        defaults = DataConfig()
-        for key in ("tests", "on_policy", "rollout", "streaming", "bucket_steps", "packing", "prompt"):
-            if key not in used and getattr(self, key) != getattr(defaults, key):
-                raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")
         if self.kind != "task" and self.train.startswith("embedded:"):
             what = "text" if self.kind == "text" else "file"
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is {self.kind}: name a {what}")

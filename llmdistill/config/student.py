@@ -202,25 +202,6 @@ class StudentConfig:
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     """Weights of few bits."""
 
-    def __post_init__(self) -> None:
-        if self.method == "kronecker" and self.lora.rank is not None and self.model is None and self.shape is None:
-            raise ValueError(
-                "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "
-                "none: leave it out to train all weights, or take student.method svd"
-            )
-        if self.quantize.weights == "none":
-            return
-        if self.method == "kronecker" and self.model is None and self.shape is None:
-            raise ValueError(
-                f"student.quantize.weights {self.quantize.weights}: torchao rounds linears, and Kronecker factors are "
-                "none: take student.method svd"
-            )
-        if self.lora.rank is not None:
-            raise ValueError(
-                f"student.quantize.weights {self.quantize.weights} trains the weights as they round, and "
-                f"student.lora.rank {self.lora.rank} trains adapters instead of them: leave one of them out"
-            )
-
     @property
     def teacher_layers(self) -> str:
         """`layers`, or its default."""

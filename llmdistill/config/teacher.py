@@ -83,11 +83,6 @@ class TeacherConfig(OneTeacher):
                 f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
                 "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
             )
-        if self.url is not None and (self.model is None or self.cache is not None):
-            wrong = "teacher.model is null" if self.model is None else f"teacher.cache is {self.cache}"
-            raise ValueError(f"teacher.url is {self.url}, but {wrong}: name the server's model, and no cache")
-        if self.url is not None and self.others:
-            raise ValueError(f"teacher.url is {self.url}, but there is teacher.others too: leave one of them out")
         if self.average == "rows" and not self.others:
             raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
         for name, other in self.others.items():

@@ -84,12 +84,7 @@ def _compared(
 
 
 def check_embedding(settings: EmbeddingConfig, config: RunConfig) -> None:
-    """Raise a ValueError unless the run has sentences, and triples for margins."""
-    if config.data.kind != "sentences":
-        raise ValueError(
-            f"method embedding compares embeddings of sentences, but data.kind is {config.data.kind}: set it to "
-            "sentences"
-        )
+    """Raise a ValueError for margins without triples."""
     if settings.margin > 0 and not config.data.sentences.triples:
         raise ValueError(
             "embedding.margin needs queries with a positive and a negative: set data.sentences.triples, or the weight 0"

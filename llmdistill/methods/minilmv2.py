@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmdistill.batch import Aspect
-from llmdistill.config import RunConfig
 from llmdistill.config.marks import at_least, each_once, replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
@@ -109,16 +108,6 @@ def build_minilmv2(
     )
 
 
-def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
-    """Raise a ValueError if a run searches for the teacher's layer, and has no text to train and validate on."""
-    if settings.teacher_layer != "auto":
-        return
-    if config.data.kind != "text":
-        raise ValueError("minilmv2.teacher_layer auto searches on a text: set data.kind to text, or name a layer")
-    if config.data.valid is None:
-        raise ValueError("minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there")
-
-
 def _width(shape: Shape, sides: Sides) -> int:
     """The width of both sides after the side with fewer heads is repeated."""
     if "hidden" in sides:
@@ -133,6 +122,5 @@ MINILMV2 = MethodEntry(
     help="relations between queries, keys and values of one layer",
     settings=Minilmv2Config,
     build=build_minilmv2,
-    check=check_minilmv2,
     searches_layer=True,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llmdistill.config import RunConfig
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry
 from llmdistill.methods.output import label_terms
@@ -27,12 +26,6 @@ def build_sft(
     return make_sft(causal=is_causal(student), objective=objective)
 
 
-def check_seqkd(settings: None, config: RunConfig) -> None:
-    """Raise a ValueError for data without answers."""
-    if config.data.kind == "text":
-        raise ValueError("method seqkd learns answers, but data.kind is text: take kd, or instructions")
-
-
 SFT = MethodEntry(
     label="SFT",
     help="cross-entropy on the labels alone, without teacher",
@@ -44,7 +37,6 @@ SEQKD = MethodEntry(
     label="SeqKD",
     help="sft on answers that the teacher wrote (data.train is what `llmdistill generate` made)",
     build=build_sft,
-    check=check_seqkd,
     needs_teacher=False,
     teacher_writes=True,
 )

@@ -28,7 +28,7 @@ from llmdistill.data.instruct import (
     store_examples,
 )
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
-from llmdistill.data.sources import check_rows, is_weighted, parts_of, read_examples
+from llmdistill.data.sources import check_rows, parts_of, read_examples
 from llmdistill.data.store import Joined, MappedItems
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
@@ -96,10 +96,6 @@ class Instructions(Task):
         texts = text_tests(data.tests)
         asked = (reference for name, reference in data.tests.items() if name not in texts)
         train = [part.reference for part in parts_of(data.train)] if self.trains else []
-        if data.streaming and is_weighted(data.train):
-            raise UserError(
-                f"data.train {data.train} has weights, and data.streaming reads file after file: leave one of them out"
-            )
         for reference in (*train, data.valid, *asked):
             if reference is not None:
                 check_rows(reference, thorough=thorough)

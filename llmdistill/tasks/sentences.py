@@ -21,7 +21,6 @@ from torch.utils.data import ConcatDataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.config import RunConfig
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
@@ -47,12 +46,6 @@ class Sentences(StoredTask):
     validation_metric = "Spearman"
     key = "sentences"
     layout = PAIRS
-
-    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Raise UserError if there are assistants."""
-        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        if config.student.assistants:
-            raise UserError("student.assistants: assistants do not learn sentences (data.kind); leave them out")
 
     @property
     def rows_per_example(self) -> int:

@@ -20,7 +20,7 @@ from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, open_rows, parts_of, text_files, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
+from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
@@ -76,8 +76,6 @@ class Text(Task):
                 f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: take one "
                 f"that has it ({having}), or leave next_sentence out"
             )
-        if settings.pairs and is_causal(teacher):
-            raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
     def check_files(self, *, thorough: bool = True) -> None:

@@ -167,7 +167,7 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
 def engine_of(plan: Plan, settings: CacheConfig) -> EngineName:
     """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
     world = World.current()
-    obstacle = lacking_of_vllm(plan, remedy="take --cache.engine hf")
+    obstacle = lacking_of_vllm(plan)
     if settings.kept_top_k is None:
         obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
     return choose_engine(

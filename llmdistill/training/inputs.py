@@ -28,6 +28,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.load import Head, folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, fit_tokenizer, load_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
+from llmdistill.training.rules import check_settings
 from llmdistill.training.run_folder import INPUTS
 
 Model = PreTrainedModel | str | Path
@@ -62,7 +63,9 @@ class Given:
         derived: dict[str, Any] = {"data.kind": kind_of(self.data)}
         if not self.tests and self.valid is None:
             derived["scoring.models"] = []
-        return config_of({**settings, **names}, keywords, METHODS, derived)
+        config = config_of({**settings, **names}, keywords, METHODS, derived)
+        check_settings(config)  # before anything is saved
+        return config
 
     def saved(self, config: RunConfig) -> RunConfig:
         """Save models and data in memory to the run folder and return the configuration with the references to them.

@@ -12,7 +12,6 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
 from llmdistill.data.prompts import CHAT, resolve_prompt, tokenizer_gaps
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
@@ -25,7 +24,7 @@ from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.runtime.launch import launched_ranks
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
-from llmdistill.training.checks import check_plan, check_weighting
+from llmdistill.training.checks import check_plan
 from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
@@ -39,6 +38,7 @@ from llmdistill.training.resolved import (
     teachers_of,
     tokenizer_path,
 )
+from llmdistill.training.rules import check_settings
 from llmdistill.training.trackers import check_libraries
 
 
@@ -125,6 +125,7 @@ def make_plan(
     the configurations of other models that may not exist yet, by path. `ranks` is by default that of the launcher.
     Raises UserError if the settings are invalid or contradict each other.
     """
+    check_settings(config)
     pending = pending or {}
     world_size = launched_ranks() if ranks is None else ranks
     split, ds_config = _plan_batches(config, world_size)
@@ -202,7 +203,6 @@ def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None,
         teacher = model_config(task, "student.model", str(config.student.model), pending)
     else:
         teacher = model_config(task, "teacher.model", config.teacher.model, pending)
-    check_weighting(config.student)
     student, sizes = student_of(config.student, task, teacher, pending)
     return _Models(teachers, teacher, student, sizes)
 
@@ -241,11 +241,6 @@ def _plan_tokens(
         if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):
             translates = True
             notes.append("teacher and student have different tokenizers: the text that both read is compared")
-            if any(term.divergence is not None and term.divergence.of_labels for term in method.token_terms):
-                raise UserError(
-                    f"kd.divergence is log_ratio, but {teacher} has another tokenizer than {student}: the probability "
-                    "of one token is compared, take another divergence"
-                )
         elif objective.tokens:
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
             notes += [] if note is None else [note]
@@ -253,7 +248,7 @@ def _plan_tokens(
             check_tokens(locate(teacher), locate(student))
         if config.data.kind == "instructions" and has_own and not translates:
             gaps = tokenizer_gaps(*tokenizers)
-    for each in [*models.teachers.values()][1:]:
+    for each in [] if translates else [*models.teachers.values()][1:]:  # refused beside another tokenizer
         model_config(task, f"{each.key}.model", str(each.settings.model), pending)
         least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
         vocabulary = least if vocabulary is None else min(vocabulary, least)
@@ -268,6 +263,7 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
 
     `ranks` and the errors are those of `make_plan`.
     """
+    check_settings(config)
     configs: list[RunConfig] = []
     settings = config.student
     train = changed(config.train, settings.assistant_training, key="student.assistant_training")

@@ -114,10 +114,7 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: word_starts(bare()), "does not mark where words begin"),
         (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),
-        (lambda: DataConfig(packing=True, on_policy=0.5), "data.packing is true and data.on_policy 0.5: answers that"),
-        (lambda: DataConfig(rollout=RolloutConfig(url="http://a")), "is http://a, but data.on_policy is 0: set it"),
         (lambda: changed(RolloutConfig(), {"url": "a:1"}, key="data.rollout"), "data.rollout.url is a:1: give"),
-        (lambda: DataConfig(kind="text", train="a.txt", packing=True), "is for instructions, but data.kind is text"),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",
 )

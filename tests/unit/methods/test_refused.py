@@ -1,7 +1,5 @@
 """Settings and pairs of models that a method cannot use: each is one sentence that names what to change."""
 
-from unittest.mock import Mock
-
 import pytest
 from tiny import tiny_config
 
@@ -67,20 +65,6 @@ def test_attention_that_is_more_than_a_product_is_compared_by_neither_model(teac
     with pytest.raises(UserError, match=r"to which a gemma2 adds distances or a cap: set tinybert\.attention to 0"):
         tinybert.build(tinybert.settings(), *configs)
     assert tinybert.build(tinybert.settings(attention=0.0), *configs).weights == {"hidden": 1.0, "embedding": 1.0}
-
-
-@pytest.mark.parametrize(("kind", "valid", "said"), [
-    ("instructions", "a.txt", "searches on a text"),
-    ("sentences", "a.txt", "searches on a text"),
-    ("text", None, "name a text there"),
-])  # fmt: skip
-def test_a_layer_is_searched_for_on_texts(kind: str, valid: str | None, said: str) -> None:
-    run = Mock()
-    run.data.kind, run.data.valid = kind, valid
-    minilmv2 = METHODS["minilmv2"]
-    minilmv2.check(minilmv2.settings(), run)
-    with pytest.raises(ValueError, match=said):
-        minilmv2.check(minilmv2.settings(teacher_layer="auto"), run)
 
 
 def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:

@@ -211,7 +211,6 @@ def test_bad_settings_and_a_share_too_small_for_a_sequence(short, tmp_path):
     refuses("of data.text.fraction 0.04: the text has only ", counted, small)
     for arguments, said in (
         (("--train.epochs", "2", "--train.steps", "9"), "train.epochs is 2 and train.steps 9: both say how long"),
-        (("--data.kind", "instructions", "--data.max_length", "512", "--train.epochs", "2"), "passes over a text"),
         (("--data.text.fraction", "0"), "data.text.fraction is 0.0: give a share over 0 and up to 1"),
     ):
         refuses(said, short, *arguments)

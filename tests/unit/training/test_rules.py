@@ -1,0 +1,351 @@
+"""The table of what goes with what: every pair of choices makes a dry run, or is refused by a sentence of the table."""
+
+import itertools
+import json
+import random
+import re
+import runpy
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from byte_tokenizers import byte_level
+from glue_tasks import TOKENS, write_task, write_text
+from pages import ROOT
+from question_files import question, write_file
+from transformers import AutoConfig, BertConfig
+from word_models import save_tokenizer
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import build, run_parser
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.training.plan import make_plans
+from llmdistill.training.rules import CHOICES, CLASHES, clash
+
+from support import write_rows
+
+DATA: dict[str, dict[str, Any]] = {
+    "instructions": {},
+    "text of a decoder": {"data.kind": "text", "data.train": "{text}"},
+    "text of an encoder": {"data.kind": "text", "data.train": "{text}", "teacher.model": "{encoder}"},
+    "sentences": {
+        "data.kind": "sentences", "data.train": "{text}", "teacher.model": "{sentences}", "method": "embedding",
+    },
+    "classes": {
+        "data.kind": "task", "data.task.name": "rte", "data.task.dir": "{glue}", "teacher.model": "{classes}",
+    },
+    "spans": {
+        "data.kind": "task", "data.task.name": "squad1", "data.task.dir": "{questions}", "teacher.model": "{spans}",
+    },
+    "written texts": {
+        "data.kind": "task", "data.task.name": "summarization", "data.task.dir": "{writing}",
+        "teacher.model": "{encoder}", "data.task.writing.max_length": 3,
+    },
+}  # fmt: skip
+"""Data, each with a teacher that it takes. Settings of a choice replace the teacher and the method."""
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "no teacher": {"teacher.model": None},
+    "cache": {"teacher.cache": "{cache}"},
+    "server": {"teacher.url": "http://localhost:9", "teacher.top_k": 5, "data.max_length": 400},
+    "several": {"teacher.others.b.model": "{teacher}"},
+    "rows": {"teacher.others.b.model": "{teacher}", "teacher.average": "rows"},
+    "another tokenizer": {"teacher.model": "{decoder}", "student.model": "{other}"},
+    "sharded": {"teacher.sharding": "zero3"},
+    "one of several sharded": {"teacher.others.b.model": "{teacher}", "teacher.others.b.sharding": "zero3"},
+    "few-bit teacher": {"teacher.model": "{bits}"},
+    "own masks": {"teacher.model": "{masks}"},
+    "no checkpointing": {"teacher.model": "{plain}"},
+    "bare encoder": {"teacher.model": "{bare}"},
+    "kd": {"method": "kd"},
+    "sft": {"method": "sft"},
+    "seqkd": {"method": "seqkd"},
+    "untrained": {"method": "none"},
+    "makd": {"method": "makd"},
+    "minilm": {"method": "minilm"},
+    "embedding": {"method": "embedding"},
+    "log_ratio": {"method": "kd", "kd.divergence": "log_ratio", "data.on_policy": 1, "kd.ratio": 1},
+    "log_ratio of given answers": {"method": "kd", "kd.divergence": "log_ratio"},
+    "labels of a task": {**DATA["classes"], "teacher.model": None, "method": "sft"},
+    "searched layer": {"method": "minilmv2", "minilmv2.teacher_layer": "auto"},
+    "also": {"also": ["minilm"]},
+    "ZeRO-3": {"ds_config": "zero3"},
+    "given student": {"student.model": "{teacher}"},
+    "student with own masks": {"student.model": "{masks}"},
+    "few-bit given student": {"student.model": "{bits}"},
+    "shape": {"student.shape": "1x16x4"},
+    "Kronecker": {"student.method": "kronecker", "student.factorize.shapes": {"*": "2x2"}},
+    "adapters": {"student.lora.rank": 2},
+    "few bits": {"student.quantize.weights": "int8"},
+    "weighted": {"student.factorize.weighting": "gradients"},
+    "calibration data": {"student.factorize.calibration.data": "{text}"},
+    "assistants": {"student.assistants": ["1x16x4"], "student.shape": "1x16x4"},
+    "assistants alone": {"student.assistants": ["1x16x4"]},
+    "packing": {"data.packing": True},
+    "streaming": {"data.streaming": True},
+    "weighted files": {"data.train": "{rows}=2,{valid}=1"},
+    "on-policy": {"data.on_policy": 0.5},
+    "rollout": {"data.rollout.url": "http://localhost:9", "data.on_policy": 0.5},
+    "rollout alone": {"data.rollout.url": "http://localhost:9"},
+    "prompt": {"data.prompt": "minillm"},
+    "buckets": {"data.bucket_steps": 4},
+    "tests": {"data.tests.a": "{text}"},
+    "pairs": {"data.text.pairs": True},
+    "compile": {"train.compile": True},
+    "checkpointing": {"train.activation_checkpointing": True},
+    "epochs": {"train.epochs": 2},
+    "best loss": {"train.keep_best": "loss"},
+    "best score": {"train.keep_best": "score", "data.valid": "{valid}"},
+    "validation": {"data.valid": "{valid}"},
+}
+"""Choices by the settings that make them."""
+
+
+EXAMPLES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("buckets", "text"): ("text of a decoder", "buckets"),
+    ("buckets", "task"): ("classes", "buckets"),
+    ("tests", "task"): ("classes", "tests"),
+    ("own answers", "no instructions"): ("text of a decoder", "on-policy"),
+    ("rollout", "no instructions"): ("text of a decoder", "rollout alone"),
+    ("streaming", "no instructions"): ("sentences", "streaming"),
+    ("packing", "no instructions"): ("text of a decoder", "packing"),
+    ("prompt", "no instructions"): ("classes", "prompt"),
+    ("rollout server", "given answers"): ("rollout alone",),
+    ("packing", "own answers"): ("packing", "on-policy"),
+    ("streaming", "weighted files"): ("streaming", "weighted files"),
+    ("epochs", "instructions"): ("instructions", "epochs"),
+    ("teacher on a server", "no teacher"): ("no teacher", "server"),
+    ("teacher on a server", "cached teacher"): ("cache", "server"),
+    ("teacher on a server", "several teachers"): ("server", "several"),
+    ("adapters", "Kronecker student"): ("Kronecker", "adapters"),
+    ("few-bit student", "Kronecker student"): ("Kronecker", "few bits"),
+    ("few-bit student", "adapters"): ("adapters", "few bits"),
+    ("given student", "shape"): ("given student", "shape"),
+    ("given student", "assistants"): ("given student", "assistants alone"),
+    ("assistants", "factorized student"): ("assistants alone",),
+    ("assistants", "sentences"): ("sentences", "assistants"),
+    ("weighted start", "given student"): ("given student", "weighted"),
+    ("weighted start", "shape"): ("shape", "weighted"),
+    ("calibration data", "nothing measured"): ("calibration data",),
+    ("own answers", "learns given answers"): ("minilm", "on-policy"),
+    ("rollout server", "few-bit student"): ("few bits", "rollout"),
+    ("no teacher", "no task"): ("no teacher", "sft"),
+    ("no teacher", "learns from a teacher"): ("classes", "no teacher"),
+    ("no teacher", "no given student"): ("labels of a task",),
+    ("further methods", "labels alone"): ("sft", "also"),
+    ("assistants", "labels alone"): ("sft", "assistants"),
+    ("embedding", "no sentences"): ("instructions", "embedding"),
+    ("seqkd", "text"): ("text of a decoder", "seqkd"),
+    ("searched layer", "no text"): ("instructions", "searched layer"),
+    ("searched layer", "no validation set"): ("text of an encoder", "searched layer"),
+    ("log_ratio", "given answers"): ("log_ratio of given answers",),
+    ("log_ratio", "teacher on a server"): ("server", "log_ratio"),
+    ("several teachers", "assistants"): ("several", "assistants"),
+    ("best kept", "task"): ("classes", "best loss"),
+    ("best kept", "no validation set"): ("best loss",),
+    ("pairs of segments", "decoder"): ("text of a decoder", "pairs"),
+    ("bare teacher", "output compared"): ("bare encoder", "kd"),
+    ("best score kept", "no score"): ("text of a decoder", "best score"),
+    ("packing", "teacher with own masks"): ("own masks", "packing"),
+    ("compile", "teacher with own masks"): ("own masks", "compile"),
+    ("packing", "student with own masks"): ("student with own masks", "packing"),
+    ("compile", "student with own masks"): ("student with own masks", "compile"),
+    ("compile", "ZeRO-3"): ("ZeRO-3", "compile"),
+    ("compile", "sharded teacher"): ("one of several sharded", "compile"),
+    ("checkpointing", "student without checkpointing"): ("no checkpointing", "checkpointing"),
+    ("several teachers", "layers compared"): ("several", "makd"),
+    ("several teachers", "sequences compared"): ("classes", "several"),
+    ("several teachers", "no tokens compared"): ("several", "minilm"),
+    ("several teachers", "another tokenizer"): ("several", "another tokenizer"),
+    ("teachers of rows", "no instructions"): ("text of a decoder", "rows"),
+    ("given few-bit student", "training"): ("few-bit given student",),
+    ("few-bit teacher", "sharded teacher"): ("sharded", "few-bit teacher"),
+    ("few-bit student", "ZeRO-3"): ("ZeRO-3", "few bits"),
+    ("another tokenizer", "log_ratio"): ("another tokenizer", "log_ratio"),
+    ("another tokenizer", "streaming"): ("another tokenizer", "streaming"),
+    ("cached teacher", "changing examples"): ("cache", "streaming"),
+    ("cached teacher", "spans"): ("spans", "cache"),
+    ("teacher on a server", "another tokenizer"): ("server", "another tokenizer"),
+    ("teacher on a server", "encoder"): ("text of an encoder", "server"),
+    ("teacher on a server", "layers compared"): ("server", "makd"),
+    ("teacher on a server", "sequences compared"): ("server", "minilm"),
+    ("teacher on a server", "no tokens compared"): ("server", "minilm"),
+}
+"""Each row of the table, and a run that meets it."""
+
+OWN = "|".join((
+    r"^the term \w+ compares probabilities or labels, and sentences",  # which a method says of its terms
+    r"^also is \['minilm'\], with method minilm: name each method once",
+    "a task brings its own splits: leave it out",
+    r"^data\.tests\.a .* is no text",
+    "has no model: give it as teacher.others.b.model",
+    # Of architectures and sizes
+    "openai-gpt has no entry in FAMILIES", "the entry of gpt_neox in FAMILIES does not say which axes",
+    "^makd compares layer with layer", "^makd compares like with like", "^kd compares models of one kind",
+    "have different tokenizers, first at id",
+    # Which models a task takes
+    "is an encoder .* and instruction data train decoders only", "without (language-model head|head for spans); give",
+))  # fmt: skip
+"""What is no pair of choices, and told where the models, the method or the data are."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Tiny models, of which a plan reads configurations and tokenizers alone, and data, by the names in braces."""
+    folder = tmp_path_factory.mktemp("files")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 512
+    for name, architecture in {
+        "encoder": "BertForMaskedLM",
+        "bare": "BertModel",
+        "classes": "BertForSequenceClassification",
+        "spans": "BertForQuestionAnswering",
+        "sentences": "BertModel",
+    }.items():
+        BertConfig(vocab_size=len(TOKENS), **sizes, architectures=[architecture]).save_pretrained(folder / name)
+        save_tokenizer(folder / name, TOKENS)
+    words = load_tokenizer(locate("embedded:teacher"))
+    few = {"quant_method": "llmdistill", "quantize": {"weights": "int8"}}
+    for name, kind, changes in (
+        ("decoder", "llama", {}),
+        ("bits", "llama", {"quantization_config": few}),
+        ("masks", "gpt_neox", {}),
+        ("plain", "openai-gpt", {}),
+    ):
+        config = AutoConfig.for_model(kind, vocab_size=len(words), **sizes, **changes)
+        config.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    AutoConfig.for_model("llama", vocab_size=300, **sizes).save_pretrained(folder / "other")
+    byte_level(300).save_pretrained(folder / "other")
+    write_text(folder / "text")
+    rows = [{"instruction": f"Count {n}.", "output": "a b c", "source": "yes no", "target": "yes"} for n in range(4)]
+    for name in ("rows", "valid", "writing/train", "writing/dev", "writing/test"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_rows(folder / f"{name}.jsonl", rows)
+    write_task(folder / "glue", "RTE", {"train": 4, "dev": 4})
+    asked = [question(torch.Generator().manual_seed(0), number, has_answer=True) for number in range(4)]
+    for split in ("train", "dev"):
+        write_file(folder / f"questions/{split}-v1.1.json", asked)
+    suffixes = dict.fromkeys(("rows", "valid"), ".jsonl")
+    named = [*(path.stem for path in folder.iterdir()), "cache"]
+    return {name: f"{folder / name}{suffixes.get(name, '')}" for name in named}
+
+
+def settings_of(names: Sequence[str]) -> dict[str, Any]:
+    """The settings of a run that makes these choices, and no others that need any."""
+    chosen = {key: value for name in names for key, value in CHOSEN.get(name, {}).items()}
+    needs = {"bare encoder": "text of an encoder", "pairs": "text of an encoder", "labels of a task": "classes"}
+    data = next((name for name in names if name in DATA), next((needs[n] for n in names if n in needs), "instructions"))
+    base = {"method": "kd", "teacher.model": "{decoder}", "data.kind": "instructions", "data.train": "{rows}"}
+    given = base | DATA[data] | chosen
+    if given["data.kind"] == "task" and "data.train" not in chosen:
+        del given["data.train"]
+    if not {"student.model", "student.shape", "student.method"} & given.keys():
+        given["student.factorize.rank"] = 2
+    return {key: given["teacher.model"] if value == "{teacher}" else value for key, value in given.items()}
+
+
+def can_be_typed(names: Sequence[str]) -> bool:
+    """Whether no two choices need one setting, and the models that they name are of the data's kind."""
+    settings = [CHOSEN.get(name) or DATA[name] for name in names]
+    of_data = [one for one in settings if one in DATA.values()]
+    keys = [key for one in settings for key in one if one not in of_data or not key.startswith(("method", "teacher"))]
+    models = [str(value) for one in settings for key, value in one.items() if key.endswith(".model")]
+    decoders = {"{decoder}", "{other}", "{bits}", "{masks}", "{plain}"} & {*models}
+    encoders = any(name in DATA and "decoder" not in name and name != "instructions" for name in names)
+    return len(keys) == len({*keys}) and not (decoders and (encoders or {*models} - decoders - {"{teacher}"}))
+
+
+@cache
+def parser() -> Any:
+    return run_parser(METHODS)
+
+
+def config_of(names: Sequence[str], files: Mapping[str, str]) -> RunConfig:
+    """The configuration of a run that makes these choices, from the words that a user types."""
+    words = ["--ds_config", "zero2", "--output_dir", "run"]
+    for key, value in settings_of(names).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [f"--{key}", re.sub("{([a-z]+)}", lambda name: files[name[1]], text)]
+    return build(parser().parse_args(words), RunConfig, METHODS)
+
+
+def test_the_page_has_the_table():
+    page = runpy.run_path(str(ROOT / "scripts/make/rules.py"))
+    text = page["PAGE"].read_text(encoding="utf-8")
+    assert page["with_table"](text) == text, "python scripts/make/rules.py writes it"
+
+
+def refusal(names: Sequence[str], files: Mapping[str, str]) -> str | None:
+    """What a user is told of these choices; None if they make a plan, as a dry run does."""
+    try:
+        make_plans(config_of(names, files), 1)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def is_of(row: tuple[str, str], said: str) -> bool:
+    """Whether a sentence is that of a row of the table, with the values of a run."""
+    fixed = re.split(r"{[^}]*}", CLASHES[row])
+    return re.fullmatch(".+".join(map(re.escape, fixed)), said) is not None
+
+
+@pytest.mark.parametrize(("row", "names"), EXAMPLES.items(), ids=lambda each: " x ".join(each))
+def test_each_row_of_the_table_is_told_to_those_who_meet_it(files, row, names):
+    said = refusal(names, files)
+    assert said is not None
+    assert is_of(row, said), said
+
+
+def test_a_row_of_the_table_is_of_choices_and_has_an_example():
+    assert {name for row in CLASHES for name in row} == CHOICES.keys()
+    asked = {row for row in CLASHES if row[0] in ("cache by vLLM", "cached teacher")}  # by a command, see below
+    assert CLASHES.keys() - asked <= EXAMPLES.keys() <= CLASHES.keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "by_cache", "by_vllm"),
+    [
+        (("instructions",), None, None),
+        (("sft",), "method sft has no teacher, so there is nothing to cache", "method sft needs more of its teacher"),
+        (("makd",), None, "method makd needs more of its teacher than .* of tokens; take --cache.engine hf"),
+        (("classes",), None, "vLLM gives log-probabilities of decoders alone; take --cache.engine hf"),
+        (("spans",), r"a cache keeps no outputs for spans \(squad1\)", "vLLM gives log-probabilities of decoders"),
+    ],
+)
+def test_a_command_is_told_why_it_makes_no_cache(files, names, by_cache, by_vllm):
+    """The run itself has no cache: it is the command that is about to make one."""
+    (plan,) = make_plans(config_of((*names, "server") if names == ("instructions",) else names, files), 1)
+    for wanted, said in ((by_cache, clash(plan, "cached teacher")), (by_vllm, clash(plan, "cache by vLLM"))):
+        assert (said is None) == (wanted is None), said
+        assert wanted is None or re.match(wanted, str(said))
+
+
+EVERY = [names for names in itertools.combinations([*DATA, *CHOSEN], 2) if can_be_typed(names)]
+
+
+def check_pair(names: tuple[str, str], files: Mapping[str, str]) -> None:
+    said = refusal(names, files)
+    told = [row for row in CLASHES if said is not None and is_of(row, said)]
+    assert said is None or told or re.search(OWN, said), f"{names}: {said}"
+    examples = [row for row, example in EXAMPLES.items() if {*example} == {*names}]
+    assert not examples or {*examples} & {*told}, f"{names}: {said}"
+
+
+def test_a_sample_of_pairs_makes_a_dry_run_or_is_told_a_row(files):
+    for names in random.Random(0).sample(EVERY, 40):
+        check_pair(names, files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [*DATA, *CHOSEN])
+def test_each_pair_makes_a_dry_run_or_is_told_a_row(files, first):
+    for names in EVERY:
+        if names[0] == first:
+            check_pair(names, files)
