@@ -237,13 +237,9 @@ def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = No
     shown = list(keys or result)
     width = max(20, *(len(key) + 2 for key in shown))
     for key in shown:
-        print_result(f"{key:{width}}{_readable(result[key])}")
-
-
-def _readable(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        value = result[key]
+        text = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        print_result(f"{key:{width}}{text}")
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {

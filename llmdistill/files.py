@@ -99,35 +99,30 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
     number = getattr(error, "errno", None)
     place = getattr(error, "filename", None) if path is None else path
     if not isinstance(error, OSError):
-        number = _number_in(str(error))
+        # Libraries put the system's error into words: safetensors writes `(os error 28)`, others only its text.
+        number, text = None, str(error)
+        told = re.search(r"\(os error (\d+)\)", text)
+        if told is not None:
+            number = int(told[1])
+        elif os.strerror(errno.ENOSPC) in text:
+            number = errno.ENOSPC
     if number not in _OF_PLACE:
         return None
     said = os.strerror(number).lower()
     shown = "a file" if place is None else os.fsdecode(place)
     if number not in _DISK:
         return UserError(f"{shown}: the system refuses it ({said}): choose another path, or fix its permissions")
-    needs = "" if size is None else f" for its {byte_size(size)}"
-    about = needs if place is None else f"{needs}, {_about_disk(os.path.abspath(os.fsdecode(place)))}"
+    about = "" if size is None else f" for its {byte_size(size)}"
+    if place is not None:
+        disk = os.path.abspath(shown)
+        while not os.path.ismount(disk):
+            disk = os.path.dirname(disk)
+        usage = shutil.disk_usage(disk)
+        about += f", {byte_size(usage.free)} of {byte_size(usage.total)} are free on the disk at {disk}"
     return UserError(
         f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
         "on from there"
     )
-
-
-def _number_in(text: str) -> int | None:
-    """Return the system's error number that a library tells in words, as safetensors does; None without one."""
-    found = re.search(r"\(os error (\d+)\)", text)
-    if found is not None:
-        return int(found[1])
-    return errno.ENOSPC if os.strerror(errno.ENOSPC) in text else None
-
-
-def _about_disk(path: str) -> str:
-    disk = path
-    while not os.path.ismount(disk):
-        disk = os.path.dirname(disk)
-    usage = shutil.disk_usage(disk)
-    return f"{byte_size(usage.free)} of {byte_size(usage.total)} are free on the disk at {disk}"
 
 
 def byte_size(size: float | None) -> str:

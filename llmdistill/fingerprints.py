@@ -40,10 +40,27 @@ def fingerprint(reference: str | Path) -> str:
         return _file_fingerprint(path)
     if not os.path.isdir(path):  # unlike is_dir also false for a name that no file can have
         return str(reference)
-    if (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
-        return _model_fingerprint(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    return content_fingerprint([[file.relative_to(path).as_posix(), _file_fingerprint(file)] for file in files])
+    adapter, base = path / "adapter_config.json", None
+    if adapter.is_file():
+        config = _read_config(adapter)
+        # The base model may have moved to another path, so its content is fingerprinted, not its name.
+        name = str(config.pop("base_model_name_or_path", None))
+        base = fingerprint(path / name if os.path.isdir(path / name) else name)
+        weights = [path / "adapter_model.safetensors"]
+    elif (path / "config.json").is_file():
+        config = _read_config(path / "config.json")
+        weights = sorted(path.glob("*.safetensors"))
+    else:
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        return content_fingerprint([[file.relative_to(path).as_posix(), _file_fingerprint(file)] for file in files])
+    if not all(file.is_file() for file in weights):
+        raise UserError(f"{path}: no safetensors there; save the model's weights as safetensors")
+    tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)})
+    hashes = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
+    try:
+        return content_fingerprint([base, _stable(config), hashes])
+    except RecursionError as error:
+        raise UserError(f"{path}: its config file is nested too deeply: fix or replace it") from error
 
 
 def digest(value: Any) -> str:
@@ -81,27 +98,6 @@ def memory_fingerprint(config: Mapping[str, Any], tensors: Iterable[tuple[str, A
     """Return "sha256:…" of a model in memory, from its config as plain JSON values and the arrays of all tensors."""
     of_tensors = [[name, list(array.shape), hashlib.sha256(array).hexdigest()] for name, array in tensors]
     return content_fingerprint([_stable(config), of_tensors])
-
-
-def _model_fingerprint(folder: Path) -> str:
-    adapter, base = folder / "adapter_config.json", None
-    if adapter.is_file():
-        config = _read_config(adapter)
-        # The base model may have moved to another path, so its content is fingerprinted, not its name.
-        name = str(config.pop("base_model_name_or_path", None))
-        base = fingerprint(folder / name if os.path.isdir(folder / name) else name)
-        weights = [folder / "adapter_model.safetensors"]
-    else:
-        config = _read_config(folder / "config.json")
-        weights = sorted(folder.glob("*.safetensors"))
-    if not all(file.is_file() for file in weights):
-        raise UserError(f"{folder}: no safetensors there; save the model's weights as safetensors")
-    tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
-    files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
-    try:
-        return content_fingerprint([base, _stable(config), files])
-    except RecursionError as error:
-        raise UserError(f"{folder}: its config file is nested too deeply: fix or replace it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -29,7 +29,10 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # A name of somebody else's must not steer the terminal.
-        line = "".join(char if char.isprintable() or char in "\n\t" else _escaped(char) for char in record.getMessage())
+        line = "".join(
+            char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+            for char in record.getMessage()
+        )
         is_warning = record.levelno >= logging.WARNING
         if not is_warning and os.environ.get("RANK", "0") != "0":
             return
@@ -51,10 +54,6 @@ class _Terminal(logging.Handler):
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             _to_nowhere(stream)  # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode()
 
 
 def _to_nowhere(stream: Any) -> None:

@@ -176,7 +176,25 @@ def described(
     plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], best: LayoutChoice | None, words: Sequence[str]
 ) -> dict[str, Any]:
     """Return the forecast as plain JSON values."""
-    values = {id(choice): _as_json(choice) for choice in choices}
+    values = {
+        id(choice): {
+            "ds_config": choice.ds_config,
+            "accumulation_steps": choice.accumulation_steps,
+            "overrides": choice.overrides,
+            "memory_bytes": {name: round(size) for name, size in choice.memory.items()},
+            "total_bytes": round(choice.total),
+            "fits": choice.fits,
+            "tight": choice.tight,
+            "flops": choice.flops,
+            "wire_bytes": round(choice.wire_bytes),
+            "node_bytes": round(choice.node_bytes),
+            "teacher": choice.teacher,
+            "step_seconds": choice.duration.seconds,
+            "bound": choice.duration.bound,
+            "seconds": asdict(choice.duration),
+        }
+        for choice in choices
+    }
     cache = _cache_of(choices)
     first = None if best is None else first_words(best, words, machine)
     return {
@@ -194,25 +212,6 @@ def described(
 def _cache_of(choices: Sequence[LayoutChoice]) -> CacheForecast | None:
     """The cache that some of the choices read."""
     return next((choice.cache for choice in choices if choice.cache is not None), None)
-
-
-def _as_json(choice: LayoutChoice) -> dict[str, Any]:
-    return {
-        "ds_config": choice.ds_config,
-        "accumulation_steps": choice.accumulation_steps,
-        "overrides": choice.overrides,
-        "memory_bytes": {name: round(size) for name, size in choice.memory.items()},
-        "total_bytes": round(choice.total),
-        "fits": choice.fits,
-        "tight": choice.tight,
-        "flops": choice.flops,
-        "wire_bytes": round(choice.wire_bytes),
-        "node_bytes": round(choice.node_bytes),
-        "teacher": choice.teacher,
-        "step_seconds": choice.duration.seconds,
-        "bound": choice.duration.bound,
-        "seconds": asdict(choice.duration),
-    }
 
 
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], *, every: bool) -> None:

@@ -44,7 +44,12 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
         return _common(parser, methods)
     if topic == ALL:
         return parser.format_help()
-    others = [action for action in _settings(parser) if not _is_in(_key(action), topic)]
+    others = [
+        action
+        for action in _settings(parser)
+        # The settings of a run itself are those whose keys have no dot.
+        if ("." in _key(action) if topic == RUN else not f"{_key(action)}.".startswith(f"{topic}."))
+    ]
     if len(others) == len(_settings(parser)):
         hint = did_you_mean(topic, [ALL, *_sections(parser)]) or "; --help lists them"
         raise UserError(f"--help {topic}: there is no such section{hint}; give `--help all` for every setting")
@@ -93,7 +98,3 @@ def _key(action: Any) -> str:
 def _sections(parser: ArgumentParser) -> list[str]:
     keys = [_key(action) for action in _settings(parser)]
     return [RUN, *dict.fromkeys(key.split(".")[0] for key in keys if "." in key)]
-
-
-def _is_in(key: str, topic: str) -> bool:
-    return "." not in key if topic == RUN else f"{key}.".startswith(f"{topic}.")

@@ -80,23 +80,19 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
         raise UserError(f"{path}{line}: not valid YAML; fix it or choose another --recipe") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a mapping of settings; write key: value, as the shipped recipes do")
-    _check_size(values, path)
+    left: list[Any] = [values]
+    for _ in range(_MOST_VALUES):  # aliases can also make values without end
+        if not left:
+            break
+        value = left.pop()
+        left += [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    else:
+        raise UserError(
+            f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once"
+        )
     flat = flattened(values)
     check_keys(parser, flat, where=f"{path}: ")
     check_sections(parser, flat, where=f"{path}: ")
     for key, value in flat.items():
         check_plain(value, f"{path}: {key}")
     return values
-
-
-def _check_size(values: dict[str, Any], path: Path) -> None:
-    """Raise a UserError for a file of too many values, which aliases can also make without end."""
-    left: list[Any] = [values]
-    for _ in range(_MOST_VALUES):
-        if not left:
-            return
-        each = left.pop()
-        left += [*each.values()] if isinstance(each, dict) else each if isinstance(each, list) else []
-    raise UserError(
-        f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once"
-    )

@@ -38,7 +38,17 @@ _SMALLEST = 2.3
 
 def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
     layers = _layers(config, models.paths)
-    texts = [config.text] if config.text is not None else _first_lines(str(config.data), config.examples)
+    if config.text is not None:
+        texts = [config.text]
+    elif not Path(str(config.data)).is_file():
+        raise UserError(f"--data {config.data}: no such file; give a plain text file")
+    else:
+        lines = (line.strip() for line in text_lines(Path(str(config.data))))
+        texts = list(islice(filter(None, lines), config.examples))
+        if len(texts) < config.examples:
+            raise UserError(
+                f"--examples {config.examples}: {config.data} has {len(texts)} lines of text; ask for fewer"
+            )
     items, tokens = _encode(config, models.paths, texts)
     entries: dict[str, dict[str, Any]] = {}
     maps = {}
@@ -97,15 +107,6 @@ def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int
             if not 1 <= head <= shape.num_heads:
                 raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {shape.num_heads}")
     return layers
-
-
-def _first_lines(file: str, count: int) -> list[str]:
-    if not Path(file).is_file():
-        raise UserError(f"--data {file}: no such file; give a plain text file")
-    texts = list(islice((line.strip() for line in text_lines(Path(file)) if line.strip()), count))
-    if len(texts) < count:
-        raise UserError(f"--examples {count}: {file} has {len(texts)} lines of text; ask for fewer")
-    return texts
 
 
 def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, Any]:

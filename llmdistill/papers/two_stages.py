@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config import RunConfig, command_line
+from llmdistill.config import command_line
 from llmdistill.config.tasks import FineTuningConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -166,7 +166,10 @@ def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: 
 
 
 def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:
-    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it."""
+    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it.
+
+    The second stage has the methods of the run with their settings, which `tasks` overrides.
+    """
     plan, config = plans[-1], plans[-1].config
     settings, folder = config.tasks, plan.folder / "tasks"
     shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
@@ -176,23 +179,6 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     trained = str(plan.folder / "student")
     given = plan.config.student.model
     untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
-    learning = {**shared, "teacher": teacher, **_methods(config)}
-    rows = {
-        TEACHER: {**alone, "model": str(plans[0].models.teacher_path)},
-        "no_kd": {**alone, "model": trained},
-        "no_pretraining": {**learning, "model": untrained},
-        "two_stages": {**learning, "model": trained},
-    }
-    needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
-    return {
-        row: command_line.checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
-        for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
-    }
-
-
-def _methods(config: RunConfig) -> dict[str, Any]:
-    """Return the methods of the second stage with their settings; `tasks` overrides the settings of the run."""
-    settings = config.tasks
     method = config.method if settings.method is None else settings.method
     if not METHODS[method].needs_teacher:
         raise UserError(
@@ -212,7 +198,18 @@ def _methods(config: RunConfig) -> dict[str, Any]:
         for name, part in config.method_settings.items()
         if name in (method, *also)
     }
-    return {"method": method, "also": also, "method_settings": sections}
+    learning = {**shared, "teacher": teacher, "method": method, "also": also, "method_settings": sections}
+    rows = {
+        TEACHER: {**alone, "model": str(plans[0].models.teacher_path)},
+        "no_kd": {**alone, "model": trained},
+        "no_pretraining": {**learning, "model": untrained},
+        "two_stages": {**learning, "model": trained},
+    }
+    needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
+    return {
+        row: command_line.checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
+        for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
+    }
 
 
 def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
@@ -228,7 +225,16 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
     }
     with_teacher = next((each for each in results.values() if each["teacher"] is not None), None)
     if TEACHER not in found and with_teacher is not None:
-        found[TEACHER] = _given_teacher(with_teacher)
+        # A teacher that was already fine-tuned: one model per task, with unknown seeds.
+        scores = dev_columns(task["teacher"] for task in with_teacher["tasks"].values())
+        found[TEACHER] = {
+            **ROWS[TEACHER],
+            "params": with_teacher["params"]["teacher"]["total"],
+            "dev": {
+                name: {key: over_seeds([value]) for key, value in metrics.items()} for name, metrics in scores.items()
+            },
+            "average": with_teacher["averages"]["teacher"]["plain"],
+        }
     last = list(results.values())[-1]
     columns = [
         {"task": name, "column": column, "metric": metric, "train": task["examples"]["train"]}
@@ -246,18 +252,6 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
         "own_teacher": TEACHER in results,
         "warnings": list(dict.fromkeys(warning for each in results.values() for warning in each["warnings"])),
         "run": last["run"],
-    }
-
-
-def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
-    columns = dev_columns(task["teacher"] for task in results["tasks"].values())
-    dev = {name: {key: over_seeds([value]) for key, value in metrics.items()} for name, metrics in columns.items()}
-    return {
-        **ROWS[TEACHER],
-        "params": results["params"]["teacher"]["total"],
-        "dev": dev,
-        "average": results["averages"]["teacher"]["plain"],
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -73,39 +73,31 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
         train = _examples(_hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder)))
         if not train:
             raise UserError(f"{folder or _HUB}: holds no example of XNLI; take the official files, whole")
-    dev, test = (_by_language(split, settings) for split in _SPLITS)
-    languages = _languages(settings, dev.keys() & test.keys())
+    examples: dict[str, dict[str, list[PairExample]]] = {split: {} for split in _SPLITS}
+    for split, by_language in examples.items():
+        if folder is None:
+            wanted = [language for language in settings.languages or LANGUAGES if language in LANGUAGES]
+            by_language |= {language: _examples(_hub_rows(language, split)) for language in wanted}
+            continue
+        for row, place in tsv_rows(_split_file(folder, split)):
+            if not row.get("language"):
+                raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
+            of_language = by_language.setdefault(row["language"], [])
+            of_language.append(_example(row, place, len(of_language)))
+    dev, test = examples.values()
+    there = [language for language in LANGUAGES if language in dev and language in test]
+    languages = there if settings.languages is None else settings.languages
+    missing = next((language for language in languages if language not in there), None)
+    if missing is not None or not languages:
+        raise UserError(
+            f"data.task.languages: {folder or _HUB} has no dev and test examples for "
+            f"{missing or 'any language'}, only for {', '.join(there) or 'none'}; add them, or name languages that are "
+            "there"
+        )
     classes = tuple(range(len(GLUE_TASKS[NAME].classes)))
     sets = {"dev": PairSet([example for language in languages for example in dev[language]])}
     sets |= {f"{NAME}-{each}": PairSet(test[each], classes) for each in languages}
     return TaskFiles(train[: settings.limit], sets)
-
-
-def _languages(settings: TaskConfig, found: Collection[str]) -> list[str]:
-    """Return the languages that are scored: those asked for, or all that both splits have."""
-    there = [each for each in LANGUAGES if each in found]
-    asked = there if settings.languages is None else settings.languages
-    missing = next((each for each in asked if each not in there), None)
-    if missing is not None or not asked:
-        raise UserError(
-            f"data.task.languages: {settings.dir or _HUB} has no dev and test examples for "
-            f"{missing or 'any language'}, only for {', '.join(there) or 'none'}; add them, or name languages that are "
-            "there"
-        )
-    return asked
-
-
-def _by_language(split: str, settings: TaskConfig) -> dict[str, list[PairExample]]:
-    if settings.dir is None:
-        asked = [each for each in settings.languages or LANGUAGES if each in LANGUAGES]
-        return {language: _examples(_hub_rows(language, split)) for language in asked}
-    found: dict[str, list[PairExample]] = {}
-    for row, place in tsv_rows(_split_file(settings.dir, split)):
-        if not row.get("language"):
-            raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
-        examples = found.setdefault(row["language"], [])
-        examples.append(_example(row, place, len(examples)))
-    return found
 
 
 def _examples(rows: Rows) -> list[PairExample]:

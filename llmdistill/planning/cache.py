@@ -167,7 +167,12 @@ def forecast_cache(
     example, counts = full_batch(plan, plan.task.rows_per_example), asked.counts
     if counts is None and train.epochs is None:
         counts = count_positions(example, train.steps * train.global_batch_size)
-    layout, fits = _teacher_that_fits(trace, sizes, machine)
+    for sharding in shardings(machine):  # the simplest with which the teacher's pass fits, else the last
+        layout = Layout(zero=TEACHER_ZERO, sizes=sizes, teacher=sharding, machine=machine)
+        needed = layout.reserved({"activations": trace.peak, **layout.resident_teacher})
+        fits = sum(needed.values()) <= machine.memory_bytes
+        if fits:
+            break
     each = counts or count_positions(example, train.global_batch_size)  # one step stands for an unknown number of them
     passes = each["tokens"] / (machine.ranks * trace.micro_batch["tokens"])
     seconds = passes * layout.pass_seconds(trace.work)
@@ -189,16 +194,6 @@ def forecast_cache(
         seconds_per_step=0.0 if is_there else seconds / steps,
         is_sensible=is_there or (size is not None and size <= most),
     )
-
-
-def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[Layout, bool]:
-    """The layout with the simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
-    for sharding in shardings(machine):
-        layout = Layout(zero=TEACHER_ZERO, sizes=sizes, teacher=sharding, machine=machine)
-        needed = layout.reserved({"activations": trace.peak, **layout.resident_teacher})
-        if sum(needed.values()) <= machine.memory_bytes:
-            return layout, True
-    return layout, False
 
 
 def shardings(machine: MachineConfig) -> list[str]:

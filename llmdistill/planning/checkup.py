@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
@@ -55,9 +54,23 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
 
     The student of these checks is made without calibration data, so that it is made in seconds.
     """
+    # At most 8 sequences in a batch, models in one process, and a student that needs no measurement.
+    student, size = config.student, config.train.global_batch_size
+    plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
+    layers = None if student.layers == "important" else student.layers
+    init = "slice" if student.init == "important" else student.init
+    few = max(number for number in range(1, 9) if size % number == 0)
+    whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}
+    others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
+    quick = replace(
+        config,
+        teacher=replace(config.teacher, others=others, **whole),
+        student=replace(student, factorize=plain, init=init, layers=layers),
+        train=replace(config.train, micro_batch_size=few),
+    )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            plan = make_plans(_quick(config, folder))[0]  # of a run with assistants the first one's
+            plan = make_plans(replace(quick, output_dir=folder))[0]  # of a run with assistants the first one's
             data = plan.task.read(plan.models).prepared()
             yield Finding("ok", "settings and data", data.report or "read")
             asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
@@ -68,24 +81,6 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
                 yield from _check_models(plan, data)
     except UserError as error:
         yield Finding("failure", "the run", "it cannot start", str(error))
-
-
-def _quick(config: RunConfig, folder: str) -> RunConfig:
-    """The same run with at most 8 sequences in a batch, and a student that needs no measurement."""
-    student, size = config.student, config.train.global_batch_size
-    plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
-    layers = None if student.layers == "important" else student.layers
-    init = "slice" if student.init == "important" else student.init
-    few = max(number for number in range(1, 9) if size % number == 0)
-    whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}  # in one process
-    others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
-    return replace(
-        config,
-        output_dir=folder,
-        teacher=replace(config.teacher, others=others, **whole),
-        student=replace(student, factorize=plain, init=init, layers=layers),
-        train=replace(config.train, micro_batch_size=few),
-    )
 
 
 def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
@@ -211,14 +206,10 @@ def term_sizes(
                 taught = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
             losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
-            sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
+            found = torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()
+            norms = [gradient.float().norm() for gradient in found if gradient is not None]
+            sizes[name] = TermSize(value, float(torch.stack(norms).norm()) if norms else 0.0)
     finally:
         for each in (learner, *live_models(teacher).values()):
             each.remove()
     return sizes
-
-
-def _gradient_norm(total: Tensor, parameters: list[torch.nn.Parameter]) -> float:
-    found = torch.autograd.grad(total, parameters, allow_unused=True)
-    norms = [each.float().norm() for each in found if each is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0

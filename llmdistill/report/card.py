@@ -152,12 +152,17 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         model_name=title if story.scores else None,
         eval_results=scores or None,
     )
+    text = config.get_text_config()
+    sizes = (("layers", "num_hidden_layers"), ("wide", "hidden_size"), ("tokens", "vocab_size"))
+    known = [f"{getattr(text, key):,} {what}" for what, key in sizes if isinstance(getattr(text, key, None), int)]
+    license = teacher.header.get("license_name") or teacher.header.get("license")
+    said = "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
     model = {
-        "Architecture": _architecture(config),
+        "Architecture": ", ".join([(config.architectures or [type(config).__name__])[0], *known]),
         "Factors": factors,
         "Weights of the layers' linears": None if bits is None else f"{bits}, by torchao",
         "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
-        "Made from": _teacher_text(teacher),
+        "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {said}",
     }
     recipe = yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True) if story.settings else ""
     body = rendered(
@@ -233,13 +238,6 @@ def _library(folder: Path, config: PreTrainedConfig) -> str:
     return "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
 
 
-def _architecture(config: PreTrainedConfig) -> str:
-    text = config.get_text_config()
-    sizes = (("layers", "num_hidden_layers"), ("wide", "hidden_size"), ("tokens", "vocab_size"))
-    said = [f"{getattr(text, key):,} {name}" for name, key in sizes if isinstance(getattr(text, key, None), int)]
-    return ", ".join([(config.architectures or [type(config).__name__])[0], *said])
-
-
 def _factors(config: PreTrainedConfig) -> str | None:
     if not _is_factorized(config):
         return None
@@ -255,13 +253,6 @@ def _factors(config: PreTrainedConfig) -> str | None:
     )
     said = f"{len(sizes)} matrices as {kind}{ranks}"
     return said if embedding is None else f"{said}, the token embedding too ({embedding})"
-
-
-def _teacher_text(teacher: Teacher) -> str:
-    license = teacher.header.get("license_name") or teacher.header.get("license")
-    said = "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
-    made = "" if teacher.origin is None else f", {teacher.origin}"
-    return f"{teacher.name}{made}; {said}"
 
 
 def _prompt(folder: Path) -> str | None:

@@ -33,8 +33,47 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
     """
     results: dict[str, Any] = _without_prefix(_results(comparison), folder)
     write_json(folder / "results.json", results)
-    write_json(folder / "costs.json", {row.key: _costs(row) for row in comparison.rows})
-    context = _context(comparison, save_drawings(folder / "plots", draw_comparison(comparison)))
+    costs = {}
+    for row in comparison.rows:
+        of_checkpoint: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
+        if row.checkpoint is not None:
+            of_checkpoint |= {
+                "checkpoint_formats": dict(row.checkpoint.formats),
+                "checkpoint_parts": dict(row.checkpoint.parts),
+            }
+        calibration = {} if row.calibration is None else {key: row.calibration[key] for key in CALIBRATION_COSTS}
+        costs[row.key] = {**of_checkpoint, **{key: row.cost(key) for key in COSTS}, **calibration}
+    write_json(folder / "costs.json", costs)
+    runs = [run for row in comparison.rows for run in (*row.runs, *row.trials)]
+    failed = [run for run in runs if run.error is not None]
+    failed += [run for row in comparison.rows for run in row.failed if run.error is None]
+    failed_sizes = [run for row in comparison.sizes for run in row.failed]
+    sizes = [row for row in comparison.sizes if row.ended]
+    differences = {row.key: comparison.difference(row) for row in comparison.rows}
+    trained = [differences[row.key] for row in comparison.rows if row.trained]
+    context = {
+        "comparison": comparison,
+        "finding": " ".join(filter(None, (describe_finding(comparison.rows, comparison.sets), comparison.limits))),
+        "best": best_figures(comparison.rows, comparison.sets, comparison.texts),
+        "columns": [*comparison.sets, *comparison.texts],
+        "differences": differences,
+        "best_difference": comparison.score.best(each for each in trained if each is not None),
+        "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
+        "plots": save_drawings(folder / "plots", draw_comparison(comparison)),
+        "labels": {
+            **{row.name: row.label for row in comparison.rows},
+            **{row.key: row.title for row in comparison.rows},
+        },
+        "failed": _once([*failed, *failed_sizes]),
+        "sizes": sizes,
+        "held": _held(comparison.rows),
+        "several_seeds": any(len(row.ended) > 1 for row in comparison.rows),
+        "perplexity": any(row.perplexity is not None for row in comparison.rows),
+        "generates": any(row.cost("generation_tokens_per_second") is not None for row in comparison.rows),
+        "calibrated": any(row.calibration is not None for row in comparison.rows),
+        "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
+        "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
+    }
     for kind in ("html", "md"):
         write_page(folder / f"report.{kind}", f"comparison.{kind}.j2", **context)
     return results
@@ -79,14 +118,6 @@ def _result(row: Row, difference: float | None) -> dict[str, Any]:
     }
 
 
-def _costs(row: Row) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
-    calibration = {} if row.calibration is None else {key: row.calibration[key] for key in CALIBRATION_COSTS}
-    if row.checkpoint is not None:
-        sizes |= {"checkpoint_formats": dict(row.checkpoint.formats), "checkpoint_parts": dict(row.checkpoint.parts)}
-    return {**sizes, **{key: row.cost(key) for key in COSTS}, **calibration}
-
-
 def _without_prefix(value: Any, folder: Path) -> Any:
     """Return the value with every path below the folder made relative to the folder."""
     if isinstance(value, str):
@@ -94,37 +125,6 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: _without_prefix(item, folder) for key, item in value.items()}
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
-
-
-def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    rows = comparison.rows
-    runs = [run for row in rows for run in (*row.runs, *row.trials)]
-    failed = [run for run in runs if run.error is not None]
-    failed += [run for row in rows for run in row.failed if run.error is None]
-    failed_sizes = [run for row in comparison.sizes for run in row.failed]
-    sizes = [row for row in comparison.sizes if row.ended]
-    differences = {row.key: comparison.difference(row) for row in rows}
-    trained = [differences[row.key] for row in rows if row.trained]
-    return {
-        "comparison": comparison,
-        "finding": " ".join(filter(None, (describe_finding(rows, comparison.sets), comparison.limits))),
-        "best": best_figures(rows, comparison.sets, comparison.texts),
-        "columns": [*comparison.sets, *comparison.texts],
-        "differences": differences,
-        "best_difference": comparison.score.best(each for each in trained if each is not None),
-        "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
-        "plots": drawn,
-        "labels": {**{row.name: row.label for row in rows}, **{row.key: row.title for row in rows}},
-        "failed": _once([*failed, *failed_sizes]),
-        "sizes": sizes,
-        "held": _held(rows),
-        "several_seeds": any(len(row.ended) > 1 for row in rows),
-        "perplexity": any(row.perplexity is not None for row in rows),
-        "generates": any(row.cost("generation_tokens_per_second") is not None for row in rows),
-        "calibrated": any(row.calibration is not None for row in rows),
-        "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
-        "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
-    }
 
 
 def _held(rows: Sequence[Row]) -> dict[str, str]:

@@ -145,8 +145,23 @@ def _keys(model: Any) -> dict[str, Any]:
 
 def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
     """Raise a UserError if there is no such optimizer, or it does not take a parameter."""
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
     kind, params = optimizer["type"], optimizer["params"]
-    known = _optimizers()
+    adams = [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam]
+    known: dict[str, list[Any]] = {
+        # torch's by the names of their classes, and DeepSpeed's in small letters: the device decides between several.
+        **{name: [each] for name, each in vars(torch.optim).items() if isinstance(each, type)},
+        **{"Adam": adams, "AdamW": adams},
+        **{name: [] for name in DEEPSPEED_OPTIMIZERS},  # some have no class that could be asked for its parameters
+        **{"adam": adams, "adamw": adams, "lamb": [FusedLamb], "lion": [FusedLion, DeepSpeedCPULion]},
+        "adagrad": [torch.optim.Adagrad, DeepSpeedCPUAdagrad],
+    }
     name = str(kind) if str(kind) in known else str(kind).lower()
     if name not in known:
         hint = did_you_mean(str(kind), known)
@@ -162,24 +177,3 @@ def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
         raise UserError(
             f"{path}: optimizer.params.{unknown}: {kind} has no such parameter, only {listed}; remove it, or take AdamW"
         )
-
-
-def _optimizers() -> dict[str, list[Any]]:
-    """Return the optimizers by name: DeepSpeed's in small letters, of which it takes one by the device, and torch's.
-
-    Some of DeepSpeed's have no class that could be asked for its parameters.
-    """
-    import torch
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    adams = [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam]
-    own: dict[str, list[Any]] = {
-        **{"adam": adams, "adamw": adams, "lamb": [FusedLamb], "lion": [FusedLion, DeepSpeedCPULion]},
-        "adagrad": [torch.optim.Adagrad, DeepSpeedCPUAdagrad],
-    }
-    of_torch = {name: [each] for name, each in vars(torch.optim).items() if isinstance(each, type)}
-    return {**of_torch, "Adam": adams, "AdamW": adams, **{name: [] for name in DEEPSPEED_OPTIMIZERS}, **own}

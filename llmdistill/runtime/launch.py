@@ -160,7 +160,15 @@ def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1 or "SLURM_PROCID" not in environment:
         return {}
-    here = str(_tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])])
+    # Slurm writes `2(x3),1` for two tasks on each of three nodes, and one on the fourth.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    tasks_of_nodes = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
+    here = str(tasks_of_nodes[int(environment["SLURM_NODEID"])])
+    # The first name of a list such as `gpu[01-04,07],login1`.
+    nodes = environment["SLURM_STEP_NODELIST"]
+    first = re.match(r"(?:\[[^]]*\]|[^,[])+", nodes)
+    assert first is not None, f"{nodes!r} is no list of nodes"
+    first_node = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
     # Steps that run at the same time, of one job or of several jobs that share a node, need ports of their own.
     number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
     return {
@@ -169,22 +177,9 @@ def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": here,
         "LOCAL_SIZE": here,
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_node(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_node,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(15_000 + number % 10_000),
     }
-
-
-def _tasks_of_nodes(text: str) -> list[int]:
-    """Read Slurm's `2(x3),1`: two tasks on each of three nodes, and one on the fourth."""
-    counts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
-    return [int(each[1]) for each in counts if each is not None for _ in range(int(each[2] or 1))]
-
-
-def _first_node(nodes: str) -> str:
-    """Read the first name of a list such as `gpu[01-04,07],login1`."""
-    first = re.match(r"(?:\[[^]]*\]|[^,[])+", nodes)
-    assert first is not None, f"{nodes!r} is no list of nodes"
-    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
 
 
 def free_port() -> int:
@@ -254,21 +249,15 @@ def prepare_joining(gpus: int | None) -> None:
         ) from error
     if launched_ranks() > launched_ranks_of_node():
         # gloo would take the interface of the node's own name, which is the loopback on many systems (127.0.1.1).
-        interface = _interface_towards(master)
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # It shall take the one through which this node reaches rank 0, and on rank 0's node that of the address itself.
+        import psutil
 
-
-def _interface_towards(master: str) -> str | None:
-    """The network interface through which this node reaches rank 0; on rank 0's node that of the address itself."""
-    import psutil
-
-    addresses = [own for each in (master, _ELSEWHERE) if (own := _own_address(each)) is not None]
-    outside = next((each for each in addresses if not ipaddress.ip_address(each.split("%")[0]).is_loopback), None)
-    for name, held in psutil.net_if_addrs().items():
-        if any(each.address.split("%")[0] == outside for each in held):
-            return name
-    return None
+        addresses = [own for each in (master, _ELSEWHERE) if (own := _own_address(each)) is not None]
+        outside = next((each for each in addresses if not ipaddress.ip_address(each.split("%")[0]).is_loopback), None)
+        for interface, held in psutil.net_if_addrs().items():
+            if any(each.address.split("%")[0] == outside for each in held):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+                break
 
 
 def _own_address(other: str) -> str | None:

@@ -141,18 +141,15 @@ class Tracer(TorchDispatchMode):
         self.live[part] -= size
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        moved = sum(_bytes_of(each) for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor))
+        tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
+        # An expanded tensor is read once: its storage is smaller than its number of elements says.
+        moved = sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors)
         formula = _PRODUCTS.get(func._overloadpacket)
         if formula is None:
             work = Work(other_bytes=moved, operations=1)
         else:
             work = Work(flops=formula(*args, **kwargs, out_val=result), product_bytes=moved, operations=1)
         self.work = self.work.plus(work)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    # An expanded tensor is read once: its storage is smaller than its number of elements says.
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 @contextmanager

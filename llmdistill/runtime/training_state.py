@@ -44,8 +44,10 @@ def fragments(engine: Any) -> list[Fragment]:
     trained = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
     states = _base(engine).state
     if engine.zero_optimization_stage() == 3:
-        kinds = _kinds(engine)
-        return [each for name, parameter in trained for each in _sharded(name, parameter, kinds)]
+        # The optimizer's names of its states; none before the first step.
+        flats = [flat for group in _stepped(engine) for flat in group]
+        kinds = {key for flat in flats for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
+        return [each for name, parameter in trained for each in _sharded(name, parameter, sorted(kinds))]
     if engine.zero_optimization_stage() > 0:
         flats = [flat for (flat,) in _stepped(engine)]
         return [each for name, parameter in trained for each in _partitioned(name, parameter, flats, states)]
@@ -122,12 +124,6 @@ def _stepped(engine: Any) -> list[list[Tensor]]:
         for number, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
             groups[engine.optimizer.sub_group_to_group_id[number]].append(flat)
     return groups
-
-
-def _kinds(engine: Any) -> list[str]:
-    """The optimizer's names of its states; empty before the first step."""
-    states = [(flat, _base(engine).state.get(flat, {})) for group in _stepped(engine) for flat in group]
-    return sorted({key for flat, state in states for key, value in state.items() if _is_like(value, flat)})
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from llmdistill.embedded import locate
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
-from llmdistill.report.answers import Sample, read_samples
+from llmdistill.report.answers import read_samples
 from llmdistill.report.checkpoint import read_checkpoint
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
@@ -53,6 +53,14 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
     if findings.failed:
         warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
+    # The answers of each model to prompts spread evenly over the test sets: those of the first seed, first pass.
+    folders = {start: base.trial.folder / "predictions" for start, base in findings.bases.items()}
+    answers = {"teacher": folders[study.starts[0].name] / "teacher"}
+    answers |= {start.key("none"): folders[start.name] / "untrained" for start in study.starts}
+    for name, runs in findings.runs.items():
+        ended = next((run for run in runs if run.metrics is not None), None)
+        if ended is not None:
+            answers[name] = ended.trial.folder / "predictions" / "student"
     return Comparison(
         title=title,
         sets=sets,
@@ -61,7 +69,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
-        samples=_samples(study, findings),
+        samples=read_samples(answers, list(study.recipe.data.tests)),
         warnings=list(dict.fromkeys(warnings)),
         facts=_facts(study, findings, command),
         paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
@@ -162,19 +170,6 @@ def _relative(study: Study, trial: Trial) -> str:
     return os.path.relpath(trial.folder, study.root)
 
 
-def _samples(study: Study, findings: Findings) -> list[Sample]:
-    """Return prompts spread evenly over the test sets, with each model's answer (first seed, first pass)."""
-    answered = {start: base.trial.folder / "predictions" for start, base in findings.bases.items()}
-    first = answered[study.starts[0].name]
-    folders = {"teacher": first / "teacher"}
-    folders |= {start.key("none"): answered[start.name] / "untrained" for start in study.starts}
-    for name, runs in findings.runs.items():
-        ended = next((run for run in runs if run.metrics is not None), None)
-        if ended is not None:
-            folders[name] = ended.trial.folder / "predictions" / "student"
-    return read_samples(folders, list(study.recipe.data.tests))
-
-
 def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
     recipe, run = study.recipe, findings.base["run"]
     data, train = recipe.data, recipe.train
@@ -183,6 +178,13 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
     same = "order of the examples, global batch, number of training tokens"
     chosen = f"on {data.valid} by {study.score.name} with seed {study.seeds[0]}, never on a test set; all tried {grid}"
     examples = f"sequences of {data.max_length} tokens" if study.score is PERPLEXITY else "examples"
+    if study.score is ROUGE_L:
+        words = describe_words(findings.base["teacher"].get("rouge_words", {}))
+        scoring = {"Decoding": f"{run['decoding']}, ROUGE-L {words}, best of the references, x 100"}
+    else:
+        text = next(iter(findings.base["teacher"]["texts"].values()))
+        begin = f", each begins with {text['begin']}" if text.get("begin") else ""
+        scoring = {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next{begin}"}
     return {
         "Command": command,
         "Hardware": run["hardware"],
@@ -192,16 +194,6 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
         **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
         "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
         "Chosen": f"nothing; all have {grid}" if data.valid is None else chosen,
-        **_scoring(study, findings),
+        **scoring,
         "Seeds": ", ".join(map(str, study.seeds)),
     }
-
-
-def _scoring(study: Study, findings: Findings) -> dict[str, str]:
-    if study.score is ROUGE_L:
-        decoding = findings.base["run"]["decoding"]
-        words = describe_words(findings.base["teacher"].get("rouge_words", {}))
-        return {"Decoding": f"{decoding}, ROUGE-L {words}, best of the references, x 100"}
-    text = next(iter(findings.base["teacher"]["texts"].values()))
-    begin = f", each begins with {text['begin']}" if text.get("begin") else ""
-    return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next{begin}"}

@@ -5,7 +5,7 @@ The search has a short run for each layer, and plots the losses (MiniLMv2 Figure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Tri
 
 
 def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
-    """Write and print the scores of all layers, and return the layer with the lowest validation loss."""
+    """Write, plot and print the scores of all layers, and return the layer with the lowest validation loss."""
     losses = {
         each.trial.settings[f"{name}.teacher_layer"]: read_metrics_log(each.trial.folder)[-1]["valid_loss"]
         for each in probes
@@ -110,12 +110,6 @@ def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
     best = min(losses, key=losses.__getitem__)
     values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
     write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
-    _plot_layers(losses, best, folder)
-    _print_layers(losses, folder)
-    return best
-
-
-def _plot_layers(losses: Mapping[int, float], best: int, folder: Path) -> None:
     style = method_styles(["student"])["student"]
     curve = curve_of({float(layer): [loss] for layer, loss in losses.items()})
     figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
@@ -125,14 +119,13 @@ def _plot_layers(losses: Mapping[int, float], best: int, folder: Path) -> None:
     axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
     save_plot(figure, folder, "layer_search")
 
-
-def _print_layers(losses: Mapping[int, float], folder: Path) -> None:
-    best, worst = min(losses.values()), max(losses.values())
+    lowest, highest = losses[best], max(losses.values())
     rows = []
     for layer, loss in losses.items():
-        bar = "█" * round(30 * (worst - loss) / (worst - best)) if worst > best else ""
-        chosen = " chosen" if loss == best else ""
-        rows.append([str(layer), f"{loss:.4f}", f"{bar} {worst - loss:.4f}{chosen}".strip()])
+        bar = "█" * round(30 * (highest - loss) / (highest - lowest)) if highest > lowest else ""
+        chosen = " chosen" if loss == lowest else ""
+        rows.append([str(layer), f"{loss:.4f}", f"{bar} {highest - loss:.4f}{chosen}".strip()])
     header = ["layer", "validation loss", "better than the worst by"]
     print_table("Which layer of the teacher to learn from", header, rows, left=(2,))
     Console().print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
+    return best

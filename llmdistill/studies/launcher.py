@@ -143,8 +143,13 @@ class Launcher:
         # Launchers that run at the same time must not use the same port.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
         command = self.train_command(write_recipe(trial.recipe, to_dict(trial.config)), [*slot, *port])
+        more: dict[str, str] = {}
+        # Trials at the same time share the CPU cores of a machine without GPUs.
+        if self.trials_at_once > 1 and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+            processes = self.trials_at_once * (self._num_gpus() or 1)
+            more = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
         began = time.perf_counter()
-        return _Running(_start(command, trial.log, self._environment()), trial, slot, began)
+        return _Running(_start(command, trial.log, more), trial, slot, began)
 
     def _slots(self) -> list[Sequence[str]]:
         """Return the launcher's flags for each of the trials that run at the same time."""
@@ -167,13 +172,6 @@ class Launcher:
     def _num_gpus(self) -> int | None:
         words = " ".join(self.flags).replace("=", " ").split()
         return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
-
-    def _environment(self) -> dict[str, str]:
-        """Return the environment variables for trials that share the CPU cores of a machine without GPUs."""
-        if self.trials_at_once == 1 or torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
-            return {}
-        processes = self.trials_at_once * (self._num_gpus() or 1)
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
 Runner = InProcess | Launcher

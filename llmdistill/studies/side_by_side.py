@@ -159,22 +159,20 @@ def named_models(references: Sequence[str]) -> dict[str, Path]:
     """
     models: dict[str, Path] = {}
     for reference in references:
-        for name, path in _models_of(reference).items():
+        own, equals, named = reference.partition("=")
+        if equals and own and named and not Path(reference).exists():
+            of_run = _run_models(named)
+            found = {own: locate(named) if of_run is None else of_run[MODELS["student"]]}
+        else:
+            of_run = _run_models(reference)
+            found = {reference: locate(reference)} if of_run is None else of_run
+        for name, path in found.items():
             if name in models:
                 raise UserError(
                     f"--model: {models[name]} and {path} would both be called {name}; write NAME=FOLDER for one of them"
                 )
             models[name] = path
     return models
-
-
-def _models_of(reference: str) -> dict[str, Path]:
-    own, equals, named = reference.partition("=")
-    if equals and own and named and not Path(reference).exists():
-        found = _run_models(named)
-        return {own: locate(named) if found is None else found[MODELS["student"]]}
-    found = _run_models(reference)
-    return {reference: locate(reference)} if found is None else found
 
 
 def _run_models(reference: str) -> dict[str, Path] | None:

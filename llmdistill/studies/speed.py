@@ -39,8 +39,12 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     for shape, each in shapes.items():
         model: Any = build_random(each, _head(each), seed=0)
         loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
-    batches = _random_batches(config, loaded)
-    if examples is not None:
+    if examples is None:  # full batches of tokens that every model has; the papers pad each example to the same length
+        high = min(model.config.vocab_size for model in loaded.values())
+        ids = torch.from_numpy(np.random.default_rng(0).integers(high, size=(config.batch_size, config.max_length)))
+        inputs: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        batches: dict[str, list[Inputs]] = {name: [inputs] * (config.warmup + config.batches) for name in loaded}
+    else:
         tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in loaded}
         batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in loaded.items()}
     rows: dict[str, dict[str, Any]] = {
@@ -93,15 +97,6 @@ def _encoded(
             inputs["token_type_ids"] = batch.token_type_ids
         batches.append(inputs)
     return [*islice(cycle(batches), config.warmup), *batches]
-
-
-def _random_batches(config: SpeedConfig, models: Mapping[str, PreTrainedModel]) -> dict[str, list[Inputs]]:
-    """Return full batches of tokens that every model has; the papers pad each example to the same length."""
-    high = min(model.config.vocab_size for model in models.values())
-    shape = (config.batch_size, config.max_length)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(high, size=shape))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {name: [inputs] * (config.warmup + config.batches) for name in models}
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:

@@ -27,22 +27,19 @@ def write_submission(
     Raises:
         UserError: a score is not finite.
     """
-    texts = {
-        example.index: _submitted(task, float(value), f"{path.stem}: example {example.index}")
-        for example, value in zip(examples, predictions, strict=True)
-    }
+    texts = {}
+    for example, value in zip(examples, map(float, predictions), strict=True):
+        place = f"{path.stem}: example {example.index}"
+        if task.classes:
+            assert value in range(len(task.classes)), f"{place}: {value} is no class of {', '.join(task.classes)}"
+            texts[example.index] = task.classes[int(value)]
+        elif np.isfinite(value):
+            texts[example.index] = f"{min(max(value, 0.0), BEST_SCORE):.3f}"
+        else:
+            raise UserError(f"{place}: the predicted score is {value}; the model is broken, train it anew")
     assert len(texts) == len(examples), "two examples have the same number"
     lines = [f"{index}\t{text}\n" for index, text in sorted(texts.items())]
     write_text(path, "".join(["index\tprediction\n", *lines]))
-
-
-def _submitted(task: GlueTask, value: float, place: str) -> str:
-    if task.classes:
-        assert value in range(len(task.classes)), f"{place}: {value} is no class of {', '.join(task.classes)}"
-        return task.classes[int(value)]
-    if not np.isfinite(value):
-        raise UserError(f"{place}: the predicted score is {value}; the model is broken, train it anew")
-    return f"{min(max(value, 0.0), BEST_SCORE):.3f}"
 
 
 def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:

@@ -21,6 +21,7 @@ SETS = {
 
 TEXTS = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test"}
 """Name -> reference of the text: WikiText-2's test split, whose perplexity the papers on SVD report."""
+_TEXT_FILES = ("test.txt", "wiki.test.raw", "wiki.test.tokens")
 
 
 def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str | TextSet]:
@@ -36,7 +37,19 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
     references: dict[str, str | TextSet] = {}
     for name in (part.strip() for part in names.split(",")):
         if name in TEXTS:
-            references[name] = TextSet(TEXTS[name] if folder is None else _text_file(name, folder), lines=True)
+            text: str | Path | None = TEXTS[name]
+            if folder is not None:
+                places = [
+                    folder,
+                    folder / f"{name}.txt",
+                    *(place / file for place in (folder, folder / name) for file in _TEXT_FILES),
+                ]
+                text = next((place for place in places if place.is_file()), None)
+            if text is None:
+                raise UserError(
+                    f"--data_dir {folder}: it has neither {name}.txt nor {_TEXT_FILES[0]}; add one or name the file"
+                )
+            references[name] = TextSet(text, lines=True)
             continue
         if name not in SETS:
             known = [*SETS, *TEXTS, *others]
@@ -45,17 +58,6 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
         is_embedded = SETS[name].startswith("embedded:")
         references[name] = SETS[name] if is_embedded or folder is None else str(_file(name, folder))
     return references
-
-
-def _text_file(name: str, folder: Path) -> Path:
-    if folder.is_file():
-        return folder
-    files = ("test.txt", "wiki.test.raw", "wiki.test.tokens")
-    places = [folder / f"{name}.txt", *(folder / each for each in files), *(folder / name / each for each in files)]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f"--data_dir {folder}: it has neither {name}.txt nor {files[0]}; add one or name the file")
-    return found
 
 
 def _file(name: str, folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,17 @@ class Instructions(Task):
         elif self.trains:
             train, mixture, report = self._training_set()
             if teacher.average == "rows" and not self.teacher_writes:  # the answers of SeqKD name no teacher
-                _check_asked(train.distinct("teacher"), teacher.others, settings.train)
+                named = set(train.distinct("teacher"))
+                for name in sorted(named - {"", *teacher.others}):
+                    raise UserError(
+                        f"data.train {settings.train}: a row has the teacher {name!r}, which is not in teacher.others "
+                        f"({', '.join(teacher.others)}){did_you_mean(name, teacher.others)}"
+                    )
+                for name in sorted({*teacher.others} - named):
+                    raise UserError(
+                        f"data.train {settings.train}: teacher.average is rows, but no row has the key teacher with the"
+                        f" value {name!r}: name it in the rows that it shall teach, or leave it out of teacher.others"
+                    )
         return self.having(
             train=train,
             mixture=mixture,
@@ -256,7 +266,12 @@ class Instructions(Task):
             return self.texts.score(name, scored)
         score = self._score(name, scored)
         if name == VALID and World.current().is_main:
-            score |= _chance(scored.predictions / f"{name}.jsonl", score["rouge_words"])
+            rows = json_lines(scored.predictions / f"{name}.jsonl")
+            if len(rows) < 2:  # the answer to one question is compared with the answers to the others
+                return {**score, "chance": None, "above_chance": True}
+            answers = [next(iter(row["predictions"].values())) for row in rows]
+            chance = measure_chance(answers, [row["references"] for row in rows], score["rouge_words"])
+            score |= {"chance": chance.other, "above_chance": chance.is_beaten}
         return score
 
     def _score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
@@ -346,27 +361,3 @@ class Instructions(Task):
 
     def after_training(self, loader: Loader) -> str | None:
         return loader.report() if isinstance(loader, StreamLoader) else None
-
-
-def _check_asked(asked: Collection[str], others: Collection[str], data: str) -> None:
-    """Raise a UserError if rows ask for a teacher that there is not, or no row asks for one that there is."""
-    for name in sorted(set(asked) - {"", *others}):
-        raise UserError(
-            f"data.train {data}: a row has the teacher {name!r}, which is not in teacher.others "
-            f"({', '.join(others)}){did_you_mean(name, others)}"
-        )
-    for name in sorted(set(others) - set(asked)):
-        raise UserError(
-            f"data.train {data}: teacher.average is rows, but no row has the key teacher with the value {name!r}: "
-            "name it in the rows that it shall teach, or leave it out of teacher.others"
-        )
-
-
-def _chance(predictions: Path, words: Words) -> dict[str, Any]:
-    """Compare the answers in the file of predictions with chance; this needs at least two questions."""
-    rows = json_lines(predictions)
-    if len(rows) < 2:
-        return {"chance": None, "above_chance": True}
-    answers = [next(iter(row["predictions"].values())) for row in rows]
-    chance = measure_chance(answers, [row["references"] for row in rows], words)
-    return {"chance": chance.other, "above_chance": chance.is_beaten}

@@ -56,7 +56,12 @@ class SentenceEncoder:
 
         The name and the type of the task, and "query" or "document" where it has these, choose the prompt.
         """
-        names = _prompt_names(task_metadata, None if prompt_type is None else str(prompt_type.value))
+        # The names under which a model may keep the prompt of a task, the most special first, in MTEB's order.
+        names = [str(task_metadata.name), str(task_metadata.type)]
+        if prompt_type is not None:
+            kind = str(prompt_type.value)
+            names = [each for name in names for each in (f"{name}-{kind}", name)]
+            names += _DOCUMENTS if kind == "document" else [kind]
         prompts = self._settings.prompts
         prompt = next((prompts[name] for name in names if name in prompts), self._settings.prompt)
         settings = replace(self._settings, prompt=prompt)
@@ -79,15 +84,6 @@ class SentenceEncoder:
 def _rows(embeddings: Any) -> Tensor:
     rows = torch.as_tensor(embeddings).float()
     return rows[None] if rows.dim() == 1 else rows
-
-
-def _prompt_names(task_metadata: Any, prompt_type: str | None) -> list[str]:
-    """Return the names under which a model may keep the prompt of a task, the most special first, in MTEB's order."""
-    names = [str(task_metadata.name), str(task_metadata.type)]
-    if prompt_type is None:
-        return names
-    general = list(_DOCUMENTS) if prompt_type == "document" else [prompt_type]
-    return [*(each for name in names for each in (f"{name}-{prompt_type}", name)), *general]
 
 
 @dataclass(frozen=True, kw_only=True)

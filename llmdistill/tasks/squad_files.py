@@ -98,7 +98,23 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     Raises:
         UserError: a file is missing or malformed, holds no question, or a language has no data.
     """
-    sets = _read_sets(key, settings)
+    task = SQUAD_TASKS[key]
+    sets = {}
+    if not task.is_multilingual:
+        if settings.languages is not None:
+            raise UserError(f"data.task.languages is {settings.languages}, but {task.title} is English: leave it out")
+        rows, place = _split_rows(key, settings.dir, "dev", None)
+        sets["dev"] = QuestionSet(column=task.title, language=None, questions=_checked(rows, place, key))
+    else:
+        splits = [("dev", "dev", ENGLISH), *((each.column, "test", each) for each in _pairs(settings))]
+        for name, split, pair in splits:
+            rows, place = _split_rows(key, settings.dir, split, pair)
+            sets[name] = QuestionSet(
+                column=f"{pair.column} dev" if name == "dev" else name,
+                language=pair.context,
+                is_averaged=name != "dev" and pair.context == pair.question,
+                questions=_checked(rows, place, key),
+            )
     if only_scores:
         return TaskFiles([], sets)
     source = "squad1" if SQUAD_TASKS[key].is_multilingual else key
@@ -120,25 +136,6 @@ def test_files(key: str, settings: TaskConfig) -> list[Path]:
     """Return the files of MLQA's test sets; raise UserError if a language has no data."""
     pairs = _pairs(settings) if SQUAD_TASKS[key].is_multilingual else []
     return [_mlqa_folder(str(settings.dir), "test") / each.file("test") for each in pairs]
-
-
-def _read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
-    task = SQUAD_TASKS[key]
-    if not task.is_multilingual:
-        if settings.languages is not None:
-            raise UserError(f"data.task.languages is {settings.languages}, but {task.title} is English: leave it out")
-        rows, place = _split_rows(key, settings.dir, "dev", None)
-        return {"dev": QuestionSet(column=task.title, language=None, questions=_checked(rows, place, key))}
-    sets = {}
-    for name, split, pair in [("dev", "dev", ENGLISH), *((each.column, "test", each) for each in _pairs(settings))]:
-        rows, place = _split_rows(key, settings.dir, split, pair)
-        sets[name] = QuestionSet(
-            column=f"{pair.column} dev" if name == "dev" else name,
-            language=pair.context,
-            is_averaged=name != "dev" and pair.context == pair.question,
-            questions=_checked(rows, place, key),
-        )
-    return sets
 
 
 def _pairs(settings: TaskConfig) -> list[Pair]:

@@ -39,16 +39,16 @@ def normalize_mlqa(text: str, language: str) -> str:
 
     Each Chinese character is a word. `language` is one of LANGUAGES.
     """
-    kept = "".join(letter for letter in text.lower() if not _is_punctuation(letter))
+    kept = "".join(
+        letter
+        for letter in text.lower()
+        if letter not in string.punctuation and not unicodedata.category(letter).startswith("P")
+    )
     if language in _ARTICLES:
         kept = re.sub(_ARTICLES[language], " ", kept)
     if language == "zh":
         kept = _CHINESE.sub(r" \1 ", kept)
     return " ".join(kept.split())
-
-
-def _is_punctuation(letter: str) -> bool:
-    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -131,7 +132,11 @@ class StoredTask(Task):
         Raises:
             UserError: as in `read_files` and `write`, or the cache has no room.
         """
-        hashes = None if self.only_scores else _hashes(self.paths())
+        hashes: list[list[str]] | None = None
+        paths = None if self.only_scores else self.paths()
+        if paths is not None:
+            with suppress(OSError):  # `read_files` says which file cannot be read, and why
+                hashes = [[str(path), file_sha256(path)] for path in paths]
         files = self.read_files() if hashes is None else None
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
@@ -168,11 +173,3 @@ class StoredTask(Task):
         task = self.having(tokenizer=tokenizer, encoded=encoded, meta=stored.meta, text=stored.text, digest=folder.name)
         task.report = task.about_training()
         return task
-
-
-def _hashes(paths: Iterable[Path] | None) -> list[list[str]] | None:
-    """The paths of local files with their hashes; None if some data are not local, or a file cannot be read."""
-    try:
-        return None if paths is None else [[str(path), file_sha256(path)] for path in paths]
-    except OSError:  # `StoredTask.read_files` says which and why
-        return None

@@ -33,22 +33,18 @@ def text_metrics(
 
     def score(metric: TextMetric) -> float:
         if metric == "bleu4":
-            return _bleu4(predictions, references)
+            from sacrebleu.metrics import BLEU
+
+            most = max(map(len, references))
+            # sacrebleu takes the first references of all texts, then the second ones; None where a text has fewer.
+            columns = [[each[number] if number < len(each) else None for each in references] for number in range(most)]
+            bleu = BLEU(lowercase=True, tokenize="13a").corpus_score(list(predictions), cast("Any", columns))
+            return float(bleu.score)
         if metric == "meteor":
             return statistics.fmean(meteor_scores(predictions, references))
         return statistics.fmean(rouge_scores(predictions, references, metric))
 
     return {metric: score(metric) for metric in metrics}
-
-
-def _bleu4(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    from sacrebleu.metrics import BLEU
-
-    most = max(map(len, references))
-    # sacrebleu takes the first references of all texts, then the second ones; None where a text has fewer.
-    columns = [[each[number] if number < len(each) else None for each in references] for number in range(most)]
-    score = BLEU(lowercase=True, tokenize="13a").corpus_score(list(predictions), cast("Any", columns))
-    return float(score.score)
 
 
 def meteor_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:

@@ -52,7 +52,15 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
         known = did_you_mean(name, plan.models.teachers)
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
     if plan.is_remote:
-        settings = _of_server(plan, settings)
+        top_k = plan.config.teacher.top_k  # the server's answers fill the cache
+        assert top_k is not None
+        if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
+            raise UserError(
+                f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of "
+                "teacher.top_k: leave --cache.engine, --cache.content and --cache.top_k out"
+            )
+        on_main(lambda: teacher_server(plan).check(plan.config.data.max_length))
+        settings = replace(settings, content="top_k", top_k=top_k, engine="vllm")
     else:
         check_top_k(settings, plan.models.compared_tokens)
         if _needs_whole(plan) and settings.kept_top_k is not None:
@@ -103,19 +111,6 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
             )
     write_by_teacher(job, missing, teacher, sharded=live.sharded)
     teacher.remove()
-
-
-def _of_server(plan: Plan, settings: CacheConfig) -> CacheConfig:
-    """Check the server of teacher.url, and return the settings of a cache that its answers fill."""
-    top_k = plan.config.teacher.top_k
-    assert top_k is not None
-    if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
-        raise UserError(
-            f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of teacher.top_k:"
-            " leave --cache.engine, --cache.content and --cache.top_k out"
-        )
-    on_main(lambda: teacher_server(plan).check(plan.config.data.max_length))
-    return replace(settings, content="top_k", top_k=top_k, engine="vllm")
 
 
 def check_cache(plan: Plan, data: TaskData) -> None:

@@ -193,7 +193,13 @@ class DistillationLoss:
         self._forward = self.student if model is None else model
         try:
             if not self._is_checked and self.method.token_terms:
-                self._check_losses(located)
+                # At the first batch, where all ranks call the loss together, both models choose how they give losses.
+                self._is_checked, training = True, self.student.training
+                self.student.eval()
+                try:
+                    check_models(self._teaching, self._learner, located)
+                finally:
+                    self.student.train(training)
             if self._teaching is not None:
                 with torch.no_grad():
                     teacher_outputs = self._teaching.teach(located, lm_head=self.method.teacher_positions)
@@ -202,15 +208,6 @@ class DistillationLoss:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
         return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
-
-    def _check_losses(self, batch: Batch) -> None:
-        """Choose at the first batch how both models give their token losses; all ranks call the loss together."""
-        self._is_checked, training = True, self.student.training
-        self.student.eval()
-        try:
-            check_models(self._teaching, self._learner, batch)
-        finally:
-            self.student.train(training)
 
     def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
         """Count the tokens, labels and sequences of all batches together.

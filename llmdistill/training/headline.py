@@ -14,7 +14,15 @@ def headline(plan: Plan, data_report: str) -> str:
     teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
     teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     teacher_line += f", asked at {plan.config.teacher.url}; it is not scored" if plan.is_remote else ""
-    teacher_line += "".join(f"\n            {line}" for line in _other_teachers(plan))
+    by_rows, others = plan.config.teacher.average == "rows", [*plan.models.teachers.items()][1:]
+    for name, each in others:
+        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
+        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
+        teacher_line += f"\n            {each.settings.model}, {part}{read}"
+    if others and not by_rows:
+        averaged = plan.config.teacher.average.replace("_", " ")
+        first = f"the first with weight {plan.config.teacher.weight:g}"
+        teacher_line += f"\n            the average of {averaged}, {first}"
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.models.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
@@ -35,15 +43,3 @@ def headline(plan: Plan, data_report: str) -> str:
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
         + "".join(f"\nNote        {note}" for note in plan.notes)
     )
-
-
-def _other_teachers(plan: Plan) -> list[str]:
-    """Describe each of the other teachers, and what the weights are of."""
-    by_rows, lines = plan.config.teacher.average == "rows", []
-    for name, each in [*plan.models.teachers.items()][1:]:
-        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
-        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
-        lines.append(f"{each.settings.model}, {part}{read}")
-    averaged = plan.config.teacher.average.replace("_", " ")
-    average = f"the average of {averaged}, the first with weight {plan.config.teacher.weight:g}"
-    return [*lines, *([] if by_rows or not lines else [average])]

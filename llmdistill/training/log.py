@@ -32,21 +32,22 @@ class RunLog:
         self._file = folder / METRICS_LOG
         self.start, self._steps = start, steps
         self._header: list[str] = []
-        self.activity = Activity("Training", steps, "steps", done=start, detail=_stops)
+        self.activity = Activity(
+            *("Training", steps, "steps"),
+            done=start,
+            detail=lambda: "stops after this step and saves it" if signals.caught() else "",
+        )
         self.rows: list[dict[str, float]] = []
         """The rows of earlier starts of the run; empty on the ranks that do not write."""
-        if self._active:
-            self._drop_rows_after(start)
-            self.rows = read_metrics_log(folder)
-
-    def _drop_rows_after(self, step: int) -> None:
-        """Raises UserError if a row is damaged that is not the last, which a kill can leave unfinished."""
-        if self._file.is_file():
+        if self._active and self._file.is_file():
             content = self._file.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1] if step > 0 else b""
+            # A kill can leave the last row unfinished; a damaged row before it is an error.
+            whole = content[: content.rfind(b"\n") + 1] if start > 0 else b""
             rows = whole.splitlines(keepends=True)
-            kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= step]
+            kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= start]
             write_text(self._file, b"".join(kept).decode("utf-8"))
+        if self._active:
+            self.rows = read_metrics_log(folder)
 
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
@@ -79,10 +80,6 @@ class RunLog:
             score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
             when = f"at step {step}" if step > 0 else "before the first step"
             say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
-
-
-def _stops() -> str:
-    return "stops after this step and saves it" if signals.caught() else ""
 
 
 def check_log(folder: Path, step: int, entry: Mapping[str, Any] | None) -> None:

@@ -128,7 +128,12 @@ def make_plan(
     check_settings(config)
     pending = pending or {}
     world_size = launched_ranks() if ranks is None else ranks
-    split, ds_config = _plan_batches(config, world_size)
+    given = read_ds_config(config.ds_config)
+    split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
+    ds_config = student_ds_config(given, config.ds_config, config.train, split, output_dir=str(config.output_dir))
+    if not is_shipped(config.ds_config):  # the check loads DeepSpeed
+        check_ds_config(ds_config, config.ds_config)
+    check_libraries(config, ds_config)
     dtype = "bf16" if ds_config["bf16"]["enabled"] else "fp32"
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
@@ -178,17 +183,6 @@ def make_plan(
     if is_there and any(folder.glob("*.safetensors")) and not brings_tokenizer(folder):
         load_tokenizer(folder)  # says what is missing; a folder with a config alone is one to plan with
     return plan
-
-
-def _plan_batches(config: RunConfig, world_size: int) -> tuple[BatchSplit, dict[str, Any]]:
-    """Return how the ranks share a batch, and DeepSpeed's configuration with the run's settings in it."""
-    ds_config = read_ds_config(config.ds_config)
-    split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
-    resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
-    if not is_shipped(config.ds_config):  # the check loads DeepSpeed
-        check_ds_config(resolved, config.ds_config)
-    check_libraries(config, resolved)
-    return split, resolved
 
 
 def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None, pending: Pending) -> _Models:

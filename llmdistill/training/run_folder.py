@@ -131,8 +131,36 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> None:
+    """Raise a UserError unless two records are of one run; what may change is added to the new one with its old values.
+
+    The learning rate may be lower if a step whose loss or gradient was not finite has ended the run, which could not
+    continue otherwise. With `may_go_on` the steps may be more: the batch of a step depends only on the seed and the
+    number of the step, so the student differs from that of one long run only by the schedule of the learning rate.
+    """
+    if old is not None:
+        was, now = old["config"]["train"], new["config"]["train"]
+        earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
+        changed: dict[str, Any] = {}
+        if now["learning_rate"] < was["learning_rate"]:
+            ended = read_record(folder / NOT_FINITE / ENDED, remedy="remove the file", keys={"learning_rate": float})
+            if ended is not None and ended["learning_rate"] == was["learning_rate"]:
+                changed["learning_rate"] = now["learning_rate"]
+                earlier[_RATES].append(was["learning_rate"])
+        for key in ("steps", "epochs"):
+            if not may_go_on or None in (was[key], now[key]) or now[key] <= was[key]:
+                continue
+            found = checkpoints(folder)
+            if not found and (folder / "student").exists():
+                raise UserError(
+                    f"train.{key} was {was[key]} and is now {now[key]}, but {folder} has no checkpoint to go on from: "
+                    "choose another output_dir"
+                )
+            changed[key] = now[key]
+            earlier[_STEPS] += [{"key": key, "value": was[key], "step": found[-1].step}] if found else []
+        new |= {key: values for key, values in earlier.items() if values}
+        old = {**old, "config": {**old["config"], "train": {**was, **changed}}}
     compare_records(
-        None if old is None else _identity(_with_changes(folder, old, new, may_go_on=may_go_on)),
+        None if old is None else _identity(old),
         _identity(new),
         subject=f"output_dir {folder}: it holds a run of another configuration",
         remedy="choose another output_dir, or give the same settings to go on with it",
@@ -228,36 +256,6 @@ def _lock(folder: Path) -> IO[str]:
     except OSError:
         pass  # some network file systems have no locks
     return file
-
-
-def _with_changes(folder: Path, old: Mapping[str, Any], new: dict[str, Any], *, may_go_on: bool) -> Mapping[str, Any]:
-    """Return the old record with what may change of the new one, to which the earlier values are added.
-
-    The learning rate may be lower if a step whose loss or gradient was not finite has ended the run, which could not
-    continue otherwise. With `may_go_on` the steps may be more: the batch of a step depends only on the seed and the
-    number of the step, so the student differs from that of one long run only by the schedule of the learning rate.
-    """
-    was, now = old["config"]["train"], new["config"]["train"]
-    earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
-    changed: dict[str, Any] = {}
-    if now["learning_rate"] < was["learning_rate"]:
-        ended = read_record(folder / NOT_FINITE / ENDED, remedy="remove the file", keys={"learning_rate": float})
-        if ended is not None and ended["learning_rate"] == was["learning_rate"]:
-            changed["learning_rate"] = now["learning_rate"]
-            earlier[_RATES].append(was["learning_rate"])
-    for key in ("steps", "epochs"):
-        if not may_go_on or None in (was[key], now[key]) or now[key] <= was[key]:
-            continue
-        found = checkpoints(folder)
-        if not found and (folder / "student").exists():
-            raise UserError(
-                f"train.{key} was {was[key]} and is now {now[key]}, but {folder} has no checkpoint to go on from: "
-                "choose another output_dir"
-            )
-        changed[key] = now[key]
-        earlier[_STEPS] += [{"key": key, "value": was[key], "step": found[-1].step}] if found else []
-    new |= {key: values for key, values in earlier.items() if values}
-    return {**old, "config": {**old["config"], "train": {**was, **changed}}}
 
 
 def _forget_end(folder: Path) -> None:

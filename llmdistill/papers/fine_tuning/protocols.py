@@ -55,8 +55,20 @@ def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:
     """Return the protocol for a task; settings in the configuration replace those of the protocol."""
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
-    tried = _TABLES["protocols"][config.protocol]
-    return FineTuningProtocol(**{**tried["all"], **_settings_of(recipe_of(task)), **tried.get(task, {}), **given})
+    tried, recipe = _TABLES["protocols"][config.protocol], recipe_of(task)
+    of_recipe: dict[str, Any] = {}
+    if recipe is not None:
+        train = recipe.train
+        of_recipe = {
+            "learning_rates": [train.learning_rate],
+            "epochs": [train.epochs],
+            "seeds": [1],
+            "batch_size": train.global_batch_size,
+            "max_length": recipe.data.max_length,
+            "warmup_ratio": train.warmup_ratio,
+            "weight_decay": train.weight_decay,
+        }
+    return FineTuningProtocol(**{**tried["all"], **of_recipe, **tried.get(task, {}), **given})
 
 
 @cache
@@ -64,21 +76,6 @@ def recipe_of(task: str) -> RunConfig | None:
     """Return the shipped recipe of a task, by the task's title; None if it has none."""
     name = _TABLES["recipes"].get(task)
     return None if name is None else parse_run(["--recipe", name], METHODS)[0]
-
-
-def _settings_of(recipe: RunConfig | None) -> dict[str, Any]:
-    if recipe is None:
-        return {}
-    train = recipe.train
-    return {
-        "learning_rates": [train.learning_rate],
-        "epochs": [train.epochs],
-        "seeds": [1],
-        "batch_size": train.global_batch_size,
-        "max_length": recipe.data.max_length,
-        "warmup_ratio": train.warmup_ratio,
-        "weight_decay": train.weight_decay,
-    }
 
 
 def metric_of(protocol: ProtocolName, task: str) -> str | None:

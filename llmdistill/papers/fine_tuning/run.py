@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,16 @@ def evaluate(
     data = {name: study.benchmark.read_on_all(study.plan.models) for name, study in studies.items()}
     first = next(iter(studies.values()))
     runner = InProcess(lambda trial: run_config(trial)) if launcher is None else launcher
-    print_main(_headline(config, studies))
+    runs = {name: study.protocol.num_trials for name, study in studies.items()}
+    counted = ", ".join(f"{name} {count}" for name, count in runs.items())
+    methods = " + ".join(config.methods()) + ("" if config.teacher is None else f" from {config.teacher}")
+    classifier = "; the classifier starts as the teacher's" if first.plan.models.copies_classifier else ""
+    print_main(
+        f"Model       {config.model}\n"
+        f"Method      {methods} (terms: {', '.join(first.plan.method.weights)}){classifier}\n"
+        f"Runs        {sum(runs.values())} by the protocol {config.protocol}: {counted}\n"
+        f"Output      {output_dir(config)}"
+    )
     sizes = on_main(lambda: _measure(config, first))
     tasks = {name: study.conduct(data[name], runner) for name, study in studies.items()}
     results = {
@@ -159,21 +168,6 @@ def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key:
     num_layers = shape_of(config).num_layers
     if layer is not None and layer > num_layers:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
-
-
-def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str:
-    runs = {name: study.protocol.num_trials for name, study in studies.items()}
-    counted = ", ".join(f"{name} {count}" for name, count in runs.items())
-    plan = next(iter(studies.values())).plan
-    teacher = "" if config.teacher is None else f" from {config.teacher}"
-    terms = ", ".join(plan.method.weights)
-    classifier = "; the classifier starts as the teacher's" if plan.models.copies_classifier else ""
-    return (
-        f"Model       {config.model}\n"
-        f"Method      {' + '.join(config.methods())}{teacher} (terms: {terms}){classifier}\n"
-        f"Runs        {sum(runs.values())} by the protocol {config.protocol}: {counted}\n"
-        f"Output      {output_dir(config)}"
-    )
 
 
 def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:

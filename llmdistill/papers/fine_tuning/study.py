@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,8 @@ class TaskStudy:
 
     def trials(self) -> list[Trial]:
         """Return all trials; the trials that differ only in the seed are adjacent."""
-        seeds = self.protocol.seeds
-        return [self._trial(settings, seed) for settings in points(self.protocol.grid) for seed in seeds]
-
-    def _trial(self, settings: Mapping[str, Any], seed: int) -> Trial:
-        config, (rate, epochs) = self.config, settings.values()
-        methods, ratio = config.methods(), self.protocol.warmup_ratio
+        config, methods, ratio = self.config, self.config.methods(), self.protocol.warmup_ratio
         changes = {
-            **settings,
             "train.global_batch_size": self.protocol.batch_size,
             "train.micro_batch_size": config.micro_batch_size,
             # Without a ratio the steps of the task's recipe are the warm-up.
@@ -115,16 +110,13 @@ class TaskStudy:
             "also": methods[1:],
         }
         sections = {name: part for name, part in config.method_settings.items() if name in methods}
-        run = self._run(f"lr-{rate:g}-epochs-{epochs}-seed-{seed}", seed, "student", sections)
-        run = build(changed_values(run, {**changes, **config.run_settings}), RunConfig, METHODS)
-        return Trial(trial_title(self.task, settings, seed), settings, seed, run)
-
-    def _teacher_trial(self) -> Trial:
-        seed = self.protocol.seeds[0]
-        # What a score depends on must be the same for the teacher: windows and languages, but not the training.
-        data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
-        run = build(changed_values(self._run("teacher", seed, "teacher", {}), data), RunConfig, METHODS)
-        return Trial(f"{self.task} teacher", {}, seed, run)
+        trials = []
+        for settings, seed in product(points(self.protocol.grid), self.protocol.seeds):
+            rate, epochs = settings.values()
+            run = self._run(f"lr-{rate:g}-epochs-{epochs}-seed-{seed}", seed, "student", sections)
+            run = build(changed_values(run, {**settings, **changes, **config.run_settings}), RunConfig, METHODS)
+            trials.append(Trial(trial_title(self.task, settings, seed), settings, seed, run))
+        return trials
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
         config, recipe = self.config, recipe_of(self.task)
@@ -163,7 +155,11 @@ class TaskStudy:
         on_main(lambda: [finished_metrics(trial.config) for trial in trials])
         teacher, warnings = None, []
         if self.teacher is not None:
-            (scored,) = runner.run([self._teacher_trial()])
+            # What a score depends on must be the same for the teacher: windows and languages, but not the training.
+            of_data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
+            seed = self.protocol.seeds[0]
+            run = build(changed_values(self._run("teacher", seed, "teacher", {}), of_data), RunConfig, METHODS)
+            (scored,) = runner.run([Trial(f"{self.task} teacher", {}, seed, run)])
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
