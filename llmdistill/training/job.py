@@ -195,7 +195,7 @@ def _training(
         saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, "loss": watch, "finite": finite})
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
-        # Each callback reads what those before it found; see `TrainState`.
+        # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
             *([Answers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),

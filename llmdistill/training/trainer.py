@@ -20,7 +20,7 @@ from llmdistill.runtime.engine import learning_rate
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.loss_check import LossModes, check_models, set_loss_modes
 from llmdistill.step.teacher import Teacher, live_models
-from llmdistill.training.callbacks.base import Callback, TrainState
+from llmdistill.training.callbacks.base import Callback, TrainState, check_order
 from llmdistill.training.callbacks.finite import first_not_finite
 
 
@@ -47,6 +47,7 @@ class Trainer:
 
     def run(self, start: int, callbacks: Sequence[Callback]) -> None:
         """Train from step `start` on. After each step the callbacks look at it in order; their exceptions end it."""
+        check_order(callbacks)
         for step in range(start, self.settings.steps):
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, step)

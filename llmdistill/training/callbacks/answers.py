@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import on_every
@@ -17,6 +18,9 @@ class Answers:
 
     In the middle of a step a rank without answers would leave the others in a collective.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("settings", "step", "signal")
+    gives: ClassVar[tuple[str, ...]] = ("failure",)
 
     trainer: Trainer
 

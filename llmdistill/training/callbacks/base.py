@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ class StepTerms(NamedTuple):
 
 @dataclass(kw_only=True)
 class TrainState:
-    """A step that is done, on every rank, and below what the callbacks find: each reads what those before it found."""
+    """A step that is done, on every rank, and below what the callbacks find about it."""
 
     settings: TrainConfig
     step: int
@@ -45,6 +45,8 @@ class TrainState:
     """The signal that ends the training after this step; 0 without one."""
     known_terms: list[StepTerms] = field(default_factory=list)
     """The terms of the steps, this one or the one before it, whose values have reached the host."""
+    is_finite: bool = False
+    """Whether the terms that have reached the host are finite, and so is the student where it is saved."""
     lowest_loss: float = math.inf
     """The lowest loss of the steps so far."""
     measures: dict[str, float] = field(default_factory=dict)
@@ -52,6 +54,8 @@ class TrainState:
     validation: dict[str, float] = field(default_factory=dict)
     """What a validation of this step adds to the row of the log; empty without one."""
     validation_seconds: float = 0.0
+    is_logged: bool = False
+    """Whether the log has the row of this step, if one was due."""
 
     @property
     def is_last(self) -> bool:
@@ -76,9 +80,23 @@ class TrainState:
 class Callback(Protocol):
     """Watches a training. A list of callbacks is the same, in the same order, on all ranks."""
 
+    reads: ClassVar[tuple[str, ...]]
+    """The fields of TrainState that it reads. Every callback that gives one of them comes before this one."""
+    gives: ClassVar[tuple[str, ...]]
+    """The fields that it sets."""
+
     def after_step(self, state: TrainState) -> None:
-        """Look at a step that is done, and hand on to the callbacks behind this one what was found."""
+        """Look at a step that is done, and set the fields that this callback gives."""
         ...
+
+
+def check_order(callbacks: Sequence[Callback]) -> None:
+    """Assert that no callback reads a field that a later one gives, which it would then find as it was before."""
+    for place, callback in enumerate(callbacks):
+        for later in callbacks[place + 1 :]:
+            late = ", ".join(sorted({*callback.reads} & {*later.gives}))
+            names = type(callback).__name__, type(later).__name__
+            assert not late, f"{names[0]} reads {late}, which {names[1]} gives: {names[1]} must come before it"
 
 
 class Accumulator(Callback, Protocol):

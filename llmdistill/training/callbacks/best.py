@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from llmdistill.artifacts import manifest_damage, read_record
 from llmdistill.errors import UserError
@@ -28,6 +28,9 @@ class BestStudent:
     The record is written after the model, so that it always names a whole one. A resumed run repeats the validations
     after its checkpoint; an equal value does not replace the student.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("step", "validation")
+    gives: ClassVar[tuple[str, ...]] = ("validation",)
 
     folder: Path
     """The run folder."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from llmdistill.errors import Stopped
 from llmdistill.step.loss_check import LossModes
@@ -17,6 +17,9 @@ from llmdistill.training.trainer import Trainer
 @dataclass(frozen=True)
 class Checkpoints:
     """Saves every `train.save_every` steps, after the last step, and when a signal or a failure ends the training."""
+
+    reads: ClassVar[tuple[str, ...]] = ("settings", "step", "signal", "failure", "is_logged")
+    gives: ClassVar[tuple[str, ...]] = ()
 
     trainer: Trainer
     folder: Path
@@ -34,6 +37,7 @@ class Checkpoints:
     def after_step(self, state: TrainState) -> None:
         """See Callback; once the step is saved, raise Stopped after a signal, or the failure."""
         if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
+            assert state.is_logged, "a checkpoint has the hash of the log, and the figures of the next row alone"
             keep, trainer = state.settings.keep_checkpoints, self.trainer
             figures = {name: each.figures() for name, each in self.accumulators.items()}
             kept = {"loss_modes": self.loss_modes, "figures": figures}

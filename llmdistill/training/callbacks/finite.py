@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -65,6 +65,17 @@ class FiniteSteps:
     next step runs, and are read after it: the device never waits for the host.
     """
 
+    reads: ClassVar[tuple[str, ...]] = (
+        "settings",
+        "step",
+        "micro_batches",
+        "losses",
+        "was_applied",
+        "signal",
+        "failure",
+    )
+    gives: ClassVar[tuple[str, ...]] = ("known_terms", "is_finite")
+
     trainer: Trainer
     folder: Path
     """The run's folder."""
@@ -83,6 +94,7 @@ class FiniteSteps:
         state.known_terms = [terms for terms in found if terms is not None]
         if state.is_saved:
             self.check_student(state.step)
+        state.is_finite = True
 
     def figures(self) -> dict[str, Any]:
         """See Accumulator; the figures of the last step have been read when a checkpoint is saved."""

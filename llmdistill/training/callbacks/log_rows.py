@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,20 @@ from llmdistill.training.trainer import Trainer
 
 class LogRows:
     """Logs a row every `train.log_every` steps, after a validation and after the last step."""
+
+    reads: ClassVar[tuple[str, ...]] = (
+        "settings",
+        "step",
+        "micro_batches",
+        "counts",
+        "was_applied",
+        "known_terms",
+        "lowest_loss",
+        "measures",
+        "validation",
+        "validation_seconds",
+    )
+    gives: ClassVar[tuple[str, ...]] = ("is_logged",)
 
     def __init__(self, log: RunLog, trainer: Trainer) -> None:
         self._log, self._trainer, self._method = log, trainer, trainer.method
@@ -73,6 +87,7 @@ class LogRows:
         elif state.validation:
             self._log.validated(state.step, state.validation)
         self._log.activity.advance()
+        state.is_logged = True
 
     def _row(self, state: TrainState) -> dict[str, float]:
         """The figures of the steps since the last row, then each term: its mean over these steps."""

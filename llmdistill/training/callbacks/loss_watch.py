@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.training.callbacks.base import TrainState
@@ -29,6 +29,9 @@ _MOST_SPIKES = 5
 
 class LossWatch:
     """Watches the terms of a run's loss step by step, on the host."""
+
+    reads: ClassVar[tuple[str, ...]] = ("known_terms",)
+    gives: ClassVar[tuple[str, ...]] = ("lowest_loss",)
 
     def __init__(self, weights: Mapping[str, float], rows: Sequence[Mapping[str, float]] = ()) -> None:
         """`weights` are those of the terms; a term of weight 0 is not watched. `rows` are those of the log so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,9 @@ class OwnAnswers:
 
     On it the student is still the one that has written the answers, or that was handed over to what has.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("settings", "step", "failure")
+    gives: ClassVar[tuple[str, ...]] = ("measures",)
 
     trainer: Trainer
     vocabulary: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World, largest_later
@@ -11,6 +12,9 @@ from llmdistill.training.callbacks.base import TrainState
 
 class Stopping:
     """The signals of all ranks. A launcher may reach one rank only, and none must leave the others in a collective."""
+
+    reads: ClassVar[tuple[str, ...]] = ("settings", "step", "signal")
+    gives: ClassVar[tuple[str, ...]] = ("signal",)
 
     def __init__(self) -> None:
         self._asked: Callable[[], int] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ first."""
 @dataclass(frozen=True)
 class UnevenTerms:
     """Compares the gradients of the terms once, at step 10; not under ZeRO-3, where no rank has whole parameters."""
+
+    reads: ClassVar[tuple[str, ...]] = ("step", "micro_batches")
+    gives: ClassVar[tuple[str, ...]] = ()
 
     trainer: Trainer
 

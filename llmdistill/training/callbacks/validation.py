@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,9 @@ from llmdistill.training.trainer import Trainer
 class Validation:
     """Validates every `train.validate_every` steps and after the last one."""
 
+    reads: ClassVar[tuple[str, ...]] = ("settings", "step", "is_finite")
+    gives: ClassVar[tuple[str, ...]] = ("validation", "validation_seconds")
+
     trainer: Trainer
     batches: Sequence[Batch]
     """This rank's share of the validation set: the same number of batches on every rank."""
@@ -35,6 +39,7 @@ class Validation:
         """See Callback; a UserError ends the run if the validation loss is not finite."""
         if not state.is_due(state.settings.validate_every):
             return
+        assert state.is_finite, "a loss that is not finite is told with its cause, which a validation cannot name"
         began = time.perf_counter()
         loss = self.loss()
         if not math.isfinite(loss):
