@@ -40,14 +40,14 @@ from llmdistill.students.search import needs_search, search
 from llmdistill.students.sizes import check_settings, summarize
 from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
-from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.benchmark import score_task, scored_benchmark
+from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
-from llmdistill.tasks.windows import cut_windows, score_windows
+from llmdistill.tasks.text_windows import cut_windows, score_windows
 from llmdistill.training.calibration import measure_weights_on, split_calibration
-from llmdistill.training.card import save_compressed
 from llmdistill.training.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.training.plan import make_plans
+from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]

@@ -32,7 +32,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.adapters import of_base
 from llmdistill.models.configs import load_config
 from llmdistill.papers import writing_files
-from llmdistill.papers.chunk_files import read_sentences
+from llmdistill.papers.conll import read_sentences
 from llmdistill.papers.xnli import read_xnli
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.ds_check import check_ds_config

@@ -23,7 +23,7 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.planning.cache import trace_cache
+from llmdistill.planning.cache_forecast import trace_cache
 from llmdistill.planning.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.planning.step import ForecastModels, trace_step
 from llmdistill.runtime.devices import TORCH_DTYPES

@@ -67,7 +67,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     from llmdistill.data.instruct import Limits
     from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
     from llmdistill.runtime.distributed import process_group
-    from llmdistill.tasks.answers import evaluate_model
+    from llmdistill.tasks.instruction_scores import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)

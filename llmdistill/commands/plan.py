@@ -24,7 +24,7 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.planning.cache import CacheForecast, Counts
+    from llmdistill.planning.cache_forecast import CacheForecast, Counts
     from llmdistill.planning.choices import LayoutChoice
     from llmdistill.training.plan import Plan
 
@@ -57,7 +57,7 @@ def plan(arguments: Sequence[str]) -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.planning.cache import CacheAsked
+    from llmdistill.planning.cache_forecast import CacheAsked
     from llmdistill.planning.choices import DS_CONFIGS, make_choices, propose, reason
 
     quiet_transformers()

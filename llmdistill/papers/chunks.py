@@ -17,8 +17,8 @@ from llmdistill.fingerprints import digest, fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.papers.chunk_files import Located, Sentence, draw_spans, located, read_sentences
-from llmdistill.papers.chunk_scores import cluster_score, encode_sentences, end_vectors, is_read, represent
+from llmdistill.papers.conll import Located, Sentence, draw_spans, located, read_sentences
+from llmdistill.papers.span_clusters import cluster_score, encode_sentences, end_vectors, is_read, represent
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.plots import Drawing, curve_of, method_styles
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
-from llmdistill.planning.cache import CacheAsked, CacheForecast, count_positions, forecast_cache, shardings
+from llmdistill.planning.cache_forecast import CacheAsked, CacheForecast, count_positions, forecast_cache, shardings
 from llmdistill.planning.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
 from llmdistill.planning.step import between, build_models, full_batch, trace_step
 from llmdistill.runtime.ds_config import read_ds_config

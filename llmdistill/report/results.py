@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmdistill.report.answers import Sample
-from llmdistill.report.checkpoint import Checkpoint
+from llmdistill.report.samples import Sample
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.report.tables import Spread, spread
+from llmdistill.report.weights_on_disk import Checkpoint
 from llmdistill.tasks.perplexity import mean_perplexity
 
 TEACHER, UNTRAINED = "teacher", "none"

@@ -10,13 +10,13 @@ from typing import Any
 
 from llmdistill.files import write_json
 from llmdistill.messages import print_result
-from llmdistill.report.answers import read_samples
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
 from llmdistill.report.record import make_record
+from llmdistill.report.samples import read_samples
 from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.runtime.distributed import World

@@ -11,13 +11,13 @@ from typing import Any
 from llmdistill.embedded import locate
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
-from llmdistill.report.answers import read_samples
-from llmdistill.report.checkpoint import read_checkpoint
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.samples import read_samples
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
+from llmdistill.report.weights_on_disk import read_checkpoint
 from llmdistill.studies.comparison import Findings
 from llmdistill.studies.equal import size_label
 from llmdistill.studies.launcher import shown_command

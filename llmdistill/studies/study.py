@@ -22,7 +22,7 @@ from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.trials import Result, Trial, make_trial, points
 from llmdistill.studies.variants import Start, Variant
 from llmdistill.tasks.base import VALID
-from llmdistill.tasks.windows import text_tests
+from llmdistill.tasks.text_windows import text_tests
 from llmdistill.training.plan import Plan, make_plan
 
 Planned = list[tuple[Variant, Trial]]

@@ -41,11 +41,11 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.turns import made_once
-from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
+from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
-from llmdistill.tasks.windows import TextTests, check_texts, text_tests
+from llmdistill.tasks.text_windows import TextTests, check_texts, text_tests
 from llmdistill.tasks.words import Words, describe_words
 
 

@@ -28,7 +28,7 @@ from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
-from llmdistill.tasks.windows import TextTests, check_texts, text_tests
+from llmdistill.tasks.text_windows import TextTests, check_texts, text_tests
 
 
 class Text(Task):

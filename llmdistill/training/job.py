@@ -31,23 +31,23 @@ from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teachers.live import LiveTeacher
 from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
-from llmdistill.training.callbacks.answers import Answers
 from llmdistill.training.callbacks.base import Callback
 from llmdistill.training.callbacks.best import read_best
-from llmdistill.training.callbacks.checkpoints import Checkpoints
 from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch, diverged
 from llmdistill.training.callbacks.own_answers import OwnAnswers
+from llmdistill.training.callbacks.saving import Checkpoints
+from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
-from llmdistill.training.card import write_run_card
 from llmdistill.training.checkpoints import load_checkpoint
 from llmdistill.training.checks import HANDED_OVER, check_disk
 from llmdistill.training.headline import headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
+from llmdistill.training.provenance import write_run_card
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scores_asked
 from llmdistill.training.teachers import TeacherOnDemand
 from llmdistill.training.trackers import monitors
@@ -198,7 +198,7 @@ def _training(
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
-            *([Answers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
+            *([ServerAnswers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
             finite,
             watch,
             UnevenTerms(trainer),

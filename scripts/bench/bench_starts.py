@@ -54,9 +54,9 @@ from llmdistill.students.start.weigh import Source, choose_ranks, measured, weig
 from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
-from llmdistill.tasks.answers import score_sets
 from llmdistill.tasks.base import Models
-from llmdistill.tasks.windows import cut_windows, score_windows
+from llmdistill.tasks.instruction_scores import score_sets
+from llmdistill.tasks.text_windows import cut_windows, score_windows
 from llmdistill.teachers.live import LiveTeacher
 from llmdistill.training.calibration import calibration_batches
 

@@ -23,7 +23,7 @@ from llmdistill.embedded import locate
 from llmdistill.models.gguf import gguf_file, origin
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.tasks.windows import cut_windows, score_windows
+from llmdistill.tasks.text_windows import cut_windows, score_windows
 
 PLACE = os.environ.get("LLMDISTILL_SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not PLACE, reason="LLMDISTILL_SMOLLM2 names no folder of SmolLM2-135M-Instruct")

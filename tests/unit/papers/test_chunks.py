@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoTokenizer, BertModel, DistilBertForMaske
 import llmdistill
 from llmdistill.artifacts import read_record
 from llmdistill.cli import main
-from llmdistill.papers.chunk_files import Sentence, draw_spans, located, read_sentences
-from llmdistill.papers.chunk_scores import NOT_READ, cluster_score, encode_sentences
+from llmdistill.papers.conll import Sentence, draw_spans, located, read_sentences
+from llmdistill.papers.span_clusters import NOT_READ, cluster_score, encode_sentences
 from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.trials import Result
 

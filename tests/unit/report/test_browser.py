@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from llmdistill.report.answers import Sample
-from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.comparison import write_comparison
 from llmdistill.report.results import COSTS, TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.samples import Sample
+from llmdistill.report.weights_on_disk import Checkpoint
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.comparison import print_comparison, write_comparison
 from llmdistill.report.results import Comparison, Row, Run, Sample, describe_finding
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
+from llmdistill.report.weights_on_disk import Checkpoint
 
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}

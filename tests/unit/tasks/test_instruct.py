@@ -19,11 +19,11 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
-from llmdistill.tasks.answers import evaluate_model, score_sets
+from llmdistill.tasks.instruction_scores import evaluate_model, score_sets
 from llmdistill.tasks.instruction_sets import suite_sets
 from llmdistill.tasks.instructions import Instructions
 from llmdistill.tasks.rouge import rouge_l
-from llmdistill.tasks.windows import TextTests
+from llmdistill.tasks.text_windows import TextTests
 from llmdistill.training.plan import make_plan
 
 from support import write_rows

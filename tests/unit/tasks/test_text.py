@@ -23,7 +23,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
 from llmdistill.tasks.text import Text
-from llmdistill.tasks.windows import TextTests
+from llmdistill.tasks.text_windows import TextTests
 from llmdistill.training import assemble
 from llmdistill.training.calibration import calibration_batches
 from llmdistill.training.headline import headline

@@ -9,7 +9,7 @@ from damage import flip
 
 from llmdistill.artifacts import write_manifest
 from llmdistill.errors import UserError
-from llmdistill.training.callbacks import checkpoints
+from llmdistill.training.callbacks import saving
 from llmdistill.training.callbacks.best import BestStudent, read_best
 from llmdistill.training.callbacks.validation import Validation
 
@@ -106,7 +106,7 @@ def names(folder):
 
 
 def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_at_once(tmp_path, trains, monkeypatch):
-    run, killed, save = tmp_path / "run", tmp_path / "killed", checkpoints.save_checkpoint
+    run, killed, save = tmp_path / "run", tmp_path / "killed", saving.save_checkpoint
 
     def save_and_copy(engine, folder, step, *more, **named):
         save(engine, folder, step, *more, **named)
@@ -115,7 +115,7 @@ def test_the_best_student_outlives_its_checkpoint_and_a_lost_one_is_said_at_once
 
     monkeypatch.setattr(Validation, "loss", lambda self: LOSSES.get(self.trainer.engine.global_steps, 9.0))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "save_checkpoint", save_and_copy)
+        patch.setattr(saving, "save_checkpoint", save_and_copy)
         assert trains(run, *KEEPS_BEST)[0] == 0
     assert names(killed / "checkpoints") == {"step-2", "step-3"}
     best = killed / "best" / "step-1" / "model.safetensors"

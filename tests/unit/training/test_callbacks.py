@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from llmdistill.config import TrainConfig
-from llmdistill.training.callbacks.answers import Answers
 from llmdistill.training.callbacks.base import TrainState, check_order
 from llmdistill.training.callbacks.best import BestStudent
-from llmdistill.training.callbacks.checkpoints import Checkpoints
 from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch
 from llmdistill.training.callbacks.own_answers import OwnAnswers
+from llmdistill.training.callbacks.saving import Checkpoints
+from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
 
 IN_ORDER = (
-    *(Stopping, Answers, FiniteSteps, LossWatch, UnevenTerms, OwnAnswers, Validation, BestStudent, LogRows),
+    *(Stopping, ServerAnswers, FiniteSteps, LossWatch, UnevenTerms, OwnAnswers, Validation, BestStudent, LogRows),
     Checkpoints,
 )
 FIELDS = {field.name for field in dataclasses.fields(TrainState)}
@@ -78,7 +78,7 @@ def test_the_order_of_a_run_is_right():
     ("first", "then", "field"),
     [
         (FiniteSteps, Stopping, "signal"),
-        (FiniteSteps, Answers, "failure"),
+        (FiniteSteps, ServerAnswers, "failure"),
         (LossWatch, FiniteSteps, "known_terms"),
         (Validation, FiniteSteps, "is_finite"),
         (BestStudent, Validation, "validation"),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from llmdistill.training.callbacks import checkpoints
+from llmdistill.training.callbacks import saving
 from llmdistill.training.callbacks.loss_watch import LossWatch
 from llmdistill.training.callbacks.stopping import Stopping
 
@@ -28,14 +28,14 @@ def rows(run):
 @pytest.fixture
 def whole(base, trains, monkeypatch, tmp_path):
     """A run that nothing interrupts, and the folder that a kill after each step would have left."""
-    save = checkpoints.save_checkpoint
+    save = saving.save_checkpoint
 
     def save_and_copy(engine, folder, step, *rest, **named):
         save(engine, folder, step, *rest, **named)
         if folder == tmp_path / "run":
             shutil.copytree(folder, tmp_path / f"killed-{step}")
 
-    monkeypatch.setattr(checkpoints, "save_checkpoint", save_and_copy)
+    monkeypatch.setattr(saving, "save_checkpoint", save_and_copy)
     code, said = trains(tmp_path / "run", *LOGGED)
     assert code == 0, said
     return tmp_path / "run"

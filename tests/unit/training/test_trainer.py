@@ -20,10 +20,10 @@ from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.runtime.distributed import World
 from llmdistill.step.tapped import tapped
-from llmdistill.training.callbacks.checkpoints import Checkpoints
 from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch
+from llmdistill.training.callbacks.saving import Checkpoints
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.log import RunLog
@@ -171,7 +171,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
 def test_validation_checkpoints_and_rows_of_the_log_come_where_they_are_due(tmp_path, monkeypatch):
     _, trainer = make_trainer(8, steps=5)
     trainer.settings = replace(trainer.settings, validate_every=2, log_every=3, save_every=3)
-    saved, save = [], "llmdistill.training.callbacks.checkpoints.save_checkpoint"
+    saved, save = [], "llmdistill.training.callbacks.saving.save_checkpoint"
     monkeypatch.setattr(save, lambda _, folder, step, *__, **___: saved.append(step))
     validation = Validation(trainer, [object()], trainer.method, tmp_path)
     monkeypatch.setattr(Validation, "loss", lambda self: 0.5)

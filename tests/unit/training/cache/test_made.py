@@ -18,7 +18,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.planning.cache import CacheAsked, forecast_cache
+from llmdistill.planning.cache_forecast import CacheAsked, forecast_cache
 from llmdistill.planning.dry_run import estimate
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models

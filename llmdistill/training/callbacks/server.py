@@ -13,7 +13,7 @@ from llmdistill.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Answers:
+class ServerAnswers:
     """Waits for the answers of the next step, so that a lost server ends the training after a whole step.
 
     In the middle of a step a rank without answers would leave the others in a collective.

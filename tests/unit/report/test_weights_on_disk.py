@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.report.checkpoint import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
+from llmdistill.report.weights_on_disk import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
 from llmdistill.students.convert import factorize
 from llmdistill.students.sizes import plan
 

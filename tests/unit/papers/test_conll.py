@@ -4,7 +4,7 @@ from collections import Counter
 
 from hostile import refuses
 
-from llmdistill.papers.chunk_files import Located, Sentence, Span, draw_spans, read_sentences
+from llmdistill.papers.conll import Located, Sentence, Span, draw_spans, read_sentences
 
 # The first words of the example on the task's page, with a chunk that follows another of its type.
 TEXT = """He PRP B-NP

@@ -18,9 +18,9 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
-from llmdistill.tasks import windows as module
+from llmdistill.tasks import text_windows as module
 from llmdistill.tasks.base import ScoreTable
-from llmdistill.tasks.windows import TextTests, cut_windows, score_windows
+from llmdistill.tasks.text_windows import TextTests, cut_windows, score_windows
 from tests import tiny
 
 TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))

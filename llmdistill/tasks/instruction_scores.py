@@ -30,7 +30,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import reference_words, rouge_l
-from llmdistill.tasks.windows import score_windows, windows_of
+from llmdistill.tasks.text_windows import score_windows, windows_of
 
 
 def encode_sets(

@@ -20,7 +20,7 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.models.families import shape_of
 from llmdistill.models.unembedded import check_rows
-from llmdistill.papers.chunk_files import Located, Sentence
+from llmdistill.papers.conll import Located, Sentence
 from llmdistill.progress import progress
 from llmdistill.tasks.forward import scoring_forward
 
