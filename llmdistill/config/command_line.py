@@ -13,12 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
+from llmdistill.config.flags import actions, takes_list
 from llmdistill.config.foreign import our_name
 from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
@@ -80,7 +81,7 @@ def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
 def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) -> None:
     """Add all settings of a configuration with methods: its fields, and a section for each method's settings."""
     parser.add_class_arguments(kind, None, skip={"method_settings"})
-    (action,) = (action for action in parser._actions if action.dest == "method")
+    (action,) = (action for action in actions(parser) if action.dest == "method")
     listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())
     action.help = f"{action.help} {listed}."
     for name, settings in _sections(methods):
@@ -161,7 +162,7 @@ def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[
 
 def parse_own(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """Parse the flags of a command that also takes the settings of a run; returns their values and the other words."""
-    names = {flag.removeprefix("--").split(".")[0] for action in parser._actions for flag in action.option_strings}
+    names = {flag.removeprefix("--").split(".")[0] for action in actions(parser) for flag in action.option_strings}
     own, rest = split_words(arguments, names)
     _note_repeated(arguments)
     return _parsed(parser, own), rest
@@ -195,13 +196,22 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         check_plain(word, "the command line")
     typed = overrides.given_flags(arguments)
     check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
+    # `a,b` becomes `[a,b]` after the flags whose settings are lists.
+    flags = {flag for action in actions(parser) if takes_list(action) for flag in action.option_strings}
+    words: list[str] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if equals and flag in flags:
+            words.append(f"{flag}={_as_list(value)}")
+        else:
+            words.append(_as_list(word) if words and words[-1] in flags else word)
     try:
-        return parser.parse_args(_bracketed(parser, arguments))
+        return parser.parse_args(words)
     except _NOT_PARSED as error:
         for key, value in typed.items():
             check_plain(value, key)  # the parser does not name the key of a number that is too large
         said = one_sentence(str(error))
-        for action in parser._actions:
+        for action in actions(parser):
             if not action.option_strings:  # a word without a flag, as the usage shows it
                 said = said.replace(f"--{action.dest}", action.dest.upper())
         raise UserError(said) from error
@@ -218,30 +228,6 @@ def repeated(words: Sequence[str]) -> list[str]:
     flags = [word.partition("=")[0] for word in words if word.startswith("--") and not word.endswith("+")]
     counts = {flag: flags.count(flag) for flag in flags}
     return [f"{flag} is given {count} times: the last one counts" for flag, count in counts.items() if count > 1]
-
-
-def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The arguments with `a,b` written as `[a,b]` after the flags whose settings are lists."""
-    flags = {
-        flag
-        for action in parser._actions
-        for flag in action.option_strings
-        if _is_list(getattr(action, "_typehint", None))
-    }
-    words: list[str] = []
-    for word in arguments:
-        flag, equals, value = word.partition("=")
-        if equals and flag in flags:
-            words.append(f"{flag}={_as_list(value)}")
-        else:
-            words.append(_as_list(word) if words and words[-1] in flags else word)
-    return words
-
-
-def _is_list(hint: Any) -> bool:
-    """Whether a type is a list, or a list or None. A type that may also be a string does not count."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}
 
 
 def _as_list(value: str) -> str:

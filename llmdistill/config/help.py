@@ -11,6 +11,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
+from llmdistill.config.flags import actions
 from llmdistill.config.marks import marked
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
@@ -23,7 +24,7 @@ _WIDTH = 36
 
 def hide_stubs(parser: ArgumentParser) -> None:
     """Leave out of the help the flags that take a section from a file or show its help, which jsonargparse adds."""
-    for action in parser._actions:
+    for action in actions(parser):
         if action.metavar == "CONFIG" or action.dest.endswith(".help"):
             action.help = argparse.SUPPRESS
 
@@ -64,13 +65,13 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
 
 
 def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
-    actions = {_key(action): action for action in parser._actions}
+    by_key = {_key(action): action for action in actions(parser)}
     lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
     # The flags that are no settings of a run stand around them.
     for key in ("recipe", *marked(RunConfig, "common"), "dry_run", "check"):
-        flag, text = f"  --{key}", " ".join(str(actions[key].help).split())
+        flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
         text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."
-        default = actions[key].default
+        default = by_key[key].default
         if default not in (None, False, argparse.SUPPRESS) and default != {}:
             text += f" (default: {default})"
         wrapped = textwrap.wrap(text, 118 - _WIDTH)
@@ -87,7 +88,7 @@ def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
 
 
 def _settings(parser: ArgumentParser) -> list[Any]:
-    return [action for action in parser._actions if action.help != argparse.SUPPRESS and action.option_strings]
+    return [action for action in actions(parser) if action.help != argparse.SUPPRESS and action.option_strings]
 
 
 def _key(action: Any) -> str:

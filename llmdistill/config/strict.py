@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from llmdistill.config.flags import actions, type_of
 from llmdistill.config.foreign import our_name
 from llmdistill.errors import UserError
 
@@ -22,8 +23,8 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", 
     A key below a mapping with free keys, such as data.tests, is a setting too.
     """
     known = {
-        option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
-        for action in parser._actions
+        option.removeprefix("--"): "dict[" in str(type_of(action))
+        for action in actions(parser)
         for option in action.option_strings
         if option.startswith("--")
     }
@@ -38,7 +39,7 @@ def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str
     """Raise a UserError if the value of a section, by its dotted key, is not a mapping of settings."""
     sections = {
         option.removeprefix("--").rsplit(".", depth)[0]
-        for action in parser._actions
+        for action in actions(parser)
         for option in action.option_strings
         for depth in range(1, option.count(".") + 1)
     }

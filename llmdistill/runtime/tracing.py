@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
+
+from llmdistill.runtime.torch_internals import (
+    EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+    READ_SCALAR,
+    TorchDispatchMode,
+    operation_of,
+    tree_iter,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +64,10 @@ _PRODUCTS = {
     _ATEN.addmm_: flop_registry[_ATEN.addmm],
     _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm],
     # Before 2.12 torch's own formulas refuse keys and values of fewer heads than the queries.
-    _ATEN._scaled_dot_product_flash_attention: _attention_flops,
-    _ATEN._scaled_dot_product_efficient_attention: _attention_flops,
-    _ATEN._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
-    _ATEN._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    FLASH_ATTENTION: _attention_flops,
+    EFFICIENT_ATTENTION: _attention_flops,
+    FLASH_ATTENTION_BACKWARD: _attention_backward_flops,
+    EFFICIENT_ATTENTION_BACKWARD: _attention_backward_flops,
 }
 """Matrix product -> a function that counts its FLOP; torch leaves out those that add to a matrix in place."""
 
@@ -112,7 +121,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operation and add what it allocates and does."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is READ_SCALAR and args[0].is_meta:
             # transformers asks whether a mask leaves out nothing: no, so that the mask is made and kept
             return False
         result = func(*args, **kwargs)
@@ -144,7 +153,7 @@ class Tracer(TorchDispatchMode):
         tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
         # An expanded tensor is read once: its storage is smaller than its number of elements says.
         moved = sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors)
-        formula = _PRODUCTS.get(func._overloadpacket)
+        formula = _PRODUCTS.get(operation_of(func))
         if formula is None:
             work = Work(other_bytes=moved, operations=1)
         else:
@@ -173,13 +182,11 @@ def on_gpu() -> Iterator[None]:
         if not query.is_meta:
             return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is None:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
         # The kernel with a mask adds it to the scores, so it is a copy in the dtype of the queries.
         bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         bias = bias.expand(*query.shape[:3], key.shape[2])
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return EFFICIENT_ATTENTION(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
     functional.scaled_dot_product_attention = attention
     try:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_iter
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
@@ -22,6 +21,7 @@ from llmdistill.files import sync, write_json
 from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.torch_internals import tree_iter
 from llmdistill.runtime.training_state import fragments
 from llmdistill.training.callbacks.base import StepTerms, TrainState
 
