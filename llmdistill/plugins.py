@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from llmdistill.messages import logger
 
 
-def plugins(group: str, own: Container[str]) -> Iterator[EntryPoint]:
+def plugins(group: str, own: Container[str], *, key: Callable[[str], str] = str) -> Iterator[EntryPoint]:
     """Yield the entry points that installed packages have in a group, `llmdistill.methods` or `llmdistill.tasks`.
 
-    One with a name of this package's `own` is left out with a warning: a recipe means the same on every machine.
+    One with a name of this package's `own` is left out with a warning: a recipe means the same on every machine. `key`
+    gives the form in which names are compared.
     """
     for entry in entry_points(group=group):
-        if entry.name in own:
+        if key(entry.name) in own:
             logger.warning("%s is a name of llmdistill's own, so %s of %s is left out", entry.name, entry.value, group)
         else:
             yield entry

@@ -183,7 +183,6 @@ def write_targets(
         sources, settings, marks: what is written, how it is searched, and the special tokens.
         forbidden: tokens that are never written.
         batch_size: sources at once on each rank; each has as many rows as there are beams.
-        world: the ranks.
         sharded: whether the model's forward pass needs every rank (ZeRO-3).
     """
     batches = plan_batches(sources, batch_size)

@@ -83,4 +83,4 @@ def plain_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-TASKS |= {plain_name(each.name): each.value for each in plugins("llmdistill.tasks", TASKS)}
+TASKS |= {plain_name(each.name): each.value for each in plugins("llmdistill.tasks", TASKS, key=plain_name)}

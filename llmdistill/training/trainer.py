@@ -77,9 +77,8 @@ class Trainer:
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = World.current().size * len(batches)
         values: list[Tensor] = []
-        nothing = torch.zeros(
-            (), device=World.current().device
-        )  # the value of terms whose labels a batch does not have
+        # The value of terms whose labels a batch does not have.
+        nothing = torch.zeros((), device=World.current().device)
         for batch in batches:
             with self.teaching.running(), torch.no_grad():
                 teacher_outputs = self.teach(batch)

@@ -136,17 +136,17 @@ def test_a_package_makes_its_methods_and_tasks_known_by_entry_points(folder):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[llmdistill.methods]\nlast = mine:LAST\nkd = mine:LAST\nlost = nowhere:X\n"
-        "[llmdistill.tasks]\nparity = parity:Parity\n"
+        "[llmdistill.tasks]\nparity = parity:Parity\nRTE = parity:Parity\n"
     )
     code = (
         "from llmdistill.methods import METHODS\nfrom llmdistill.tasks import TASKS, is_task\n"
         "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
-        "print(TASKS['parity'], is_task('PARITY'))"
+        "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder
     )
-    assert run.stdout.splitlines() == ["last layer KdConfig False", "parity:Parity True"]
+    assert run.stdout.splitlines() == ["last layer KdConfig False", "parity:Parity True llmdistill.tasks.glue:Glue"]
     assert "kd is a name of llmdistill's own" in run.stderr
     assert "nowhere:X of llmdistill.methods is left out: ModuleNotFoundError" in run.stderr
