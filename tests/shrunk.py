@@ -70,7 +70,6 @@ _KEY_VALUE_HEADS = {
     "num_kv_heads": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads",
 }
-_OF_LAYERS = {"num_key_value_heads": HEADS}
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "encoder_layers", "decoder_layers")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 
@@ -137,7 +136,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note_text": {"head_dim": 16},
+    "dots3_note_text": {"head_dim": 20},
     "esm": {"pad_token_id": 0, "mask_token_id": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "funnel": {"block_sizes": [2, 2]},
@@ -237,7 +236,8 @@ def shrunk_config(name: str) -> PreTrainedConfig:
         {
             "per_layer_config": {
                 layer: {
-                    key: value and min((_SMALL | _OF_LAYERS).get(key, value), value) for key, value in sizes.items()
+                    key: value and max(1, value * settings[key] // values[key]) if settings.get(key) else value
+                    for key, value in sizes.items()
                 }
                 for layer, sizes in per_layer.items()
                 if int(layer) < settings[depths[0]]

@@ -16,6 +16,7 @@ from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.configs import load_config
+from llmdistill.models.general import layer_values
 
 EngineName = Literal["hf", "vllm"]
 
@@ -191,7 +192,11 @@ def _load(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, 
 
 def shares(config: PreTrainedConfig, gpus: int) -> int:
     """Return the number of GPUs over which a model's heads can be split evenly (vLLM's tensor parallelism)."""
-    heads = getattr(config, "num_attention_heads", 1)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    fitting = [n for n in range(1, gpus + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    heads = [n or 1 for n in layer_values(config, "num_attention_heads")]
+    groups = [n for n in layer_values(config, "num_key_value_heads") if n] or heads
+    fitting = [
+        n
+        for n in range(1, gpus + 1)
+        if all(each % n == 0 for each in heads) and all(each % n == 0 or n % each == 0 for each in groups)
+    ]
     return max(fitting, default=1)

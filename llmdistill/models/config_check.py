@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
+from llmdistill.models.general import layer_values
 
-_MOST_PARTS = 10_000
+_MOST_PARTS = 16_384  # the experts of Doge
 """Layers, experts or groups of a model. Each is a module, so that a larger number would be built for minutes."""
 _USUAL_LAYERS = 200
 """Layers that are built faster than the headers of large models are read."""
@@ -80,13 +81,19 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
         if name.endswith("_token_id") and isinstance(value, int) and value >= 2**31:
             raise _wrong(file, key, value, "no token")
     for name in _SIZES:
-        value = getattr(config, name, None)
-        if value is not None and (type(value) is not int or value < 1):
-            raise _wrong(file, config.attribute_map.get(name, name), value, "no number from 1")
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    slides = isinstance(kinds, list | tuple) and "sliding_attention" in kinds
-    if (slides and window is None) or (_is_number(window) and not (type(window) is int and 1 <= window < 2**31)):
-        raise _wrong(file, "sliding_window", window, "no number of tokens")
+        for value in layer_values(config, name):
+            # Gemma 3n lists a width for each layer.
+            sizes = value if isinstance(value, list | tuple) and value else [value]
+            if value is not None and any(type(size) is not int or size < 1 for size in sizes):
+                raise _wrong(file, config.attribute_map.get(name, name), value, "no number from 1")
+    kinds = getattr(config, "layer_types", None)
+    windows = layer_values(config, "sliding_window")
+    for window in windows:
+        # Qwen2-MoE writes 0 where no layer slides; of layers with windows of their own some have none.
+        slides = "sliding_attention" in kinds if isinstance(kinds, list | tuple) else _is_number(window)
+        slides = slides and (len(windows) == 1 or window is not None)
+        if slides and not (type(window) is int and 1 <= window < 2**31):
+            raise _wrong(file, "sliding_window", window, "no number of tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)  # its root divides the queries
     if _is_number(scalar) and not 0 < scalar < float("inf"):
         raise _wrong(file, "query_pre_attn_scalar", scalar, "no number over 0")

@@ -255,9 +255,14 @@ class Shape:
 
 
 def has_family(config: PreTrainedConfig) -> bool:
-    """Whether the architecture of a config has an entry; an encoder that is set to be a decoder is another one."""
+    """Whether the architecture of a config has an entry, which holds for layers that do not differ in their sizes.
+
+    An encoder that is set to be a decoder is another architecture.
+    """
     family = FAMILIES.get(config.model_type)
-    return family is not None and (family.causal or not getattr(config, "is_decoder", False))
+    if family is None or getattr(config, "is_heterogeneous", False):
+        return False
+    return family.causal or not getattr(config, "is_decoder", False)
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -283,8 +288,10 @@ def _traced_parts(config: PreTrainedConfig) -> Traced:
     try:
         return traced(config)
     except UserError as error:
+        why = "has no entry in FAMILIES of llmdistill/models/families.py"
+        why = "has layers that differ" if config.model_type in FAMILIES else why
         raise UserError(
-            f"{config.model_type} has no entry in FAMILIES of llmdistill/models/families.py, and {error}, so nothing "
+            f"{config.model_type} {why}, and {error}, so nothing "
             "can use its inner tensors: take method sft, kd or seqkd, on-policy data too, and a student by SVD, "
             "Kronecker products, LoRA or student.model"
         ) from None

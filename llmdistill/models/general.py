@@ -44,6 +44,17 @@ def causal_by_classes(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "is_decoder", False)) if causal and masked else causal
 
 
+def layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
+    """The values of a setting: one for all layers, or one a layer where transformers has them differ (Gemma 4).
+
+    A config that does not have the setting has None.
+    """
+    try:
+        return [getattr(config, name, None)]
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError of newer transformers
+        return [getattr(layer, name, None) for layer in cast(Any, config).per_layer_config]
+
+
 def find_layers(model: PreTrainedModel) -> str:
     """The name within the base model of its longest list of blocks, lists within another list left out.
 

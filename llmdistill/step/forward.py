@@ -16,6 +16,7 @@ from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Seq
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
+from llmdistill.models.general import layer_values
 from llmdistill.models.sentences import SentencePooler
 from llmdistill.objective import Pooling
 from llmdistill.step.heads import LMHead
@@ -292,8 +293,8 @@ def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
     It is enough for padding on the right: no real token comes after it, and what the padding itself computes is in no
     loss. A sliding window that is shorter than the rows is known to `packed_attention` alone.
     """
-    window = getattr(config, "sliding_window", None)
-    is_short = window is None or batch.input_ids.shape[1] <= window
+    windows = [window for window in layer_values(config, "sliding_window") if window is not None]
+    is_short = batch.input_ids.shape[1] <= min(windows, default=batch.input_ids.shape[1])
     is_enough = is_short and batch.position_ids is None and batch.padding != "left"
     return None if is_enough or not is_causal(config) else batch.sequences
 

@@ -9,10 +9,15 @@ import pytest
 import torch
 from pages import ROOT
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from llmdistill.errors import UserError
 from llmdistill.models.config_check import check_values
 from llmdistill.models.configs import load_config
+from llmdistill.models.general import layer_values
 from llmdistill.models.load import load_model
 
 sys.path.insert(0, str(ROOT / "scripts" / "torture"))
@@ -68,7 +73,7 @@ RANK = "quantization_config.modules.layers.0.self_attn.q_proj"
         ("llama", "rope_parameters.rope_theta", "x", "rope_parameters.rope_theta is 'x'"),
         ("llama", "num_key_value_heads", 0, "num_key_value_heads is 0"),
         ("llama", "head_dim", 0, "head_dim is 0"),
-        ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than 10,000"),
+        ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than 16,384"),
         ("llama", "num_hidden_layers", 9_000, "num_hidden_layers is 9000, which is more than the 20 weights beside it"),
         ("llama", "vocab_size", 10**9, "vocab_size is 1000000000, but its weights"),
         ("llama", "vocab_size", 10**30, f"vocab_size is {10**30}"),
@@ -123,6 +128,31 @@ def test_values_that_only_the_first_pass_would_use(name, values, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("name", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}))
+def test_the_values_that_an_architecture_begins_with_are_fine(name):
+    try:
+        config = AutoConfig.for_model(name)
+        of_text_alone = config.get_text_config() is config
+    except Exception:
+        pytest.skip("its default config contradicts itself, or has several models of text")
+    if of_text_alone:
+        check_values(config)
+
+
+def test_layers_that_differ_in_their_sizes():
+    """Gemma 4 has wider heads in some layers; any architecture may have such layers."""
+    config = AutoConfig.for_model("llama", per_layer_config={3: {"intermediate_size": 100}})
+    if not getattr(config, "is_heterogeneous", False):
+        pytest.skip("this transformers has layers of one size alone")
+    assert layer_values(config, "intermediate_size") == [11008] * 3 + [100] + [11008] * 28
+    assert layer_values(config, "hidden_size") == [4096]
+    assert layer_values(config, "no_such_setting") == [None]
+    check_values(config)
+    config = AutoConfig.for_model("llama", per_layer_config={3: {"intermediate_size": 0}})
+    with pytest.raises(UserError, match="intermediate_size is 0, which is no number from 1"):
+        check_values(config)
+
+
 @pytest.mark.parametrize(
     ("file", "key", "value", "said"),
     [
@@ -143,7 +173,7 @@ def test_a_list_with_an_entry_for_each_layer_is_not_made_of_too_many(made, tmp_p
     monkeypatch.setattr(AutoConfig, "from_pretrained", Mock(side_effect=AssertionError("a config is made")))
     folder = shutil.copytree(made["gpt2"], tmp_path / "modernbert")
     (folder / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 10**6}))
-    with pytest.raises(UserError, match=r"config\.json: num_hidden_layers is 1000000, which is more than 10,000"):
+    with pytest.raises(UserError, match=r"config\.json: num_hidden_layers is 1000000, which is more than 16,384"):
         load_config(folder)
 
 

@@ -34,7 +34,7 @@ REFUSED = {
     "falcon": "once",
     "falcon_h1": "feed-forward",
     "gemma3n_text": "hidden states of the tokens",
-    "gemma4_text": "feed-forward",
+    "gemma4_text": "differ in their heads",
     "jamba": "once",
     "mamba2": "sdpa",
     "mobilebert": "feed-forward",
