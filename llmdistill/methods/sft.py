@@ -26,6 +26,15 @@ def build_sft(
     return make_sft(causal=is_causal(student), objective=objective)
 
 
+def build_untrained(
+    settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
+) -> Method:
+    """Build what scores a student that is not trained: sft, or the pooling of embeddings, which no labels are for."""
+    if objective.sequences == "embeddings":
+        return Method({}, shift=is_causal(student), pooling=objective.pooling)
+    return build_sft(settings, teacher, student, objective)
+
+
 SFT = MethodEntry(
     label="SFT",
     help="cross-entropy on the labels alone, without teacher",
@@ -41,5 +50,5 @@ SEQKD = MethodEntry(
     teacher_writes=True,
 )
 UNTRAINED = MethodEntry(
-    label="untrained", help="no training, only scores", build=build_sft, needs_teacher=False, trains=False
+    label="untrained", help="no training, only scores", build=build_untrained, needs_teacher=False, trains=False
 )

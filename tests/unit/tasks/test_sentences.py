@@ -135,6 +135,7 @@ def test_models_methods_and_settings_that_are_refused(tmp_path):
     refuses("is a decoder", task.check_model, "teacher.model", "x", LlamaConfig())
     refuses("data.tests.valid", Sentences, run_of(tmp_path, tests={"valid": "sts.tsv"}))
     refuses("have only embeddings: take method embedding", build_method, ["kd"], {}, config, config, objective)
+    assert build_method(["none"], {}, config, config, objective).pooling == objective.pooling  # it is only scored
     refuses("set data.kind to sentences", build_method, ["embedding"], {}, config, config)
     assert METHODS["embedding"].build(METHODS["embedding"].defaults(), config, config, objective).pooling
 
