@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shrunk import shrunk_model
 from tiny import tiny_model
 
 from llmdistill.batch import Batch
@@ -144,6 +145,14 @@ def test_layers_and_embedding_are_weighted_together(llama):
     assert found.predicted_loss == pytest.approx(of_linears + table.cost)
     student = compress_model(llama, chosen, weighted=found)
     assert naive_divergence(student, llama) < 0.7 * naive_divergence(student_of(llama, **size), llama)
+
+
+def test_a_model_without_a_backward_pass_outside_of_training_is_refused():
+    """Reformer's layers are reversible, and write down what their backward pass needs in training mode alone."""
+    model = shrunk_model("reformer as a decoder")
+    with pytest.raises(UserError, match=r"no gradient comes back .* set weighting to activations"):
+        weighed(model, FactorizeConfig(rank=8, weighting="gradients"))
+    assert weighed(model, FactorizeConfig(rank=8, weighting="activations")).ranks is not None
 
 
 def test_too_few_tokens_are_said(llama):
