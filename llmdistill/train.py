@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmdistill.config import command_line
+from llmdistill.config.help import COMBINATIONS, asked_help
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, local_ranks, split_launcher_flags
 from llmdistill.runtime.terminal import exit_code
@@ -43,6 +45,10 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     Reports name the script that was started, None for `llmdistill train`.
     """
     launcher, words = split_launcher_flags(arguments)
+    if asked_help(words) == COMBINATIONS:
+        from llmdistill.training.rules import as_text
+
+        return print_result(as_text())
     config, flags = command_line.parse_run(words, METHODS, script=script)
     if launcher and not flags.dry_run:
         typed = f"{' '.join(launcher)} {script or 'llmdistill/train.py'}"

@@ -17,6 +17,8 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 ALL = "all"
+COMBINATIONS = "combinations"
+"""The topic that `training.rules` answers, which knows the models that a run loads."""
 RUN = "run"
 """The section of the settings that are in none."""
 _WIDTH = 36
@@ -52,7 +54,7 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
         if ("." in _key(action) if topic == RUN else not f"{_key(action)}.".startswith(f"{topic}."))
     ]
     if len(others) == len(_settings(parser)):
-        hint = did_you_mean(topic, [ALL, *_sections(parser)]) or "; --help lists them"
+        hint = did_you_mean(topic, [ALL, COMBINATIONS, *_sections(parser)]) or "; --help lists them"
         raise UserError(f"--help {topic}: there is no such section{hint}; give `--help all` for every setting")
     texts = [action.help for action in others]
     for action in others:
@@ -82,6 +84,7 @@ def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
         "more settings:",
         f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
         f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(section for section in _sections(parser) if section in methods)}",
+        f"  {f'--help {COMBINATIONS}':{_WIDTH - 2}}what does not go together",
         f"  {'--help all':{_WIDTH - 2}}every setting",
     ]
     return "\n".join(lines) + "\n"

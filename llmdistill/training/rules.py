@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
@@ -501,6 +502,23 @@ CLASHES: dict[tuple[str, str], str] = {
 }
 """Two choices that a run cannot make together -> the sentence: why not, and what instead. The fields are of the run's
 configuration and its plan; `first` and `second` are the details of the two choices."""
+
+
+def excluded_choices() -> dict[str, list[str]]:
+    """Return the choices that a run cannot combine with each choice, all as users type them, sorted."""
+    excluded: dict[str, list[str]] = {}
+    for first, second in CLASHES:
+        excluded.setdefault(CHOICES[first].typed, []).append(CHOICES[second].typed)
+    return {choice: list(dict.fromkeys(excluded[choice])) for choice in sorted(excluded)}
+
+
+def as_text(width: int = 80) -> str:
+    """Return `excluded_choices` as plain text, for the terminal."""
+    lines = ["What does not go together; a run, a dry run and llmdistill doctor say why, and what instead."]
+    for choice, others in excluded_choices().items():
+        paragraph = f"not with {'; '.join(others)}".replace("`", "")
+        lines += ["", choice.replace("`", ""), *wrap(paragraph, width, initial_indent="  ", subsequent_indent="    ")]
+    return "\n".join(lines) + "\n"
 
 
 def check_settings(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmdistill.training.rules import CHOICES, CLASHES
+from llmdistill.training.rules import excluded_choices
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/train.md"
 MARKS = ("<!-- from scripts/make/rules.py -->", "<!-- end of the rules -->")
@@ -10,10 +10,7 @@ MARKS = ("<!-- from scripts/make/rules.py -->", "<!-- end of the rules -->")
 
 def table() -> str:
     """The choices with those that a run cannot combine with them."""
-    others: dict[str, list[str]] = {}
-    for first, second in CLASHES:
-        others.setdefault(CHOICES[first].typed, []).append(CHOICES[second].typed)
-    rows = (f"| {choice} | {'; '.join(dict.fromkeys(others[choice]))} |\n" for choice in sorted(others))
+    rows = (f"| {choice} | {'; '.join(others)} |\n" for choice, others in excluded_choices().items())
     return "| choice | not with |\n|---|---|\n" + "".join(rows)
 
 

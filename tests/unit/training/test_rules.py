@@ -275,6 +275,18 @@ def config_of(names: Sequence[str], files: Mapping[str, str]) -> RunConfig:
     return build(parser().parse_args(words), RunConfig, METHODS)
 
 
+def test_help_lists_what_the_table_has(capsys):
+    from llmdistill.train import run
+
+    run(["--help", "combinations"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.split())
+    for first, second in CLASHES:
+        _, _, after = words.partition(f" {CHOICES[first].typed.replace('`', '')} not with ")
+        assert CHOICES[second].typed.replace("`", "") in after
+
+
 def test_the_page_has_the_table():
     page = runpy.run_path(str(ROOT / "scripts/make/rules.py"))
     text = page["PAGE"].read_text(encoding="utf-8")
