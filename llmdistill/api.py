@@ -194,7 +194,7 @@ def export(
         to: dense is a stock Hugging Face model; onnx keeps the factors; int8 and int4 round the layers' linears.
         int8: with onnx, also a file of int8 matrices.
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
-        **bits: group_size and packed, as in `QuantizeConfig`, with int8 and int4.
+        **bits: group_size and packed, as the settings of a run have them, with int8 and int4.
 
     Returns:
         output, params (the number of parameters), largest_difference of an output, and more for ONNX and few bits.

@@ -14,11 +14,11 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 import llmdistill
-from llmdistill.config import DataConfig, FactorizeConfig, QuantizeConfig
+from llmdistill.config import DataConfig, FactorizeConfig
 from llmdistill.config.command_line import TYPED, build, parse
 from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.student import FactorizeMethod
+from llmdistill.config.student import FactorizeMethod, QuantizeConfig
 from llmdistill.errors import UserError
 from llmdistill.messages import print_result
 from llmdistill.runtime.hosts import check_hosts

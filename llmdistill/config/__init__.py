@@ -12,7 +12,7 @@ from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingCo
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.marks import COMMON, FREE, at_least, replaces
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, QuantizeConfig, StudentConfig
+from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.config.training import TrainConfig

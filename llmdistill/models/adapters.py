@@ -23,7 +23,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
 from llmdistill.models.general import is_linear
-from llmdistill.models.quantized import fake_quantize
+from llmdistill.models.student_form import StudentForm
 from llmdistill.models.weight_files import check_weight_files
 
 CONFIG_FILE = "adapter_config.json"
@@ -268,12 +268,25 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def adapt(model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
-    """Add what a student learns with, in place: LoRA's adapters, and linears that round their weights."""
-    if settings.lora.rank is not None:
-        add_lora(model, settings.lora, seed)
-    if settings.quantize.weights != "none":
-        fake_quantize(model, settings.quantize)
+class Adapters(StudentForm):
+    """LoRA: adapters learn alone, and a saved student has them merged."""
+
+    def describe(self, settings: StudentConfig) -> str:
+        rank = settings.lora.rank
+        return "" if rank is None else f", adapters of rank {rank} alone are trained"
+
+    def is_all_that_learns(self, settings: StudentConfig) -> bool:
+        return settings.lora.rank is not None
+
+    def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
+        if settings.lora.rank is not None:
+            add_lora(model, settings.lora, seed)
+
+    def finish(self, model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
+        if settings.lora.rank is not None:
+            add_lora(model, settings.lora, seed=0)  # the seed is irrelevant: the trained adapters replace these
+            load_adapters(model, state)
+            merge_lora(model)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:

@@ -29,7 +29,7 @@ from llmdistill.models.companions import read_generation_settings, save_model
 from llmdistill.models.config_check import built_from, cannot_build, check_sizes
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
-from llmdistill.models.quantized import bits_of, check_torchao, settle_loaded
+from llmdistill.models.forms import saved_form
 from llmdistill.models.sentences import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.models.weight_files import check_hub_index, check_weight_files
@@ -162,8 +162,9 @@ def _load_weights(
 ) -> PreTrainedModel:
     check_files(path)
     config = config_with_head(path, head, num_classes)
-    if bits_of(config) is not None:
-        check_torchao(f"{path}: this model of {bits_of(config)} weights")
+    form = saved_form(config)
+    if form is not None:
+        form.check_package(f"{path}: this model of {form.saved_as(config.quantization_config)} weights")
     if Path(path).is_dir():
         check_sizes(config, Path(path))
         read_generation_settings(Path(path))  # transformers reads them beside the weights
@@ -192,8 +193,8 @@ def _load_weights(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
             f"architecture{_WITH_HEAD.get(head, '')}"
         )
-    if bits_of(config) is not None:
-        settle_loaded(model)
+    if form is not None:
+        form.settle(model)
     return fuse_gelu(model)
 
 

@@ -18,9 +18,10 @@ from transformers.integrations.torchao import TorchAoDeserialize
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-from llmdistill.config import QuantizeConfig
+from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError, to_install
 from llmdistill.models.general import in_lists
+from llmdistill.models.student_form import StudentForm, is_size
 
 DEFAULT_GROUPS = {"int8": None, "int4": 32}
 """Default group sizes; None is the whole row."""
@@ -28,8 +29,11 @@ DEFAULT_GROUPS = {"int8": None, "int4": 32}
 
 def bits_of(config: PreTrainedConfig) -> str | None:
     """How the weights of a saved model are quantized, such as int4; None if they are not, or not by torchao."""
-    saved: Any = getattr(config, "quantization_config", None) or {}
-    values = saved if isinstance(saved, dict) else saved.to_dict()
+    return _bits_of_saved(getattr(config, "quantization_config", None))
+
+
+def _bits_of_saved(saved: Any) -> str | None:
+    values = saved or {} if isinstance(saved, dict | None) else saved.to_dict()
     if values.get("quant_method") == "torchao":
         if isinstance(values["quant_type"], str):  # of transformers before version 5
             return str(values["quant_type"])
@@ -209,6 +213,58 @@ class _Unpack(TorchAoDeserialize):
             shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
             found["_weight_qdata"] = [unpack(integers, shape)]
         return super().convert(found, *args, **kwargs)
+
+
+class FewBits(StudentForm):
+    """Linears of few bits: a student learns with weights that are rounded in every forward pass."""
+
+    key = "quantize"
+    extra = "quantize"
+    package = "torchao"
+    serving = (
+        "Weights of few bits run in transformers; for other servers `llmdistill export --to dense` makes floats of "
+        "them, and multiplies factors out."
+    )
+
+    def describe(self, settings: StudentConfig) -> str:
+        return "" if settings.quantize.weights == "none" else f", linears in {settings.quantize.weights}"
+
+    def check(self, settings: StudentConfig, build: Callable[[], PreTrainedModel]) -> None:
+        if settings.quantize.weights == "none":
+            return
+        check_torchao(f"student.quantize.weights {settings.quantize.weights}")
+        if settings.model is not None or settings.shape is not None:  # factors are linears in any case
+            quantized_linears(build())
+
+    def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
+        if settings.quantize.weights != "none":
+            fake_quantize(model, settings.quantize)
+
+    def finish(self, model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
+        if settings.quantize.weights != "none":
+            quantize(model, settings.quantize)
+
+    def saved_as(self, saved: Any) -> str | None:
+        return _bits_of_saved(saved)
+
+    def check_package(self, what: str) -> None:
+        check_torchao(what)
+
+    def is_valid(self, value: object) -> bool:
+        if not isinstance(value, dict) or not value.keys() <= {"weights", "group_size"}:
+            return False
+        size = value.get("group_size")
+        return value.get("weights") in ("int8", "int4") and (size is None or is_size(size))
+
+    def loader(self, value: Any) -> PackedTorchAo:
+        check_torchao("this student of few bits")
+        return PackedTorchAo(**value)
+
+    def settle(self, model: PreTrainedModel) -> None:
+        settle_loaded(model)
+
+    def remove(self, model: PreTrainedModel) -> None:
+        dequantize(model)
 
 
 def pack(integers: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from llmdistill.data.prompts import tokenizer_gaps
 from llmdistill.errors import UserError
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
-from llmdistill.models.adapters import adapt
+from llmdistill.models.forms import adapt
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.methods import Method
-from llmdistill.models.adapters import adapt, cast_parameters
+from llmdistill.models.adapters import cast_parameters
+from llmdistill.models.forms import adapt
 from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu

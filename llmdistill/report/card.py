@@ -21,8 +21,8 @@ from llmdistill.data.prompts import CHAT, MINILLM, PROMPT_WITH_INPUT, PROMPT_WIT
 from llmdistill.embedded import locate
 from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
+from llmdistill.models.forms import saved_form
 from llmdistill.models.gguf import RECORD, origin
-from llmdistill.models.quantized import bits_of
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import TitledTable
@@ -136,7 +136,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         return
     config = load_config(folder)
     pipeline, _ = _task(folder, config)
-    factors, bits = _factors(config), bits_of(config)
+    factors, form = _factors(config), saved_form(config)
     params = count_parameters(build_reference(config))
     title, scores = _without_line_breaks(title), []
     for name, values in ((_without_line_breaks(name), values) for name, values in story.scores.items()):
@@ -157,10 +157,11 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     known = [f"{getattr(text, key):,} {what}" for what, key in sizes if isinstance(getattr(text, key, None), int)]
     license = teacher.header.get("license_name") or teacher.header.get("license")
     said = "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
+    bits = None if form is None else f"{form.saved_as(config.quantization_config)}, by {form.package}"
     model = {
         "Architecture": ", ".join([(config.architectures or [type(config).__name__])[0], *known]),
         "Factors": factors,
-        "Weights of the layers' linears": None if bits is None else f"{bits}, by torchao",
+        "Weights of the layers' linears": bits,
         "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
         "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {said}",
     }
@@ -223,8 +224,8 @@ def _task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
 def _use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
     _, name = _task(folder, config)
     factorized = _is_factorized(config)
-    bits = bits_of(config)
-    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, bits=bits, onnx=onnx, place=PLACE)
+    form = saved_form(config)
+    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, onnx=onnx, place=PLACE)
 
 
 def _is_factorized(config: PreTrainedConfig) -> bool:
@@ -244,7 +245,7 @@ def _factors(config: PreTrainedConfig) -> str | None:
     values: dict[str, Any] = config.quantization_config
     sizes = list(values["modules"].values())
     embedding = next((values[key] for key in ("embedding_rank", "embedding_columns") if values.get(key)), None)
-    if not sizes and embedding is None:  # packed weights of few bits alone
+    if not sizes and embedding is None:  # a form without factors, such as packed weights of few bits
         return None
     of_ranks = all(isinstance(size, int) for size in sizes) and bool(sizes)
     ranks = "" if not of_ranks else f" of rank {min(sizes)}" + (f" to {max(sizes)}" if len(set(sizes)) > 1 else "")

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.batch import Mapped
-from llmdistill.config import LoraConfig, QuantizeConfig, TrainConfig
+from llmdistill.config import StudentConfig, TrainConfig
 from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
-from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.companions import save_model
-from llmdistill.models.quantized import quantize
+from llmdistill.models.forms import finish, learns_by_a_form
 from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.progress import Activity
@@ -213,19 +212,17 @@ def save_student(
     *,
     template: Callable[[torch.dtype], PreTrainedModel],
     source: Path | str,
-    lora: LoraConfig | None = None,
-    bits: QuantizeConfig | None = None,
+    settings: StudentConfig,
     prompt: str | None = None,
     pooling: Pooling | None = None,
 ) -> None:
-    """Save the student as a Hugging Face model, with merged adapters, without projectors and with its few `bits`.
+    """Save the student as a Hugging Face model, without projectors, in the form in which `settings` save it.
 
     Every rank must call this function. `template` loads the untrained student, whose structure is saved; the tokenizer
     is copied from `source`, and keeps the `prompt` by which the student learned to be asked. `pooling` makes embeddings
     of sentences, if the student learned these.
     """
-    has_adapters = lora is not None and lora.rank is not None
-    state = _gathered(engine, only_trained=has_adapters)
+    state = _gathered(engine, only_trained=learns_by_a_form(settings))
     dense = getattr(engine.module, DENSE, None)
 
     def write() -> None:
@@ -236,14 +233,7 @@ def save_student(
             model = template(next(iter(state.values())).dtype)
         if hasattr(model, DENSE):  # its weights are not among those of the model
             delattr(model, DENSE)
-        if lora is not None and has_adapters:
-            add_lora(model, lora, seed=0)  # the seed is irrelevant: the trained adapters replace these
-            load_adapters(model, state)
-            merge_lora(model)
-        else:
-            model.load_state_dict(state)
-        if bits is not None and bits.weights != "none":
-            quantize(model, bits)
+        finish(model, settings, state)
         with new_proven_folder(output) as partial:
             save_model(model, partial, source)
             if pooling is not None and dense is not None:

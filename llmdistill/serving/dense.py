@@ -15,8 +15,8 @@ from llmdistill.errors import UserError
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
+from llmdistill.models.forms import remove_forms, saved_form
 from llmdistill.models.load import load_model
-from llmdistill.models.quantized import bits_of, dequantize
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.hub import NAME
 from llmdistill.students.merge import merge
@@ -41,14 +41,14 @@ def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Desc
     """
     config = load_config(student_dir)
     is_student = (getattr(config, "quantization_config", None) or {}).get("quant_method") == NAME
-    if not is_student and bits_of(config) is None:
+    if not is_student and saved_form(config) is None:
         raise UserError(
             f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill; "
             "give the folder that a run or `llmdistill compress` wrote"
         )
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
-        dequantize(model)
+        remove_forms(model)
         tolerance = TOLERANCES[model.dtype]
         merge(model)
         params = count_parameters(model)

@@ -10,14 +10,19 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import QuantizeConfig
+from llmdistill.artifacts import new_proven_folder
 from llmdistill.config.command_line import changed
+from llmdistill.config.student import QuantizeConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.models.companions import save_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
+from llmdistill.models.quantized import bits_of, check_torchao, quantize
 from llmdistill.report.card import write_export_card
-from llmdistill.serving.dense import export_dense
-from llmdistill.serving.few_bits import export_quantized
+from llmdistill.serving.dense import TOLERANCES, Describe, export_dense, first_outputs
 from llmdistill.serving.onnx_export import export_onnx
+from llmdistill.students.counting import count_parameters
 from llmdistill.training.inputs import Model, save_with_tokenizer
 
 ExportTo = Literal["dense", "onnx", "int8", "int4"]
@@ -51,3 +56,39 @@ def export(
             return write(saved, output)
     folder = locate(str(student))
     return write(folder, output, describe=partial(write_export_card, folder, to=to))
+
+
+def export_quantized(
+    student_dir: Path | str, out_dir: Path | str, settings: QuantizeConfig, *, describe: Describe | None = None
+) -> dict[str, Any]:
+    """Write a model, dense or factorized, with the weights of its layers' linears rounded to int8 or int4.
+
+    The new folder is loaded again and compared with what was rounded before it gets its name. `describe` adds a card.
+
+    Returns:
+        output, params, bytes of the weights' files, and largest_difference of an output from the model's.
+
+    Raises:
+        UserError: torchao is missing, the model has few bits already or no linear in its layers, or `out_dir` is not
+            empty.
+    """
+    check_torchao(f"--to {settings.weights}")
+    given = bits_of(load_config(student_dir))
+    if given is not None:
+        raise UserError(f"--to {settings.weights}: {student_dir} has {given} weights already; give the model before it")
+    with new_proven_folder(out_dir) as folder:
+        model = load_model(student_dir, dtype="auto", head="saved")
+        exact = first_outputs(model)
+        quantize(model, settings)
+        save_model(model, folder, student_dir)
+        rounded, loaded = first_outputs(model), first_outputs(load_model(folder, dtype="auto", head="saved"))
+        if not (loaded - rounded).abs().max() <= TOLERANCES[model.dtype] * max(1.0, rounded.abs().max().item()):
+            raise UserError(
+                f"--to {settings.weights}: {student_dir} is read otherwise than it was written; nothing was kept"
+            )
+        difference = (rounded - exact).abs().max().item()
+        if describe is not None:
+            describe(folder, difference)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    params = count_parameters(model)
+    return {"output": str(out_dir), "params": params, "bytes": size, "largest_difference": difference}

@@ -21,8 +21,8 @@ from transformers import DynamicCache, PreTrainedModel
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError, to_install
 from llmdistill.models.companions import copy_companions
+from llmdistill.models.forms import remove_forms
 from llmdistill.models.load import load_model
-from llmdistill.models.quantized import dequantize
 from llmdistill.progress import Activity, progress
 from llmdistill.serving.dense import Describe
 from llmdistill.students.counting import count_parameters
@@ -68,7 +68,7 @@ def export_onnx(
         raise UserError(f"--to onnx needs {', '.join(missing)}: {to_install('onnx')}")
     with new_proven_folder(out_dir) as folder, TemporaryDirectory() as scratch:
         model = load_model(model_dir, dtype=torch.float32, head="saved")
-        dequantize(model)
+        remove_forms(model)
         if hasattr(model, "qa_outputs"):
             raise UserError(f"--to onnx: {model_dir} has a head for spans, which has two outputs; take --to dense")
         if has_experts(model):
@@ -239,7 +239,7 @@ def _written(model: PreTrainedModel, file: Path) -> _Graph:
     written = onnx.load(file, load_external_data=False)
     weights = {each.name for each in written.graph.initializer}
     repeated = [each for each in written.graph.value_info if each.name in weights]
-    if repeated:  # old exporters give the shapes of weights twice, and ONNX Runtime transposes only one to quantize
+    if repeated:  # old exporters give the shapes of weights twice, and ONNX Runtime transposes only one for int8
         for each in repeated:
             written.graph.value_info.remove(each)
         onnx.save(written, file)

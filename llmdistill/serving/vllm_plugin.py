@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from llmdistill.errors import UserError
+from llmdistill.models.forms import form_of
 from llmdistill.students.hub import NAME, FactorizedConfig
 from llmdistill.students.kinds import KINDS, Size
 from llmdistill.students.modules import LowRankLinear
@@ -100,8 +101,8 @@ class FactorizedStudent(QuantizationConfig):
             what = f"its token embedding is factorized ({key} {getattr(factorization, key)})"
         elif experts is not None:
             what = f"it has factorized experts ({experts})"
-        elif hasattr(factorization, "quantize"):
-            what = f"its linears have {factorization.quantize['weights']} weights"
+        elif (form := form_of(factorization)) is not None:
+            what = f"its linears have {form.saved_as(factorization)} weights"
         else:
             return cls(factorization)
         raise UserError(

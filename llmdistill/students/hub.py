@@ -1,8 +1,8 @@
 """Lets transformers load a student: config.json holds the factorization, and a hook replaces the modules.
 
 transformers calls its hook for changed modules "quantizer". The named linears are factorized before the weights are
-read, while the model is on the meta device; after that, loading is the stock one, and for a student of few bits that of
-torchao.
+read, while the model is on the meta device; after that, loading is the stock one, or that of a form (`models.forms`)
+that lies over the factors.
 
 Without llmdistill, transformers only warns of a quantizer that it does not know and gives the model random weights.
 config.json therefore names a file of weights that no loader finds, in the words of `REFUSAL`: transformers stops with
@@ -28,7 +28,7 @@ from llmdistill.models.weight_files import REFUSAL, is_refusal
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from llmdistill.models.quantized import PackedTorchAo
+    from llmdistill.models.student_form import StudentForm
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
@@ -45,21 +45,23 @@ class FactorizedConfig(QuantizationConfigMixin):
         method: str = "svd",
         modules: dict[str, Any] | None = None,
         quant_method: str = NAME,
-        quantize: dict[str, Any] | None = None,
-        **embedding: int | None,
+        **more: Any,
     ) -> None:
-        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums]; `quantize` has the weights
-        (int8 or int4) and the group size of a student of few bits.
+        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums].
 
-        The size of the token embedding has the key of its method, embedding_rank or embedding_columns. Raises UserError
-        for keys and values that this version does not know.
+        `more` has the size of the token embedding under the key of its method, embedding_rank or embedding_columns, and
+        what a form over the factors has saved under its own key. Raises UserError for keys and values that this version
+        does not know.
         """
-        from llmdistill.students.kinds import KINDS, is_size
+        from llmdistill.models.forms import FORMS
+        from llmdistill.models.student_form import is_size
+        from llmdistill.students.kinds import KINDS
 
         if not isinstance(method, str) or method not in KINDS:
             raise _unknown(f"method {method!r}")
         kind = KINDS[method]
-        unknown = embedding.keys() - {kind.embedding_key}
+        forms = {form.key: form for form in FORMS if form.key is not None}
+        unknown = more.keys() - {kind.embedding_key, *forms}
         if unknown:
             raise _unknown(f"keys {sorted(unknown)}")
         self.quant_method = quant_method
@@ -70,20 +72,16 @@ class FactorizedConfig(QuantizationConfigMixin):
             self.modules = {name: kind.read_size(size) for name, size in (modules or {}).items()}
         except (TypeError, ValueError) as error:
             raise _unknown(f"a size that the method {method} does not have ({error})") from error
-        size = embedding.get(kind.embedding_key)
+        size = more.get(kind.embedding_key)
         if size is not None and not is_size(size):
             raise _unknown(f"{kind.embedding_key} {size!r}")
         setattr(self, kind.embedding_key, size)
-        if quantize is not None:
-            known = isinstance(quantize, dict) and quantize.keys() <= {"weights", "group_size"}
-            group_size = quantize.get("group_size") if known else None
-            if (
-                not known
-                or quantize.get("weights") not in ("int8", "int4")
-                or not (group_size is None or is_size(group_size))
-            ):
-                raise _unknown(f"quantize {quantize!r}")
-            self.quantize = quantize
+        for key, form in forms.items():
+            if more.get(key) is None:
+                continue
+            if not form.is_valid(more[key]):
+                raise _unknown(f"{key} {more[key]!r}")
+            setattr(self, key, more[key])
 
     def install(self, model: PreTrainedModel) -> None:
         """Replace named modules of a dense model by factorized ones with random weights, also on the meta device."""
@@ -113,17 +111,18 @@ class FactorizedLoader(HfQuantizer):
     """Replaces the modules before the weights are read; the loaded model is then handled like an ordinary model."""
 
     quantization_config: FactorizedConfig
-    torchao: PackedTorchAo | None = None
-    """What saves and loads the weights of a student of few bits."""
+    form: StudentForm | None = None
+    """The form over the factors that the student was saved with."""
+    over: HfQuantizer | None = None
+    """What loads and saves the tensors of this form."""
 
     def __init__(self, quantization_config: FactorizedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        quantize = getattr(quantization_config, "quantize", None)
-        if quantize is not None:
-            from llmdistill.models.quantized import PackedTorchAo, check_torchao
+        from llmdistill.models.forms import form_of
 
-            check_torchao("this student of few bits")
-            self.torchao = PackedTorchAo(**quantize)
+        self.form = form_of(quantization_config)
+        if self.form is not None and self.form.key is not None:
+            self.over = self.form.loader(getattr(quantization_config, self.form.key))
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raises UserError for factorization during loading, because that needs the dense weights first."""
@@ -139,22 +138,20 @@ class FactorizedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.install(model)
-        if self.torchao is not None:
-            self.torchao.set_metadata(kwargs["checkpoint_files"])
+        if self.over is not None and hasattr(self.over, "set_metadata"):
+            self.over.set_metadata(kwargs["checkpoint_files"])
 
     def get_weight_conversions(self) -> list[Any]:
-        return [] if self.torchao is None else self.torchao.get_weight_conversions()
+        return [] if self.over is None else self.over.get_weight_conversions()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> Any:
-        return (None, {}) if self.torchao is None else self.torchao.get_state_dict_and_metadata(model)
+        return (None, {}) if self.over is None else self.over.get_state_dict_and_metadata(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         from llmdistill.students.install import save_apart
 
-        if self.torchao is not None:
-            from llmdistill.models.quantized import settle_loaded
-
-            settle_loaded(model)
+        if self.form is not None:
+            self.form.settle(model)
             save_apart(model)
             return
         save_apart(model)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from llmdistill.config.student import Form
+from llmdistill.models.student_form import is_size
 from llmdistill.students.experts import LowRankStack
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.students.modules import (
@@ -68,11 +69,6 @@ class FactorizationKind:
     """(table (vocabulary, width), size, position of σ) -> the best values of the embedding's parameters, by name."""
     stack: Callable[..., LowRankStack] | None = None
     """(experts, inputs, outputs, size) -> factors of a stack with random weights; None leaves stacks dense."""
-
-
-def is_size(value: object) -> bool:
-    """Whether a value of a config.json can be the size of a matrix or of its factor."""
-    return type(value) is int and 1 <= value < 2**31
 
 
 def _rank(value: Any) -> int:

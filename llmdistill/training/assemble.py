@@ -18,7 +18,8 @@ from llmdistill.data.sampler import Prefetched, Share
 from llmdistill.embedded import locate
 from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
-from llmdistill.models.adapters import adapt, is_adapter
+from llmdistill.models.adapters import is_adapter
+from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
@@ -258,8 +259,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any) -> Callable[[Path], 
         engine,
         template=partial(load_student, plan, untrained),
         source=untrained,
-        lora=plan.config.student.lora,
-        bits=plan.config.student.quantize,
+        settings=plan.config.student,
         prompt=plan.config.data.prompt,
         pooling=plan.method.pooling,
     )

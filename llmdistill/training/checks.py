@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size, nearest
 from llmdistill.models.families import max_positions
-from llmdistill.models.quantized import check_torchao, quantized_linears
+from llmdistill.models.forms import FORMS, learns_by_a_form
 from llmdistill.students.counting import build_reference
 from llmdistill.teachers.rows import Request
 from llmdistill.training.rules import check_choices, clash
@@ -29,10 +30,8 @@ def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
     check_choices(plan)
     student, teacher = plan.config.student, plan.config.teacher
-    if student.quantize.weights != "none":
-        check_torchao(f"student.quantize.weights {student.quantize.weights}")
-        if student.model is not None or student.shape is not None:  # factors are linears in any case
-            quantized_linears(build_reference(plan.models.student))
+    for form in FORMS:
+        form.check(student, partial(build_reference, plan.models.student))
     if not plan.is_remote:
         return
     obstacle = _number_beyond_vllm(plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)")
@@ -109,7 +108,7 @@ class DiskNeed:
         best = 2 if plan.trains and config.train.keep_best is not None else 0
         made = int(config.student.model is None)
         return cls(
-            checkpoint=STATE_BYTES * params if saves and config.student.lora.rank is None else 0,
+            checkpoint=STATE_BYTES * params if saves and not learns_by_a_form(config.student) else 0,
             checkpoints=config.train.keep_checkpoints + 1 if saves else 0,
             student=params * plan.models.dtype.itemsize,
             students=made + int(plan.trains) + best + int(config.data.rollout.url is not None),

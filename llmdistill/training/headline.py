@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmdistill.data.prompts import describe_prompt
+from llmdistill.models.forms import describe
 from llmdistill.training.plan import Plan
 
 
@@ -24,18 +25,15 @@ def headline(plan: Plan, data_report: str) -> str:
         first = f"the first with weight {plan.config.teacher.weight:g}"
         teacher_line += f"\n            the average of {averaged}, {first}"
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
+    form = describe(plan.config.student)
     dtype = str(plan.models.dtype).removeprefix("torch.")
-    lora = plan.config.student.lora
-    adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
-    bits = plan.config.student.quantize.weights
-    adapted += "" if bits == "none" else f", linears in {bits}"
     own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
     prompt = plan.config.data.prompt
     stage = plan.zero_stage
     return (
         f"Run folder  {plan.folder}\n"
         f"Teacher     {teacher_line}\n"
-        f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
+        f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){form}\n"
         f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
         f"Data        {task}, {data_report.rstrip('.')}{own}\n"
         f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"

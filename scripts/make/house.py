@@ -23,13 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "llmdistill"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FEATURES = {
-    "quantize": r"quantize",
+    "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
     "on-policy": r"on_policy|own_answers|OwnAnswers",
     "teacher.url": r"teacher\.url|is_remote|RemoteTeacher|TeacherServer",
     "visible_until": r"visible_until",
     "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|\.average\b",
 }
-"""An optional feature, and what a file that speaks of it says."""
+"""An optional feature, and what a file that knows of it says: its setting, or a name of its code.
+
+`quantize` is the setting student.quantize; what transformers calls quantizer, quantize_dynamic of ONNX Runtime and the
+dequantized weights of GGUF are not meant.
+"""
 HOMES = ("cache", "answers", "sentences", "windows", "chunks", "artifacts", "card", "checkpoints")
 PARAMETERS = 7
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -47,7 +47,7 @@ def models(folder: Path, *others: str) -> dict[str, Path]:
     from tiny import random_student, save_decoder, tiny_config, tiny_model
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from llmdistill.config import QuantizeConfig
+    from llmdistill.config.student import QuantizeConfig
     from llmdistill.models.quantized import quantize
 
     plain = dict.fromkeys(["gpt2", "bert", "qwen3_moe", *others])

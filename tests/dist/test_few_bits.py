@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmdistill.config import QuantizeConfig
+from llmdistill.config.student import QuantizeConfig
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import fake_quantize
 

@@ -197,7 +197,7 @@ def test_a_head_that_a_teacher_lacks(fails, text, tmp_path):
 
 def test_weights_of_few_bits_are_not_trained_on(fails, tmp_path):
     pytest.importorskip("torchao")
-    from llmdistill.config import QuantizeConfig
+    from llmdistill.config.student import QuantizeConfig
     from llmdistill.models.load import load_model
     from llmdistill.models.quantized import quantize
 

@@ -15,6 +15,7 @@ import torch
 
 from llmdistill.methods import METHODS
 from llmdistill.models.families import FAMILIES
+from llmdistill.models.forms import FORMS
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
@@ -53,6 +54,7 @@ def script(monkeypatch):
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
     before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS)
+    forms = len(FORMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
@@ -61,7 +63,8 @@ def folder(tmp_path, monkeypatch):
     for table, entries in zip((METHODS, FAMILIES, TASKS, GLUE_TASKS), before, strict=True):
         table.clear()
         table.update(entries)
-    for name in ("mine", "olmo3", "parity"):
+    del FORMS[forms:]
+    for name in ("mine", "olmo3", "parity", "pruned"):
         sys.modules.pop(name, None)
 
 
@@ -111,6 +114,16 @@ def test_an_architecture_of_ones_own_is_tapped_right():
         assert torch.allclose(values, taps.value[layer].transpose(1, 2).flatten(2), atol=1e-6)
     assert 0 < student.num_parameters() < model.num_parameters()
     assert student(ids).logits.shape == stock.logits.shape
+
+
+def test_a_form_of_ones_own_is_saved_with_the_student(capfd):
+    student = run_block("A form of the student")["student"]
+    assert "half of the weights pruned" in capfd.readouterr().out
+    linears = [m for m in student.modules() if type(m) is torch.nn.Linear and m is not student.lm_head]
+    assert len(linears) > 10
+    for module in linears:
+        zeros = (module.weight == 0).sum(dim=1)
+        assert torch.equal(zeros, torch.full_like(zeros, module.weight.shape[1] // 2))
 
 
 def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import llmdistill
-from llmdistill.config import QuantizeConfig
+from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
@@ -102,7 +102,11 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
     fake_quantize(learning, BITS[bits])
     expected = outputs(learning)
     template = partial(load_model, source, head="saved")
-    given = {"template": lambda dtype: template(dtype=dtype), "source": source, "bits": BITS[bits]}
+    given = {
+        "template": lambda dtype: template(dtype=dtype),
+        "source": source,
+        "settings": StudentConfig(quantize=BITS[bits]),
+    }
     save_student(PlainEngine(learning), tmp_path / "student", **given)
 
     loaded = load_model(tmp_path / "student", dtype="auto", head="saved")

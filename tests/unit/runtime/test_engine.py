@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import PreTrainedModel, get_scheduler
 
-from llmdistill.config import FactorizeConfig, LoraConfig, TrainConfig
+from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig, TrainConfig
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
 from llmdistill.runtime.engine import build_engine, learning_rate, parameter_groups, save_student
@@ -20,6 +20,7 @@ from llmdistill.training.checkpoints import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cpu_world")
 LORA = LoraConfig(rank=2, alpha=4.0)
+STUDENT = StudentConfig(lora=LORA)
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -65,7 +66,7 @@ def written(model: PreTrainedModel, source) -> PreTrainedModel:
     """The student that is written, loaded again."""
     output = source.with_name("student")
     template = lambda dtype: load_model(source, new_head=True, dtype=dtype)  # noqa: E731
-    save_student(PlainEngine(model), output=output, template=template, source=source, lora=LORA)
+    save_student(PlainEngine(model), output=output, template=template, source=source, settings=STUDENT)
     return load_model(output, dtype=torch.float32)
 
 
