@@ -84,11 +84,12 @@ def model_types() -> dict[str, Any]:
     names = [name for name in sorted({*causal, *masked}) if name in CONFIG_MAPPING_NAMES]
     types = {name: AutoModelForMaskedLM if name in masked else AutoModelForCausalLM for name in names}
     both = [name for name in names if name in causal and causal[name] != masked.get(name, causal[name])]
-    decoders = {*both, *(name for name in names if name in causal and _has_encoder(name))}
+    decoders = {*both, *(name for name in names if name in causal and has_encoder(name))}
     return types | {f"{name}{AS_DECODER}": AutoModelForCausalLM for name in sorted(decoders)}
 
 
-def _has_encoder(name: str) -> bool:
+def has_encoder(name: str) -> bool:
+    """Whether the default config of a type is that of an encoder and a decoder."""
     try:
         return bool(AutoConfig.for_model(name).is_encoder_decoder)
     except Exception:  # the default config of some contradicts itself

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shrunk import VOCABULARY, model_types, of_text_alone, shrunk_model
+from shrunk import VOCABULARY, has_encoder, model_types, of_text_alone, shrunk_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -275,7 +275,7 @@ def run_type(name: str, steps: Sequence[str]) -> dict[str, Any]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(name, Path(folder))
-        if of_text_alone(name):
+        if of_text_alone(name) and not has_encoder(name):  # whose class for a decoder leaves the encoder out
             broken = job.stock()
             if broken is not None:
                 return result | {"stock": broken}
