@@ -19,11 +19,11 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     may still say that its model was trained with a begin token: by `add_bos_token`, or by a chat template that begins
     with it.
     """
-    whole, alone = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
-    # What is added may change the token after it, in which case the special tokens at the beginning are it.
-    first = whole.index(alone[0]) if alone and alone[0] in whole else None
+    with_special, without_special = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (True, False))
+    # A tokenizer may tokenize "a" differently behind its begin token; then only the special tokens in front count.
+    first = with_special.index(without_special[0]) if without_special and without_special[0] in with_special else None
     special = set(tokenizer.all_special_ids)
-    begin: list[int] = list(takewhile(special.__contains__, whole)) if first is None else whole[:first]
+    begin: list[int] = list(takewhile(special.__contains__, with_special)) if first is None else with_special[:first]
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None and begin:
         return [] if begin == [tokenizer.cls_token_id] else begin

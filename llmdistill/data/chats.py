@@ -1,8 +1,9 @@
-"""Renders chats by the tokenizer's chat template: the text that a model is asked, and the parts that are learned.
+"""Renders chats with the tokenizer's chat template: the prompt of the model, and the parts of the text that it learns.
 
-What is learned of an answer is what the template writes in its place in the whole chat: with an empty block of
-reasoning before it, trimmed, in channels, up to the end of the turn. Templates are programs, so all of this is found by
-comparing what they write: of a chat with and without its answer, and once per template of two chats of made-up texts.
+The model learns an answer as the template writes it in the whole chat: with an empty block of reasoning before it,
+trimmed, in channels, up to the end of the turn. Templates are programs, so the only way to see where an answer begins
+and ends is to compare renderings: of the chat with and without its answer, and, once per template, of two chats with
+made-up texts.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class AnsweredChat:
 
     text: str
     learned: list[tuple[int, int]]
-    """The characters from and up to which the text is learned, in order; of a template with generation marks, within
-    which its marks are learned. Empty if the template does not write the answer."""
+    """The learned parts of the text, in order, each with its first character and the end; for a template with
+    generation marks, the parts within which its marks count. Empty if the template does not write the answer."""
     prompts: list[str]
-    """The text that a model is asked before each answer that is learned."""
+    """The prompt before each learned answer."""
     is_marked: bool
     """Whether the template marks what is learned ({% generation %})."""
     has_end: bool
-    """Whether the template writes an end after the last answer; without one, `end_of_turn` is to be appended."""
+    """Whether the template writes an end after the last answer; if not, the caller appends `end_of_turn`."""
     messages: list[Message]
     """As the template reads them."""
     options: Mapping[str, Any]
@@ -84,7 +85,10 @@ def render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     Raises:
         UserError: there is no chat template, or it raises an error.
     """
-    return [_prompt(_checked(each, tokenizer), _messages(each.messages), each) for each in examples]
+    return [
+        _render_prompt(_require_template(example, tokenizer), _as_messages(example.messages), example)
+        for example in examples
+    ]
 
 
 def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> AnsweredChat:
@@ -94,7 +98,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
         UserError: as in `render_chats`.
     """
     answer = Turn("assistant", example.outputs[0], example.answer_fields)
-    chat = _Chat(example, _checked(example, tokenizer), _messages([*example.messages, answer]))
+    chat = _Chat(example, _require_template(example, tokenizer), _as_messages([*example.messages, answer]))
     last = len(example.messages)
     older = [place for place, turn in enumerate(example.messages) if turn.role == "assistant"]
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
@@ -134,7 +138,7 @@ class _Chat:
     _prompts: dict[int, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.text = self._rendered(self.messages)
+        self.text = self._render(self.messages)
         self.frame = frame_of(self.tokenizer, self.example.template_options)
 
     def answered(
@@ -146,16 +150,16 @@ class _Chat:
                 prompts.append(self.prompt(place))
         prompts.append(self.prompt(places[-1]))
         messages = as_the_template_reads(self.messages, self.tokenizer)
-        return AnsweredChat(self.text, parts, prompts, is_marked, has_end, messages, _options(self.example))
+        return AnsweredChat(self.text, parts, prompts, is_marked, has_end, messages, _template_options(self.example))
 
     def prompt(self, place: int) -> str:
-        """What a model is asked before the message at this place."""
+        """Return the prompt that the message at this place answers."""
         if place not in self._prompts:
-            self._prompts[place] = _prompt(self.tokenizer, self.messages[:place], self.example)
+            self._prompts[place] = _render_prompt(self.tokenizer, self.messages[:place], self.example)
         return self._prompts[place]
 
     def begin(self, place: int) -> int:
-        """Where the answer at this place begins in the text: after the prompt, if the text begins with it."""
+        """Return where the answer at this place begins in the text: after the prompt, if the text begins with it."""
         prompt = self.prompt(place)
         if self.text.startswith(prompt):
             return len(prompt)
@@ -164,36 +168,35 @@ class _Chat:
                 "what the tokenizer's chat template writes of a conversation does not begin with the prompt that it "
                 "writes for it (add_generation_prompt): what it writes of the whole conversation is learned"
             )
-        # Two other answers show what the template writes before any of them.
+        # The text that two made-up answers share with this one shows what the template writes before any answer.
         before, after = self.messages[:place], self.messages[place + 1 :]
         others = [
-            self._rendered([*before, {"role": "assistant", "content": content}, *after])
+            self._render([*before, {"role": "assistant", "content": content}, *after])
             for content in (ANSWER, OTHER_ANSWER)
         ]
         answer = shared_length(self.text, *others)
         common = shared_length(self.text, prompt)
         if common >= len(prompt) - len(self.frame.prompt):
             return min(common, answer)
-        # The messages before it are rendered in another way now. Its header is as ever, or else is not learned either.
+        # The template renders the earlier messages differently once an answer follows. The answer then begins after its
+        # header, or, where that header does not follow the earlier messages, at its first own character.
         header = self.text.rfind(self.frame.prompt, 0, answer) if self.frame.prompt else -1
-        contents = (each["content"] for each in self.messages[:place] if each["content"])
+        contents = (message["content"] for message in self.messages[:place] if message["content"])
         previous = max((self.text.rfind(content, 0, answer) for content in contents), default=0)
         return header + len(self.frame.prompt) if header >= previous >= 0 else answer
 
     def end_of_last(self, begin: int) -> tuple[int, bool]:
-        """Where the last turn ends in the text, and whether the template writes an end."""
+        """Return where the last turn ends in the text, and whether the template writes an end."""
         tail, last = self.frame.tail, self.frame.last
         if last and self.text.endswith(tail) and len(self.text) - len(tail) >= begin:
             return len(self.text) - len(tail) + len(last), True
-        whole = self.text.rstrip()
-        # Such as <|call|>, where the answer is a call of a tool.
-        is_other = any(whole.endswith(each.content) for each in self.tokenizer.added_tokens_decoder.values())
-        return (len(whole), True) if last and is_other and len(whole) > begin else (len(self.text), False)
+        stripped = self.text.rstrip()
+        # A call of a tool may have an end of its own, such as <|call|> (gpt-oss).
+        is_other = any(stripped.endswith(token.content) for token in self.tokenizer.added_tokens_decoder.values())
+        return (len(stripped), True) if last and is_other and len(stripped) > begin else (len(self.text), False)
 
     def parts(self, place: int) -> list[tuple[int, int]]:
-        """The characters from and up to which an older answer is written, with the end of its turn: nearly always in
-        one part.
-        """
+        """Return where an older answer stands in the text, with the end of its turn: nearly always one part."""
         begin, message = self.begin(place), self.messages[place]
         content = str(message["content"]).strip()
         following_answer = next(n for n in count(place + 1) if self.messages[n]["role"] == "assistant")
@@ -201,18 +204,19 @@ class _Chat:
         written = self.text.find(content, begin, limit)
         answered = begin if written < 0 else written + len(content)
         if self.frame.separator and self.messages[place + 1]["role"] == "user":
-            found = self.text.find(self.frame.separator, answered)
-            if found >= 0:
-                return [(begin, found + len(self.frame.inner))]
-        if end := self._end(place, message, begin, answered):
+            separator = self.text.find(self.frame.separator, answered)
+            if separator >= 0:
+                return [(begin, separator + len(self.frame.inner))]
+        if end := self._find_end(place, message, begin, answered):
             return [(begin, end)]
-        # Reasoning before a call of a tool may be left out once there are answers after it (gpt-oss).
+        # A template may leave out the reasoning before a call of a tool once answers follow (gpt-oss).
         call: Message = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-        if end := self._end(place, call, begin, answered):
+        if end := self._find_end(place, call, begin, answered):
             return [(begin, end)]
-        # So may a text beside the call; or it is written behind the results of the tools (Gemma 4).
-        silent = [{**each, "content": ""} for each in (message, call) if "tool_calls" in each]
-        end = next((found for each in silent if (found := self._end(place, each, begin, begin))), 0)
+        # It may also leave out the text beside the call, or write it behind the results of the tools (Gemma 4).
+        silent = [{**candidate, "content": ""} for candidate in (message, call) if "tool_calls" in candidate]
+        ends = (self._find_end(place, candidate, begin, begin) for candidate in silent)
+        end = next((end for end in ends if end), 0)
         if end and written < 0:
             _warn_once(
                 "the tokenizer's chat template leaves out what an earlier answer says beside its calls of tools: of "
@@ -224,14 +228,14 @@ class _Chat:
             return [(begin, end), (written, written + max(len(content), len(rest)))]
         raise _Unclear
 
-    def _end(self, place: int, message: Message, begin: int, answered: int) -> int:
-        """Where an older answer ends that is rendered as this message while nothing is after it; 0 if unclear."""
-        # Whoever is next, the text is equal up to the header of the next turn. A turn of the user after it may change
-        # the turn itself, as reasoning is left out before it.
+    def _find_end(self, place: int, message: Message, begin: int, answered: int) -> int:
+        """Return where an older answer ends, if the template renders it as this message at the end of a chat; or 0."""
+        # Whoever speaks next, both texts are equal up to the header of the next turn. Two renderings are tried, because
+        # a turn of the user may change the answer before it: many templates then leave out its reasoning.
         until, question = [*self.messages[:place], message], {"role": "user", "content": QUESTION}
         for next_header, following in (
-            (self.frame.prompt, lambda: _prompt(self.tokenizer, until, self.example)),
-            (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._rendered([*until, question])),
+            (self.frame.prompt, lambda: _render_prompt(self.tokenizer, until, self.example)),
+            (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._render([*until, question])),
         ):
             equal = self.text[: shared_length(self.text, following())]
             end = len(without_overlap(without_begun_mark(equal), next_header).rstrip())
@@ -240,25 +244,25 @@ class _Chat:
         return 0
 
     def region(self, place: int) -> tuple[int, int]:
-        """From the beginning of an answer to that of the next one, for templates that mark what is learned in it."""
+        """Return the part from one answer to the next, for templates that mark what is learned within it."""
         header = len(self.frame.prompt)  # which the marks of some templates include (gpt-oss)
         later = [n for n in range(place + 1, len(self.messages)) if self.messages[n]["role"] == "assistant"]
         end = self.begin(later[0]) - header if later else len(self.text)
         return max(0, self.begin(place) - header), max(0, end)
 
-    def _rendered(self, messages: list[Message]) -> str:
-        return _rendered(self.tokenizer, messages, self.example)
+    def _render(self, messages: list[Message]) -> str:
+        return _render(self.tokenizer, messages, self.example)
 
 
 def read_reply(text: str, tokenizer: PreTrainedTokenizerBase, example: Example | None = None) -> Reply:
-    """Split what was written after a prompt into the answer and its reasoning, in the form of the template."""
+    """Split a model's text after a prompt into the answer and its reasoning, in the form of the template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return Reply(text)
     frame = frame_of(tokenizer, example.template_options if example else None)
-    # A model does not always write the spaces around the marks.
-    start = next((each for each in _with_and_without_spaces(frame.before_reasoning) if text.startswith(each)), None)
+    # Models do not always write the spaces around the marks of the template.
+    start = next((mark for mark in _spaced_and_stripped(frame.before_reasoning) if text.startswith(mark)), None)
     if frame.after_reasoning and start is not None:
-        end = next((each for each in _with_and_without_spaces(frame.after_reasoning) if each in text), None)
+        end = next((mark for mark in _spaced_and_stripped(frame.after_reasoning) if mark in text), None)
         # Reasoning without an end has no answer after it; but a prompt that begins it may be answered at once.
         if end or start:
             written = text[len(start) :]
@@ -270,11 +274,11 @@ def read_reply(text: str, tokenizer: PreTrainedTokenizerBase, example: Example |
     return Reply(text) if thought is None else Reply(text[thought.end() :], is_read=True)
 
 
-def _with_and_without_spaces(text: str) -> tuple[str, str]:
+def _spaced_and_stripped(text: str) -> tuple[str, str]:
     return text, text.strip()
 
 
-def _checked(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def _require_template(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
             f"{place_of(example)}messages, but the tokenizer has no chat template; "
@@ -283,24 +287,24 @@ def _checked(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> Pre
     return tokenizer
 
 
-def _messages(turns: Sequence[Turn]) -> list[Message]:
+def _as_messages(turns: Sequence[Turn]) -> list[Message]:
     return [turn.as_message() for turn in turns]
 
 
-def _options(example: Example) -> dict[str, Any]:
+def _template_options(example: Example) -> dict[str, Any]:
     return {**({"tools": [dict(tool) for tool in example.tools]} if example.tools else {}), **example.template_options}
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], example: Example) -> str:
-    text = _rendered(tokenizer, messages, example, asks=True)
+def _render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], example: Example) -> str:
+    text = _render(tokenizer, messages, example, asks=True)
     return text + frame_of(tokenizer, example.template_options).header
 
 
-def _rendered(
+def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], example: Example, *, asks: bool = False
 ) -> str:
     try:
-        return render(tokenizer, messages, _options(example), asks=asks)
+        return render(tokenizer, messages, _template_options(example), asks=asks)
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(

@@ -16,7 +16,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 
 
 def sample_id(*parts: Sequence[int] | np.ndarray) -> int:
-    """The id of a sample: a hash of its tokens, from 0 to 2^63 - 1, the same in every run, batch and rank.
+    """Return the id of a sample: a hash of its tokens, from 0 to 2^63 - 1, the same in every run, batch and rank.
 
     The parts are token ids in order, such as those of the prompt and those of the response; the hash also depends on
     where one part ends and the next begins.
@@ -26,7 +26,7 @@ def sample_id(*parts: Sequence[int] | np.ndarray) -> int:
         tokens = np.asarray(part, dtype=np.int64)
         digest.update(len(tokens).to_bytes(8, "little"))
         digest.update(tokens.tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return int.from_bytes(digest.digest(), "little") >> 1  # 63 bits fit into int64
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Encoded:
 
 
 def padded(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) -> Tensor:
-    """The rows as one tensor of int64, padded on the right to the longest row."""
+    """Return the rows as one tensor of int64, padded on the right to the longest row."""
     tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=padding)
 
 
 def padding_mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
-    """The attention mask of padded rows: 1 at their tokens, 0 at padding."""
+    """Return the attention mask of padded rows: 1 at tokens, 0 at padding."""
     return padded([torch.ones(len(row)) for row in rows], 0)
 
 
@@ -98,7 +98,7 @@ def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
     return Batch(
         padded(rows, pad_token_id),
         padding_mask(rows),
-        padded([_labels(item) for item in items], IGNORE_INDEX),
+        padded([_make_labels(item) for item in items], IGNORE_INDEX),
         sample_ids=tuple((item.sample_id,) for item in items),
         teachers=tuple(item.teacher for item in items),
     )
@@ -117,21 +117,22 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
         rows += [[own[index] for index in row] for row in pack([len(item) for item in own], max_length)]
     width = max(sum(map(len, row)) for row in rows)
     numbers = [[number for number, item in enumerate(row, start=1) for _ in item.ids] for row in rows]
-    # The padding is numbered like one more example.
+    # The padding gets positions from 0 like one more example, so that it never continues the example before it where a
+    # model reads the borders of the examples from the positions.
     lengths = [[*map(len, row), width - sum(map(len, row))] for row in rows]
-    positions = [[position for length in each for position in range(length)] for each in lengths]
+    positions = [[position for length in row for position in range(length)] for row in lengths]
     return Batch(
         padded([[token for item in row for token in item.ids] for row in rows], pad_token_id),
         padded(numbers, 0),
-        padded([[label for item in row for label in _labels(item, learned=1)] for row in rows], IGNORE_INDEX),
+        padded([[label for item in row for label in _make_labels(item, learned=1)] for row in rows], IGNORE_INDEX),
         position_ids=padded(positions, 0),
         sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
         teachers=tuple(row[0].teacher for row in rows),
     )
 
 
-def _labels(item: Encoded, *, learned: int = 0) -> list[int]:
-    """The label of each token: the tokens of the learned parts, but none before the position `learned`."""
+def _make_labels(item: Encoded, *, learned: int = 0) -> list[int]:
+    """Return the label of each token: the tokens of the learned parts, but none before the position `learned`."""
     ids, borders = item.ids, item.borders
     labels = [IGNORE_INDEX] * len(ids)
     for begin, end in zip(borders[::2], borders[1::2], strict=True):

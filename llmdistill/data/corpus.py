@@ -96,7 +96,7 @@ def store_corpus(
     keep_ends = tokenizer.mask_token_id is None
     request = {
         "format": _FORMAT,
-        "text": str(reference) if files is None else [[_kind(file), content_sha256(file)] for file in files],
+        "text": str(reference) if files is None else [[_kind_of(file), content_sha256(file)] for file in files],
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
@@ -109,7 +109,7 @@ def store_corpus(
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
         segments = progress(segments, "Tokenizing", "segments")
-        counts = _write(folder, segments, tokenizer, lambda token: find_words(token, reference, field))
+        counts = _write_tokens(folder, segments, tokenizer, lambda token: find_words(token, reference, field))
         if counts["tokens"] == 0:
             why = "holds no text; give at least one line of it"
             if fraction < 1:
@@ -127,12 +127,14 @@ def open_corpus(folder: Path) -> Corpus:
     with reading(folder) as meta:
         # Flat arrays and not Arrow's lists: a sequence goes on over the ends of documents, and its place is searched
         # in the offsets, which lists in record batches would have each rank put together in its own memory.
-        arrays = {name: np.memmap(folder / f"{name}.bin", each["dtype"], "r") for name, each in meta["arrays"].items()}
+        arrays = {
+            name: np.memmap(folder / f"{name}.bin", array["dtype"], "r") for name, array in meta["arrays"].items()
+        }
     # Plain views of the mapped offsets, because one number of a memmap costs ten times as much as one of an array.
     return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))
 
 
-def _write(
+def _write_tokens(
     folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, place: Callable[[str], str]
 ) -> dict[str, Any]:
     """Write tokens and offsets piece by piece, so that a text may be larger than memory; `place` finds a token."""
@@ -146,7 +148,7 @@ def _write(
             files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
         for batch in pieces(segments, _AT_ONCE, lambda segment: len(segment[1])):
-            encoded = _encode([text for _, text in batch], tokenizer)
+            encoded = _tokenize([text for _, text in batch], tokenizer)
             check_rows(tokenizer, encoded, lambda _, token: place(token))
             for (document, _), ids in zip(batch, encoded, strict=True):
                 if not ids:  # the tokenizer drops all characters of the line
@@ -163,8 +165,8 @@ def _write(
     return {**counts, "arrays": {name: {"dtype": dtype.name} for name, dtype in dtypes.items()}}
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    # verbose is off: segments that are longer than the model's context are cut into pieces later.
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    # verbose=False silences the warning about texts over the model's context; they are cut into sequences later.
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
@@ -172,58 +174,58 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
 
 
 def find_words(words: str, data: Data, field: str = "text") -> str:
-    """Where words stand first in a text: file and line of a plain text, file and place of a row."""
+    """Return where words first occur in a text: file and line of a plain text, file and place of a row."""
     if not isinstance(data, str | Path):
         rows = (row if isinstance(row, str) else str(row.get(field)) for row in rows_in_memory(data))
         return next((f"row {number}" for number, text in enumerate(rows, start=1) if words in text), "data")
     files: Sequence[Path | None] = text_files(data) or [None]
     for file in files:
-        if file is not None and _kind(file) == "text":
+        if file is not None and _kind_of(file) == "text":
             places = ((line, f"{file}:{number}") for number, line in enumerate(text_lines(file), start=1))
         else:
             places = ((str(row.get(field)), source) for row, source in open_rows(file or data, streaming=True))
-        found = next((place for text, place in places if words in text), None)
-        if found is not None:
-            return found
+        place_of_words = next((place for text, place in places if words in text), None)
+        if place_of_words is not None:
+            return place_of_words
     return str(data)
 
 
-def _kind(file: Path) -> str:
+def _kind_of(file: Path) -> str:
     suffix = file.suffix.lower()
     return suffix if suffix in READERS else "text"
 
 
 def _read_segments(reference: str | Path, files: list[Path] | None, field: str, keep_ends: bool) -> Segments:
     if files is None:
-        yield from _rows(0, reference, field, keep_ends)
+        yield from _read_rows(0, reference, field, keep_ends)
         return
     for number, file in enumerate(files):
-        if _kind(file) == "text":
-            yield from _text(number, file, keep_ends)
+        if _kind_of(file) == "text":
+            yield from _read_lines(number, file, keep_ends)
         else:
-            yield from _rows(number, file, field, keep_ends)
+            yield from _read_rows(number, file, field, keep_ends)
 
 
 def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
-    """Keep the segments of one document out of each 1/fraction successive documents; the seed decides which.
+    """Yield the segments of one document out of each 1/fraction successive documents; the seed decides which.
 
-    So of n documents, for any n, between ⌊n·fraction⌋ and ⌈n·fraction⌉ are kept, from all parts of the text, and their
+    So n documents, for any n, give between ⌊n·fraction⌋ and ⌈n·fraction⌉ of them, from all parts of the text, and their
     number need not be known before the last document is read.
     """
-    # The fraction is used as it was written: 0.1 is one of every ten, while the float 0.1 is a little more.
-    every = 1 / Fraction(str(fraction))
+    # Fraction("0.1") is exactly one in ten, while the float 0.1 is slightly more.
+    documents_per_draw = 1 / Fraction(str(fraction))
     rng = np.random.default_rng((seed, 0, _DOCUMENTS))
-    taken = group = end = 0
+    drawn = group = end = 0
     for number, (_, document) in enumerate(groupby(segments, key=itemgetter(0))):
         if number == end:
             group += 1
-            end = ceil(group * every)
-            taken = int(rng.integers(number, end))
-        if number == taken:
+            end = ceil(group * documents_per_draw)
+            drawn = int(rng.integers(number, end))
+        if number == drawn:
             yield from document
 
 
-def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
+def _read_lines(file_number: int, file: Path, keep_ends: bool) -> Segments:
     document = 0
     for line in text_lines(file):
         if line.strip():
@@ -232,7 +234,7 @@ def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
             document += 1
 
 
-def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
+def _read_rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
     for document, (row, source) in enumerate(open_rows(reference, streaming=True)):
         text = row.get(field)
         if text is None:

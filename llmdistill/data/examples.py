@@ -119,12 +119,12 @@ class LeftOut(UserError):
 
 
 def all_empty(examples: Sequence[Example]) -> bool:
-    """Whether no example has an answer; one without words may still call tools."""
+    """Return whether no example has an answer; an answer without words may still call tools."""
     return not any(example.answer_fields or any(output.strip() for output in example.outputs) for example in examples)
 
 
 def no_answer(name: str | Path, count: int, *, which: str = "all") -> UserError:
-    """The error for a data set whose answers are all empty, or those of the first examples, which were read so far."""
+    """Return the error for a data set whose answers are all empty, as far as it was read."""
     return UserError(
         f"{name}: the answers of {which} {count} examples are empty, so nothing but the end of an answer is there to "
         "learn or to compare with; look at the key of the answers (output, completion, response or messages)"
@@ -134,10 +134,10 @@ def no_answer(name: str | Path, count: int, *, which: str = "all") -> UserError:
 def parse_rows(
     rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str], *, needs_answer: bool = True
 ) -> Iterator[Example]:
-    """Parse rows, each given with its place, by `parse_row`; those that are not to be learned are left out.
+    """Parse rows, each with its place, by `parse_row`, and leave out those that are not to be learned.
 
-    `left_out` counts what is left out: rows, and keys that can be ignored safely. Its keys are phrases with {} for the
-    number.
+    `left_out` counts the rows that are left out, and the keys that can be ignored safely. Its keys are phrases with {}
+    for the number.
     """
     for row, source in rows:
         try:
@@ -177,9 +177,9 @@ def parse_row(
     is_plain = _SPECIAL.isdisjoint(row)
     if not is_plain:
         check_refused(row, _REFUSED, source)
-    example, teacher = _example(row, source, needs_answer), row.get("teacher")
+    example, teacher = _parse(row, source, needs_answer), row.get("teacher")
     if needs_answer and not is_plain:
-        for key in (key for key in _LABELS if key in row):  # of KTO
+        for key in (key for key in _LABELS if key in row):  # KTO's sets label each answer as good or bad
             label = row[key]
             if isinstance(label, str):
                 label = _IN_WORDS.get(label.strip().lower())
@@ -196,33 +196,33 @@ def parse_row(
         for key, why in _NOT_READ.items():
             if key in row:
                 left_out[f"{key} of {{}} rows ({why})"] += 1
-        given = (as_tools(row[key], key, source) for key in _TOOLS if row.get(key))
-        if example.messages and not example.tools and any(given):
+        tools = (as_tools(row[key], key, source) for key in _TOOLS if row.get(key))
+        if example.messages and not example.tools and any(tools):
             left_out["tools of {} rows (the system turn describes them)"] += 1
     return replace(example, teacher=teacher) if isinstance(teacher, str) else example
 
 
-def _example(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
-    chat, asked = _first(row, _CHATS), _first(row, tuple(_ASKS))
-    if asked == "instruction" and (chat is None or _first(row, _ASKS[asked]) is not None):
-        return _instruction(row, asked, source, needs_answer)
+def _parse(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    chat, instruction_key = _first_key(row, _CHATS), _first_key(row, tuple(_ASKS))
+    if instruction_key == "instruction" and (chat is None or _first_key(row, _ASKS[instruction_key]) is not None):
+        return _parse_instruction(row, instruction_key, source, needs_answer)
     if chat is not None:
         value = as_turns(row[chat])
         messages = parse_messages(from_json(value, chat, source) if isinstance(value, str) else value, chat, source)
         chosen = as_turns(row.get("chosen"))
         if chosen is None or messages[-1].role == "assistant":
-            return _chat(row, messages, chat, source, needs_answer)
+            return _parse_chat(row, messages, chat, source, needs_answer)
         if isinstance(chosen, str):
-            return _chat(row, messages, chat, source, needs_answer, answers=(chosen,))
+            return _parse_chat(row, messages, chat, source, needs_answer, answers=(chosen,))
         answer = parse_messages(chosen if is_list(chosen) else [chosen], "chosen", source)
-        _last_answer(answer, "chosen", source)
-        return _chat(row, messages + answer, chat, source, needs_answer)
+        _find_last_answer(answer, "chosen", source)
+        return _parse_chat(row, messages + answer, chat, source, needs_answer)
     if "prompt" in row:
-        return _from_prompt(row, source, needs_answer)
-    if asked is not None:
-        return _instruction(row, asked, source, needs_answer)
+        return _parse_prompt(row, source, needs_answer)
+    if instruction_key is not None:
+        return _parse_instruction(row, instruction_key, source, needs_answer)
     if is_list(chosen := as_turns(row.get("chosen"))):
-        return _chat(row, parse_messages(chosen, "chosen", source), "chosen", source, needs_answer)
+        return _parse_chat(row, parse_messages(chosen, "chosen", source), "chosen", source, needs_answer)
     text = "; a corpus of texts is read with --data.kind text" if "text" in row else ""
     raise UserError(
         f'{source}: the key "instruction" is missing (there are {sorted(row)}); add it, or give another form: query '
@@ -231,30 +231,32 @@ def _example(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example
     )
 
 
-def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: bool) -> Example:
-    if asked != "instruction":
+def _parse_instruction(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
+    if key != "instruction":
         check_refused(row, _CHOICES, source)
-    instruction = _string(row, asked, source, "quote it")
-    contexts = [_string(row, key, source, "quote it or leave it out") for key in ("input", "context") if key in row]
+    instruction = _read_string(row, key, source, "quote it")
+    contexts = [
+        _read_string(row, name, source, "quote it or leave it out") for name in ("input", "context") if name in row
+    ]
     if all(contexts) and len(contexts) == 2:
         raise UserError(f'{source}: both "input" and "context" have a text, and one is read; join them')
-    answers = _answers(row, _ASKS[asked], source, needs_answer)
+    answers = _read_answers(row, _ASKS[key], source, needs_answer)
     example = Example(instruction, "".join(contexts), answers, source)
     if _SPECIAL.isdisjoint(row):
         return example
-    system = _system(row, source)
+    system = _read_system(row, source)
     turns: list[Turn] = []
-    given = row.get("history") or ()
-    pairs = from_json(given, "history", source) if isinstance(given, str) else given
+    history_value = row.get("history") or ()
+    pairs = from_json(history_value, "history", source) if isinstance(history_value, str) else history_value
     for pair in pairs if is_list(pairs) else (pairs,):
         if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')
         turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
     history = tuple(turns)
-    fields = {key: _string(row, key, source, "quote it") for key in _REASONING if row.get(key)}
-    tools, options = _tools(row, system, source), _options(row, source)
+    fields = {name: _read_string(row, name, source, "quote it") for name in _REASONING if row.get(name)}
+    tools, options = _read_tools(row, system, source), _read_options(row, source)
     only_in_chats = {"system": system, "history": history, **fields, "tools": tools, "chat_template_kwargs": options}
-    chat_key = next((key for key, value in only_in_chats.items() if value), "")
+    chat_key = next((name for name, value in only_in_chats.items() if value), "")
     if not chat_key:
         return example
     return Example(
@@ -270,36 +272,36 @@ def _instruction(row: Mapping[str, Any], asked: str, source: str, needs_answer: 
     )
 
 
-def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
-    # The answer of a prompt without template may be a list in JSON, but the chosen one may be the whole chat.
-    asked = as_turns(row["prompt"])
-    given = ("prompt", *_COMPLETIONS) if are_turns(asked) else ("chosen",)
-    row = {**row, **{key: as_turns(row[key]) for key in given if key in row}}
-    key = _first(row, _COMPLETIONS)
+def _parse_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    # Where the prompt is plain text, an answer may itself be a list in JSON, so only "chosen" is read as a chat then.
+    prompt_turns = as_turns(row["prompt"])
+    keys = ("prompt", *_COMPLETIONS) if are_turns(prompt_turns) else ("chosen",)
+    row = {**row, **{key: as_turns(row[key]) for key in keys if key in row}}
+    key = _first_key(row, _COMPLETIONS)
     completion = None
     if key is not None and is_list(row[key]) and any(isinstance(turn, Mapping) for turn in row[key]):
         completion = parse_messages(row[key], key, source)
     if key == "chosen" and completion is not None and completion[0].role in ("system", "user"):
-        return _chat(row, completion, key, source, needs_answer)  # it holds the prompt too
+        return _parse_chat(row, completion, key, source, needs_answer)  # it holds the prompt too
     if not is_list(row["prompt"]):
-        prompt = _string(row, "prompt", source, "give a string, or a list of messages with role and content")
+        prompt = _read_string(row, "prompt", source, "give a string, or a list of messages with role and content")
         if not prompt:
             raise UserError(f'{source}: "prompt" is empty; give a text that the completion follows')
         check_refused(row, _WITHOUT_TEMPLATE, source)
-        return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, raw_prompt=prompt)
-    # Prompt and answer are checked separately, so that an assistant turn of the prompt is never taken as the answer;
-    # and such a turn is given, not learned.
+        return Example("", "", _read_answers(row, _COMPLETIONS, source, needs_answer), source, raw_prompt=prompt)
+    # Prompt and answer are parsed separately, so that an assistant turn of the prompt never becomes the answer; such a
+    # turn is context, and not learned.
     turns = parse_messages(row["prompt"], "prompt", source)
     before = tuple(replace(turn, is_learned=False) if turn.role == "assistant" else turn for turn in turns)
     if completion is None:
-        answers = _answers(row, _COMPLETIONS, source, needs_answer)
-        return _chat(row, before, "prompt", source, needs_answer, answers=answers)
+        answers = _read_answers(row, _COMPLETIONS, source, needs_answer)
+        return _parse_chat(row, before, "prompt", source, needs_answer, answers=answers)
     assert key is not None
-    _last_answer(completion, key, source)
-    return _chat(row, before + completion, key, source, needs_answer)
+    _find_last_answer(completion, key, source)
+    return _parse_chat(row, before + completion, key, source, needs_answer)
 
 
-def _chat(
+def _parse_chat(
     row: Mapping[str, Any],
     messages: Messages,
     key: str,
@@ -308,9 +310,9 @@ def _chat(
     *,
     answers: tuple[str, ...] | None = None,
 ) -> Example:
-    """Return the example of a chat: its answer is the last assistant turn that is learned, unless it is given."""
+    """Return the example of a chat: its answer is the last assistant turn that is learned, unless `answers` is set."""
     check_refused(row, _FOR_INSTRUCTIONS, source)
-    system = _system(row, source)
+    system = _read_system(row, source)
     if system and messages[0].role != "system":
         messages = system + messages
     elif system and messages[0].content != system[0].content:
@@ -319,7 +321,7 @@ def _chat(
     if answers is None and not needs_answer and messages[-1].role != "assistant":
         answers = ()
     elif answers is None:
-        last = _last_answer(messages, key, source, is_needed=needs_answer)
+        last = _find_last_answer(messages, key, source, is_needed=needs_answer)
         if last == 0:
             raise UserError(f'{source}: "{key}" starts with its only answer; put a user turn in front of it')
         answers, fields, messages = (messages[last].content,), messages[last].fields, messages[:last]
@@ -330,13 +332,13 @@ def _chat(
         source=source,
         messages=messages,
         answer_fields=fields,
-        tools=_tools(row, messages, source),
-        template_options=_options(row, source),
+        tools=_read_tools(row, messages, source),
+        template_options=_read_options(row, source),
     )
 
 
-def _last_answer(messages: Messages, key: str, source: str, *, is_needed: bool = True) -> int:
-    """Return the place of the last assistant turn that is learned; of any if the answer is not needed."""
+def _find_last_answer(messages: Messages, key: str, source: str, *, is_needed: bool = True) -> int:
+    """Return the index of the last assistant turn that is learned, or of the last one if no answer is needed."""
     places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
     if not places:
         raise UserError(f'{source}: "{key}" has no assistant turn, so there is no answer; add one')
@@ -346,8 +348,8 @@ def _last_answer(messages: Messages, key: str, source: str, *, is_needed: bool =
     return (learned or places)[-1]
 
 
-def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
-    key = _first(row, keys)
+def _read_answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
+    key = _first_key(row, keys)
     if key is None:
         if needed:
             raise UserError(f'{source}: the key "{keys[0]}" is missing (there are {sorted(row)}); add it')
@@ -358,34 +360,34 @@ def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed:
     return tuple(answers)
 
 
-def _system(row: Mapping[str, Any], source: str) -> Messages:
-    texts = {_string(row, key, source, "quote it") for key in _SYSTEMS if row.get(key)}
+def _read_system(row: Mapping[str, Any], source: str) -> Messages:
+    texts = {_read_string(row, key, source, "quote it") for key in _SYSTEMS if row.get(key)}
     if len(texts) > 1:
         raise UserError(f"{source}: there are two system prompts, under two of {', '.join(_SYSTEMS)}; leave one out")
     return tuple(Turn("system", text) for text in texts)
 
 
-def _tools(row: Mapping[str, Any], messages: Messages, source: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools for the chat template, but for those that the system turn describes itself (Hermes)."""
+def _read_tools(row: Mapping[str, Any], messages: Messages, source: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools for the chat template; none if the system turn already describes them (Hermes)."""
     key = next((key for key in _TOOLS if row.get(key)), None)
     if key is None or any(turn.role == "system" and "<tools>" in turn.content for turn in messages):
         return ()
     return as_tools(row[key], key, source)
 
 
-def _options(row: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    given = row.get("chat_template_kwargs") or {}
-    options = from_json(given, "chat_template_kwargs", source) if isinstance(given, str) else given
+def _read_options(row: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    cell = row.get("chat_template_kwargs") or {}
+    options = from_json(cell, "chat_template_kwargs", source) if isinstance(cell, str) else cell
     if not isinstance(options, Mapping):
-        raise UserError(f'{source}: "chat_template_kwargs" is {shown(given)}; give an object')
+        raise UserError(f'{source}: "chat_template_kwargs" is {shown(cell)}; give an object')
     return {key: value for key, value in options.items() if value is not None}
 
 
-def _string(row: Mapping[str, Any], key: str, source: str, remedy: str) -> str:
+def _read_string(row: Mapping[str, Any], key: str, source: str, remedy: str) -> str:
     if not isinstance(row[key], str):
         raise UserError(f'{source}: "{key}" is {shown(row[key])}, not a string; {remedy}')
     return str(row[key])
 
 
-def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((key for key in keys if key in row), None)

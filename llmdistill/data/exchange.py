@@ -25,7 +25,7 @@ class Exchange:
         """Open the exchange among all ranks, which wait so long for each other; every rank must call this function."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
-        return cls(dist.get_rank(), dist.get_world_size(), _group(dist.group.WORLD, timeout))
+        return cls(dist.get_rank(), dist.get_world_size(), _open_group(dist.group.WORLD, timeout))
 
     def deal(self, parts: list[Value] | None) -> Value:
         """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
@@ -36,16 +36,18 @@ class Exchange:
 
     def collect(self, value: Value) -> list[Value]:
         """Return the values of all ranks, in order, on every rank."""
-        found: list[Any] = [value] * self.size
+        values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 ALONE = Exchange()
 
 
 @cache
-def _group(_everyone: Any, timeout: timedelta) -> Any:
-    """One for each process group of all ranks: a second one would only cost sockets."""
-    return dist.new_group(backend="gloo", timeout=timeout)  # its ranks may wait for long, on any device
+def _open_group(_everyone: Any, timeout: timedelta) -> Any:
+    """Open one group for each process group of all ranks, and reuse it: a second one would only cost sockets."""
+    # Gloo and not NCCL, which copies objects through the GPU: they would compete with the training step, and a run on
+    # the CPU has no NCCL.
+    return dist.new_group(backend="gloo", timeout=timeout)

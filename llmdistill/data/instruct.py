@@ -51,8 +51,8 @@ _FORMAT = 7
 NO_LIMIT = 2**31
 """A limit of tokens that no text has."""
 
-_ASKED = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
-"""Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
+_SAMPLE_CHAT = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
+"""A chat whose rendering shows what a template adds to messages, such as today's date."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class Limits:
 
     @classmethod
     def of(cls, settings: DataConfig | ResponseConfig, tokenizers: Sequence[PreTrainedTokenizerBase]) -> Limits:
-        """The limits in these settings, with the prompt for the models of the tokenizers; see `resolve_prompt`."""
-        values = {each.name: getattr(settings, each.name) for each in fields(cls) if hasattr(settings, each.name)}
+        """Return the limits in these settings, with the prompt for the tokenizers' models; see `resolve_prompt`."""
+        values = {field.name: getattr(settings, field.name) for field in fields(cls) if hasattr(settings, field.name)}
         return cls(**{**values, "prompt": resolve_prompt(settings.prompt, tokenizers)})
 
 
@@ -134,42 +134,47 @@ def encode_prompts(
             unless may_be_empty.
     """
     check_chat_keys(examples, limits.prompt)
-    plain = [render_prompt(each, prompt=limits.prompt) for each in examples if not is_chat(each, limits.prompt)]
-    plain_ids = iter(_prompts(plain, tokenizer))
-    chats = render_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer)
-    chat_ids = iter(_tokens(chats, tokenizer))
-    all_ids = [next(chat_ids if is_chat(each, limits.prompt) else plain_ids) for each in examples]
-    check_rows(tokenizer, all_ids, lambda number, _: _place(examples, number))
-    kept, dropped, truncated = _within([len(ids) for ids in all_ids], examples, limits, may_be_empty)
-    ids = [_last_tokens(all_ids[index], limits.max_prompt_length, tokenizer) for index in kept]
-    return EncodedPrompts(ids, kept, dropped, truncated)
+    plain = [
+        render_prompt(example, prompt=limits.prompt) for example in examples if not is_chat(example, limits.prompt)
+    ]
+    plain_ids = iter(_tokenize_prompts(plain, tokenizer))
+    chats = render_chats([as_chat(example) for example in examples if is_chat(example, limits.prompt)], tokenizer)
+    chat_ids = iter(_tokenize(chats, tokenizer))
+    all_ids = [next(chat_ids if is_chat(example, limits.prompt) else plain_ids) for example in examples]
+    check_rows(tokenizer, all_ids, lambda number, _: _locate(examples, number))
+    within_limits, dropped, truncated = _apply_limits([len(ids) for ids in all_ids], examples, limits, may_be_empty)
+    ids = [_keep_end(all_ids[index], limits.max_prompt_length, tokenizer) for index in within_limits]
+    return EncodedPrompts(ids, within_limits, dropped, truncated)
 
 
-def _place(examples: Sequence[Example], number: int) -> str:
+def _locate(examples: Sequence[Example], number: int) -> str:
     return examples[number].source or f"prompt {number + 1}"
 
 
-def _within(
+def _apply_limits(
     lengths: Sequence[int], examples: Sequence[Example], limits: Limits, may_be_empty: bool
 ) -> tuple[list[int], int, int]:
-    """Return which prompts of these lengths are kept, and how many are dropped and truncated; raises as above."""
+    """Return the indices of the prompts that stay, and how many are dropped and truncated.
+
+    Raises UserError as `encode_prompts` does.
+    """
     limit = limits.max_prompt_length
     long = [index for index, length in enumerate(lengths) if length > limit]
     if long and limits.long_prompts == "error":
-        first = _place(examples, long[0])
+        first = _locate(examples, long[0])
         setting, length = f"data.max_prompt_length={limit}", lengths[long[0]]
-        said = f"{len(long)} of {len(lengths)} prompts are longer than {setting} tokens, first {first} with {length}"
+        problem = f"{len(long)} of {len(lengths)} prompts are longer than {setting} tokens, first {first} with {length}"
         if len(lengths) == 1:  # a stream passes a single prompt at a time
-            said = f"{first}: the prompt has {length} tokens and is longer than {setting}"
-        raise UserError(f"{said}; set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length")
+            problem = f"{first}: the prompt has {length} tokens and is longer than {setting}"
+        raise UserError(f"{problem}; set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length")
     dropped = set(long) if limits.long_prompts == "drop" else set()
     if dropped and len(dropped) == len(lengths) and not may_be_empty:
         raise none_left(len(dropped), limits)
-    kept = [index for index in range(len(lengths)) if index not in dropped]
-    return kept, len(dropped), len(long) - len(dropped)
+    within_limits = [index for index in range(len(lengths)) if index not in dropped]
+    return within_limits, len(dropped), len(long) - len(dropped)
 
 
-def _prompts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenize_prompts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     prompts = []
     for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
         # A prompt without template may already contain the start token that the tokenizer adds.
@@ -181,8 +186,8 @@ def _prompts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
     return prompts
 
 
-def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts without the tokenizer's own start and end: a chat template writes them itself."""
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenize texts without the tokenizer's own start and end tokens, which a chat template writes itself."""
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
@@ -193,10 +198,10 @@ def none_left(dropped: int, limits: Limits) -> UserError:
     )
 
 
-def _last_tokens(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _keep_end(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if len(ids) <= length:
         return ids
-    # A model that was trained with a start token works badly without it.
+    # The start token stays in front of the cut prompt: a model that was trained with one works badly without it.
     start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
     return start + ids[len(ids) - length + len(start) :]
 
@@ -216,30 +221,35 @@ def encode(
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
     check_chat_keys(examples, limits.prompt)
-    chats = iter(_encode_chats([as_chat(each) for each in examples if is_chat(each, limits.prompt)], tokenizer, limits))
-    plain = [each for each in examples if not is_chat(each, limits.prompt)]
-    prompts = iter(_prompts([render_prompt(each, prompt=limits.prompt) for each in plain], tokenizer))
-    answers = iter(_tokens([each.outputs[0] for each in plain], tokenizer))
-    whole = [
-        next(chats)
-        if is_chat(each, limits.prompt)
-        else Encoded(next(prompts), [*next(answers), tokenizer.eos_token_id], each.teacher)
-        for each in examples
-    ]
-    check_rows(tokenizer, (each.ids for each in whole), lambda number, _: _place(examples, number))
-    kept, dropped, truncated = _within([len(each.prompt_ids) for each in whole], examples, limits, may_be_empty)
-    items = [_cut(whole[index], tokenizer, limits) for index in kept]
-    shortened = sum(
-        len(item.response_ids) < len(whole[index].response_ids) for index, item in zip(kept, items, strict=True)
+    chats = iter(
+        _encode_chats([as_chat(example) for example in examples if is_chat(example, limits.prompt)], tokenizer, limits)
     )
-    return InstructData(items, kept, EncodedCounts(len(items), dropped, truncated, shortened))
+    plain = [example for example in examples if not is_chat(example, limits.prompt)]
+    prompts = iter(_tokenize_prompts([render_prompt(example, prompt=limits.prompt) for example in plain], tokenizer))
+    answers = iter(_tokenize([example.outputs[0] for example in plain], tokenizer))
+    encoded = [
+        next(chats)
+        if is_chat(example, limits.prompt)
+        else Encoded(next(prompts), [*next(answers), tokenizer.eos_token_id], example.teacher)
+        for example in examples
+    ]
+    check_rows(tokenizer, (example.ids for example in encoded), lambda number, _: _locate(examples, number))
+    within_limits, dropped, truncated = _apply_limits(
+        [len(example.prompt_ids) for example in encoded], examples, limits, may_be_empty
+    )
+    items = [_cut(encoded[index], tokenizer, limits) for index in within_limits]
+    shortened = sum(
+        len(item.response_ids) < len(encoded[index].response_ids)
+        for index, item in zip(within_limits, items, strict=True)
+    )
+    return InstructData(items, within_limits, EncodedCounts(len(items), dropped, truncated, shortened))
 
 
 def _cut(item: Encoded, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Encoded:
-    """Cut the beginning of a prompt that is too long, and what is beyond the limit of all tokens."""
+    """Cut the beginning of a prompt that is too long, and all tokens beyond the limit of the whole example."""
     if len(item) <= limits.max_length and len(item.prompt_ids) <= limits.max_prompt_length:
         return item
-    prompt_ids = _last_tokens(item.prompt_ids, limits.max_prompt_length, tokenizer)
+    prompt_ids = _keep_end(item.prompt_ids, limits.max_prompt_length, tokenizer)
     room = limits.max_length - len(prompt_ids)
     gaps = tuple((begin, end) for begin, end in item.gaps if end < room)
     # An answer of which nothing is left leaves no gap before it.
@@ -249,34 +259,37 @@ def _cut(item: Encoded, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> E
 
 
 def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[Encoded]:
-    chats = [render_answered(each, tokenizer, limits.turns) for each in examples]
+    chats = [render_answered(example, tokenizer, limits.turns) for example in examples]
     if not chats:
         return []
-    whole = tokenizer([chat.text for chat in chats], add_special_tokens=False, verbose=False)
-    places = [_Places(tokenizer, whole, index, chat.text) for index, chat in enumerate(chats)]
+    batch = tokenizer([chat.text for chat in chats], add_special_tokens=False, verbose=False)
+    places = [_Places(tokenizer, batch, index, chat.text) for index, chat in enumerate(chats)]
     borders = [
-        [border for part in _learned(chat, found, tokenizer) for border in part]
-        for chat, found in zip(chats, places, strict=True)
+        [border for part in _find_learned(chat, chat_places, tokenizer) for border in part]
+        for chat, chat_places in zip(chats, places, strict=True)
     ]
-    # In most tokenizers a prompt has the tokens with which the whole text begins, but not in all (GPT-2's).
-    last_prompts = _tokens([chat.prompts[-1] for chat in chats], tokenizer)
+    # The prompts are tokenized apart: with GPT-2's tokenizer, for one, they are no prefix of the tokens of the chat.
+    last_prompts = _tokenize([chat.prompts[-1] for chat in chats], tokenizer)
     items = []
-    for example, chat, found, each, asked in zip(examples, chats, places, borders, last_prompts, strict=True):
-        if not each and (example.outputs[0].strip() or not chat.learned):
+    for example, chat, chat_places, learned, prompt_ids in zip(
+        examples, chats, places, borders, last_prompts, strict=True
+    ):
+        if not learned and (example.outputs[0].strip() or not chat.learned):
             raise UserError(
                 f"{place_of(example)}the tokenizer's chat template does not write the answer of the assistant; give a "
                 "template that does in tokenizer_config.json, or rows of prompt and completion"
             )
-        ids = found.ids if chat.has_end else [*found.ids, end_of_turn(tokenizer)]
-        each = each if chat.has_end else [*each[:-1], len(ids)]
-        each = each or [len(ids), len(ids)]  # nothing is learned of an empty answer without an end
+        ids = chat_places.ids if chat.has_end else [*chat_places.ids, end_of_turn(tokenizer)]
+        learned = learned if chat.has_end else [*learned[:-1], len(ids)]
+        learned = learned or [len(ids), len(ids)]  # nothing is learned of an empty answer without an end
         # A student that writes its answers itself answers the last prompt that is within the limit.
         for prompt in chat.prompts[-2::-1]:
-            if len(asked) <= limits.max_prompt_length:
+            if len(prompt_ids) <= limits.max_prompt_length:
                 break
-            [asked] = _tokens([prompt], tokenizer)
-        asked = _last_tokens(asked, limits.max_prompt_length, tokenizer)
-        items.append(Encoded.of(ids, each, example.teacher, None if asked == ids[: each[0]] else asked))
+            [prompt_ids] = _tokenize([prompt], tokenizer)
+        prompt_ids = _keep_end(prompt_ids, limits.max_prompt_length, tokenizer)
+        asked_ids = None if prompt_ids == ids[: learned[0]] else prompt_ids
+        items.append(Encoded.of(ids, learned, example.teacher, asked_ids))
     return items
 
 
@@ -288,14 +301,16 @@ class _Places:
         self.ids: list[int] = batch["input_ids"][index]
 
     def first(self, character: int) -> int:
-        """The first token with any of the characters from this one on."""
+        """Return the first token with any of the characters from this one on."""
+        # Only fast tokenizers know the characters of their tokens. For others the tokens of the beginning of the text
+        # are compared with those of the whole text.
         if not self._tokenizer.is_fast:
-            return shared_length(self.ids, *_tokens([self._text[:character]], self._tokenizer))
-        found = (self._batch.char_to_token(self._index, place) for place in range(character, len(self._text)))
-        return next((token for token in found if token is not None), len(self.ids))
+            return shared_length(self.ids, *_tokenize([self._text[:character]], self._tokenizer))
+        tokens = (self._batch.char_to_token(self._index, place) for place in range(character, len(self._text)))
+        return next((token for token in tokens if token is not None), len(self.ids))
 
     def after(self, character: int) -> int:
-        """The first token without any of the characters before this one."""
+        """Return the first token without any of the characters before this one."""
         token = self.first(character)
         if token == len(self.ids) or not self._tokenizer.is_fast:
             return token
@@ -303,8 +318,11 @@ class _Places:
         return token + (span is not None and span.start < character)
 
 
-def _learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    """The tokens from and up to which a chat is learned; a token that is in part learned is learned."""
+def _find_learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """Return the learned parts of a chat, each with its first token and the end.
+
+    A token is learned if any of its characters is.
+    """
     parts = [(places.first(begin), places.after(end)) for begin, end in chat.learned]
     if chat.is_marked:
         marked: Any = tokenizer.apply_chat_template(
@@ -314,7 +332,7 @@ def _learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizer
         is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
         steps = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()
         return list(zip(steps[::2], steps[1::2], strict=True))
-    # The end token is appended to the last answer of a template without an end.
+    # An empty last answer stays if the template writes no end, because the end token is still appended to it.
     return [(begin, end) for begin, end in parts[:-1] if begin < end] + [
         (begin, end) for begin, end in parts[-1:] if begin < end or not chat.has_end
     ]
@@ -323,15 +341,15 @@ def _learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizer
 def parts_before(item: Encoded) -> dict[int, list[int]]:
     """Return the tokens before each answer of an example, by a `sample_id` of what is before it.
 
-    Before the first one it is the prompt; before the others what follows the answer before them, whose id is also that
-    of all tokens up to there.
+    Before the first answer these are the prompt; before each other answer, the tokens since the previous answer. Their
+    id also covers all tokens up to the end of the previous answer.
     """
     ids, borders = item.ids, [0, *item.borders]
-    found = {}
+    before = {}
     for end_before, begin in zip(borders[::2], borders[1::2], strict=False):
         parts = (ids[:begin],) if end_before == 0 else (ids[:end_before], ids[end_before:begin])
-        found[sample_id(*parts)] = ids[end_before:begin]
-    return found
+        before[sample_id(*parts)] = ids[end_before:begin]
+    return before
 
 
 EXAMPLES = Layout(
@@ -366,9 +384,9 @@ def store_examples(
     """
     request = {
         "format": _FORMAT,
-        "rows": _content(reference),
+        "rows": _identify_rows(reference),
         "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "prompts": [PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, _chat(tokenizer)],
+        "prompts": [PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, _describe_template(tokenizer)],
         **asdict(limits),
     }
 
@@ -378,7 +396,7 @@ def store_examples(
 
         def pieces() -> Iterator[list[Encoded]]:
             nonlocal counts
-            for data in _encoded(reference, tokenizer, limits, left_out):
+            for data in _encode_pieces(reference, tokenizer, limits, left_out):
                 counts = counts.plus(data.counts)
                 yield data.items
 
@@ -395,8 +413,8 @@ def open_examples(folder: Path) -> StoredExamples:
     return StoredExamples(stored.items("train", EXAMPLES), counts, stored.meta["left_out"])
 
 
-def _content(reference: str | Path) -> list[Any]:
-    """What identifies the rows of a set: how they are read and their content."""
+def _identify_rows(reference: str | Path) -> list[Any]:
+    """Return what identifies the rows of a set: how they are read, and their content."""
     files = local_files(str(reference))
     if files is not None:
         kinds = [file.suffix.lower() for file in files]
@@ -410,22 +428,22 @@ def _content(reference: str | Path) -> list[Any]:
     return ["rows", hashed.hexdigest()]
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """What a chat template is, and what it writes today."""
+def _describe_template(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
+    """Return a tokenizer's chat template, and what it writes today."""
     if not tokenizer.chat_template:
         return [None, None]
     template = json.dumps(tokenizer.chat_template)
     try:
-        return [template, render_prompt(_ASKED, tokenizer)]
+        return [template, render_prompt(_SAMPLE_CHAT, tokenizer)]
     except UserError:  # the template wants other messages
         return [template, None]
 
 
-def _encoded(
+def _encode_pieces(
     reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, left_out: Counter[str]
 ) -> Iterator[InstructData]:
     """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
-    read, kept, has_answers = 0, 0, False
+    read, encoded, has_answers = 0, 0, False
     for examples in in_pieces(parse_rows(open_rows(reference), left_out), size=Example.num_characters):
         try:
             data = encode(examples, tokenizer, limits, may_be_empty=True)
@@ -434,11 +452,11 @@ def _encoded(
             encode(read_examples(reference), tokenizer, limits)
             raise
         yield data
-        read, kept = read + len(examples), kept + len(data.items)
+        read, encoded = read + len(examples), encoded + len(data.items)
         has_answers = has_answers or not all_empty(examples)
     if read == 0:
         raise no_example(reference, left_out)
-    if kept == 0:
+    if encoded == 0:
         raise none_left(read, limits)
     if not has_answers:
         raise no_answer(reference, read)

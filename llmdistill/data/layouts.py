@@ -101,8 +101,8 @@ class Packed:
         self._start, self._end, self._between = start, end, between
         self._room = max_length - len(start) - len(end)
         self._total = corpus.first_token(corpus.num_documents) + (corpus.num_documents - 1) * len(between)
-        whole, rest = divmod(self._total, self._room)
-        self._size = whole + (rest >= _SHORTEST)
+        full, rest = divmod(self._total, self._room)
+        self._size = full + (rest >= _SHORTEST)
         if self._size == 0:
             raise UserError(f"the text has only {self._total} tokens; give at least {_SHORTEST}")
 
@@ -114,7 +114,7 @@ class Packed:
         stop = min(start + self._room, self._total)
         text = np.empty(stop - start, np.int64)
         text[:] = self._between[0] if self._between else 0
-        # Searched in the mapped offsets: an array of these numbers would be in the memory of every rank.
+        # Bisect over the mapped offsets: an array of these numbers would take memory on every rank.
         documents = range(self._corpus.num_documents)
         document = bisect_right(documents, start, key=self._begin) - 1
         while document < len(documents) and self._begin(document) < stop:
@@ -130,7 +130,7 @@ class Packed:
         return TextSequence(ids, labels, len(ids))
 
     def _begin(self, document: int) -> int:
-        """The start of a document, the separators before it included."""
+        """Return the start of a document, counting the separators before it."""
         return self._corpus.first_token(document) + document * len(self._between)
 
 
@@ -174,34 +174,35 @@ class Pairs:
         return int(self._spans[-1])
 
     def read(self, index: int, rng: np.random.Generator) -> TextSequence:
-        document, start, stop = self._span(index)
+        document, start, stop = self._locate_span(index)
         if rng.random() < _SHORT_SHARE:
             length = min(int(rng.integers(2, self._room + 1)), stop - start)
             start += int(rng.integers(stop - start - length + 1))
             stop = start + length
-        parting = self._parting(start, stop, rng)
+        parting = self._draw_parting(start, stop, rng)
         tokens = self._corpus.tokens
         first, second, target = tokens[start:parting], tokens[parting:stop], 0
         if rng.random() < 0.5:
+            # Draw among the spans of all other documents: skip over those of this one.
             own = int(self._spans[document + 1] - self._spans[document])
             elsewhere = int(rng.integers(len(self) - own))
-            other, start, stop = self._span(elsewhere if elsewhere < self._spans[document] else elsewhere + own)
-            begin = self._parting(start, stop, rng)
+            other, start, stop = self._locate_span(elsewhere if elsewhere < self._spans[document] else elsewhere + own)
+            begin = self._draw_parting(start, stop, rng)
             target, second = 1, tokens[begin : min(begin + len(second), self._corpus.first_token(other + 1))]
         head = np.concatenate([self._start, first, self._between])
         ids = np.concatenate([head, second, self._end]).astype(np.int64)
         return TextSequence(ids, ids, len(head), target)
 
-    def _span(self, index: int) -> tuple[int, int, int]:
-        """The document of a pair, and the start and end of its text among the tokens."""
+    def _locate_span(self, index: int) -> tuple[int, int, int]:
+        """Return the document of a pair, and the start and end of its text among the tokens."""
         document = int(np.searchsorted(self._spans, index, side="right")) - 1
         count = int(self._spans[document + 1] - self._spans[document])
         place = index - int(self._spans[document])
         begin, end = self._corpus.first_token(document), self._corpus.first_token(document + 1)
         return document, begin + (end - begin) * place // count, begin + (end - begin) * (place + 1) // count
 
-    def _parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
-        """The end of the first segment, inside the span: at a line's end, else a sentence's, else in the middle."""
+    def _draw_parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
+        """Draw the end of the first segment in a span: at the end of a line, else of a sentence, else in the middle."""
         segments = self._corpus.segments
         inside = segments[np.searchsorted(segments, start, "right") : np.searchsorted(segments, stop, "left")]
         if len(inside) == 0:

@@ -39,10 +39,11 @@ class Masking:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, mask_share: float, *, whole_words: bool = False) -> Masking:
-        """The masking with a tokenizer's own tokens. Raises UserError as `word_starts` does."""
+        """Make the masking with a tokenizer's own tokens. Raises UserError as `word_starts` does."""
         mask: Any = tokenizer.mask_token_id
         vocabulary = np.flatnonzero(vocabulary_mask(tokenizer, lambda _: True) & ~special_mask(tokenizer))
         rows = rows_of(tokenizer)
+        # A tokenizer may have tokens beyond the model's embedding matrix; a random one of those would be out of range.
         vocabulary = vocabulary if rows is None else vocabulary[vocabulary < rows]
         starts = word_starts(tokenizer) if whole_words else None
         return cls(mask_share=mask_share, mask_token_id=mask, vocabulary=vocabulary, word_starts=starts)
@@ -80,7 +81,7 @@ class Masking:
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """For each token of the vocabulary, whether it begins a word, (highest id + 1,) bool.
+    """Return for each token of the vocabulary whether it begins a word, (highest id + 1,) bool.
 
     In a WordPiece vocabulary a prefix (``##``) marks the tokens that continue a word. In byte-level BPE (``Ġ``) and
     sentencepiece (``▁``) a prefix marks the tokens after a blank, so a word includes the punctuation around it.
@@ -88,7 +89,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Raises:
         UserError: the vocabulary is of another kind.
     """
-    marks = _word_marks(tokenizer)
+    marks = _find_word_marks(tokenizer)
     if marks is None:
         raise UserError(
             f"data.text.whole_words: the vocabulary of this {type(tokenizer).__name__} does not mark where words begin "
@@ -99,22 +100,22 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def special_mask(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """For each token of the vocabulary, whether it is a special one, (highest id + 1,) bool."""
+    """Return for each token of the vocabulary whether it is special, (highest id + 1,) bool."""
     special = vocabulary_mask(tokenizer, lambda _: False)
     special[tokenizer.all_special_ids] = True
     return special
 
 
 def vocabulary_mask(tokenizer: PreTrainedTokenizerBase, condition: Callable[[str], bool]) -> np.ndarray:
-    """For each token of the vocabulary, whether it fulfils the condition, (highest id + 1,) bool."""
+    """Return for each token of the vocabulary whether it fulfills the condition, (highest id + 1,) bool."""
     vocabulary = tokenizer.get_vocab()
     mask = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
     mask[[number for token, number in vocabulary.items() if condition(token)]] = True
     return mask
 
 
-def _word_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], bool] | None:
-    """The prefixes that mark tokens, and whether such tokens begin a word (else they continue one), if it has any."""
+def _find_word_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], bool] | None:
+    """Return the prefixes that mark tokens, and whether such tokens begin a word or continue one; None without any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return (("▁",), True) if hasattr(tokenizer, "sp_model") else None

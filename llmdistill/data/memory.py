@@ -25,11 +25,11 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     if isinstance(data, Mapping) and library == "datasets":
         raise UserError(f"{name} is a {kind} of the splits {', '.join(map(str, data))}; give one of them")
     if isinstance(data, Mapping):
-        rows = _of_columns(data, name)
+        rows = _rows_of_columns(data, name)
     elif library == "pandas" and hasattr(data, "itertuples"):
         if not data.columns.is_unique:  # type: ignore[attr-defined]
             raise UserError(f"{name} is a DataFrame with two columns of one name; give each its own")
-        rows = _of_columns({str(column): data[column].tolist() for column in data.columns}, name)  # type: ignore[index, attr-defined]
+        rows = _rows_of_columns({str(column): data[column].tolist() for column in data.columns}, name)  # type: ignore[index, attr-defined]
     elif library == "polars" and hasattr(data, "iter_rows"):
         rows = map(without_nulls, data.iter_rows(named=True))
     elif library == "pyarrow" and hasattr(data, "to_batches"):
@@ -39,7 +39,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     elif library in ("pandas", "polars") and hasattr(data, "to_list"):
         rows = iter(data.to_list())
     elif library == "datasets" and hasattr(data, "__iter__"):
-        rows = (without_nulls(_of_table(row)) for row in unformatted(data))
+        rows = (without_nulls(_with_plain_cells(row)) for row in unformatted(data))
     elif isinstance(data, Iterator):
         raise UserError(f"{name} is a {kind}, which can be read only once; give list({name})")
     elif isinstance(data, str | bytes | Set) or not hasattr(data, "__iter__"):
@@ -48,7 +48,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
             "a dict of columns"
         )
     else:
-        rows = map(_of_table, data)
+        rows = map(_with_plain_cells, data)
     return (
         {"messages": list(row)}
         if isinstance(row, list | tuple) and row and all(isinstance(turn, Mapping) for turn in row)  # a chat
@@ -69,13 +69,11 @@ def unformatted(data: Any) -> Iterable[Any]:
 
 
 def has_columns(data: object) -> bool:
-    """Whether a dict has the columns of one set, and is no dict of several sets or of settings: it has the key of a
-    form.
-    """
+    """Return whether a dict holds the columns of one set, and not several sets or settings: it has a form's key."""
     return isinstance(data, Mapping) and any(form in data for form in FORMS)
 
 
-def _of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+def _rows_of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
     lists = {key: column.tolist() if hasattr(column, "tolist") else column for key, column in columns.items()}
     if not lists:
         raise UserError(f"{name} is a table without columns; give at least one row of instruction, input, output")
@@ -89,18 +87,19 @@ def _of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any
     if len(set(lengths.values())) > 1:
         raise UserError(f"{name} is a dict of columns of different lengths ({lengths}); give each as many values")
     return (
-        {key: _plain(value) for key, value in zip(lists, row, strict=True)} for row in zip(*lists.values(), strict=True)
+        {key: _to_plain(value) for key, value in zip(lists, row, strict=True)}
+        for row in zip(*lists.values(), strict=True)
     )
 
 
-def _of_table(row: Any) -> Any:
+def _with_plain_cells(row: Any) -> Any:
     """Return a row that may come from a table, such as one of `DataFrame.to_dict("records")`, with plain cells."""
     if not isinstance(row, Mapping):
         return row
-    return {key: value if isinstance(value, str) else _plain(value, with_nulls=True) for key, value in row.items()}
+    return {key: value if isinstance(value, str) else _to_plain(value, with_nulls=True) for key, value in row.items()}
 
 
-def _plain(value: Any, *, with_nulls: bool = False) -> Any:
+def _to_plain(value: Any, *, with_nulls: bool = False) -> Any:
     """Return the cell of a table as Python's own value: lists for arrays, and None for what is missing.
 
     Objects of a table have all keys of their column, and null for those that they lack; without a table, nulls may be
@@ -109,9 +108,10 @@ def _plain(value: Any, *, with_nulls: bool = False) -> Any:
     if hasattr(value, "tolist"):  # an array, or a number of numpy
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(each, with_nulls=with_nulls) for each in value]
+        return [_to_plain(element, with_nulls=with_nulls) for element in value]
     if isinstance(value, dict):
-        pairs = ((key, _plain(each, with_nulls=with_nulls)) for key, each in value.items())
-        return {key: each for key, each in pairs if with_nulls or each is not None}
+        pairs = ((key, _to_plain(element, with_nulls=with_nulls)) for key, element in value.items())
+        return {key: element for key, element in pairs if with_nulls or element is not None}
+    # By name, so that pandas need not be imported.
     is_missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
     return None if is_missing else value

@@ -65,9 +65,9 @@ _TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
 
 
 def as_turns(value: object) -> object:
-    """Return the messages of a chat as a list, in whatever way a table has them; anything else as it is.
+    """Return the messages of a chat as a list, however a table stores them; anything else as it is.
 
-    A cell of CSV has them as a text, and older versions of the datasets library as a list for each key.
+    A cell of CSV stores them as a text, and older versions of the datasets library as a list for each key.
     """
     read = value
     if isinstance(value, str) and _OPENS.match(value):
@@ -82,7 +82,9 @@ def as_turns(value: object) -> object:
 
 def are_turns(value: object) -> bool:
     return (
-        is_list(value) and len(value) > 0 and all(isinstance(each, Mapping) and _NAMES & each.keys() for each in value)
+        is_list(value)
+        and len(value) > 0
+        and all(isinstance(message, Mapping) and _NAMES & message.keys() for message in value)
     )
 
 
@@ -111,48 +113,51 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     """Return the kind of a message, and its turn."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is {shown(message)}; give an object with role and content")
-    given = {key: value for key, value in message.items() if value is not None}
-    role, content = (given.pop(key, given.pop(other, None)) for key, other in (("role", "from"), ("content", "value")))
+    fields = {key: value for key, value in message.items() if value is not None}
+    role, content = (
+        fields.pop(key, fields.pop(other, None)) for key, other in (("role", "from"), ("content", "value"))
+    )
     if not isinstance(role, str) or role not in _ROLE_OF:
         raise UserError(
             f"{where} has the role {shown(role)}; the roles are system, user (human), assistant (gpt), tool "
             "(observation) and function_call"
         )
-    check_refused(given, _REFUSED, where)
+    check_refused(fields, _REFUSED, where)
     kind = _ROLE_OF[role]
-    said = [_is_true(given.pop(key), key, where) for key in LEARNED if key in given]
-    if any(said) and kind not in ("assistant", _CALL):
+    learned = [_parse_flag(fields.pop(key), key, where) for key in LEARNED if key in fields]
+    if any(learned) and kind not in ("assistant", _CALL):
         raise UserError(f"{where} is a {kind} turn that is to be learned, and only answers are; take its weight out")
-    listed = given.pop("tool_calls", None)
-    former = given.pop("function_call", None)  # the one call of OpenAI's former format
+    listed = fields.pop("tool_calls", None)
+    former = fields.pop("function_call", None)  # the one call of OpenAI's former format
     if listed is None and former is not None:
         listed = [former]
     if isinstance(listed, str):
         listed = from_json(listed, "tool_calls", where)
     calls = (
-        [_call(call, "tool_calls", where) for call in as_list(listed, "tool_calls", where)]
+        [_parse_call(call, "tool_calls", where) for call in as_list(listed, "tool_calls", where)]
         if listed is not None
         else []
     )
     if kind == _CALL:
         value = from_json(content, "content", where) if isinstance(content, str) else content
-        calls = [_call(call, "content", where) for call in (value if is_list(value) else [value])]
+        calls = [_parse_call(call, "content", where) for call in (value if is_list(value) else [value])]
         content = ""
     elif content is None and calls:
         content = ""
-    text = _text(content, where)
-    fields = {key: value for key, value in given.items() if _is_plain(value)}
+    text = _join_texts(content, where)
+    template_fields = {key: value for key, value in fields.items() if _is_json(value)}
     if calls:
-        fields["tool_calls"] = calls
-    return kind, Turn("assistant" if kind == _CALL else kind, text, fields, is_learned=all(said))
+        template_fields["tool_calls"] = calls
+    return kind, Turn("assistant" if kind == _CALL else kind, text, template_fields, is_learned=all(learned))
 
 
 def is_learned(row: Mapping[str, Any], source: str) -> bool:
-    """Whether the keys `weight` and `train` of a row, if it has them, say that it is learned."""
-    return all([_is_true(row[key], key, source) for key in ("weight", "train") if key in row])
+    """Return whether a row is to be learned by its keys `weight` and `train`, if it has them."""
+    # A list and not a generator, so that a malformed flag behind a false one is an error too.
+    return all([_parse_flag(row[key], key, source) for key in ("weight", "train") if key in row])
 
 
-def _is_true(value: object, key: str, where: str) -> bool:
+def _parse_flag(value: object, key: str, where: str) -> bool:
     # True and False, and 0.0 and 1.0, are equal to these numbers.
     number = IN_WORDS.get(value.strip().lower()) if isinstance(value, str) else value
     if number not in (0, 1):
@@ -160,15 +165,15 @@ def _is_true(value: object, key: str, where: str) -> bool:
     return bool(number)
 
 
-def check_refused(given: Mapping[str, Any], refused: Mapping[str, str], where: str) -> None:
-    """Raise a UserError for the first of the refused keys that has a value; an empty one says nothing."""
+def check_refused(fields: Mapping[str, Any], refused: Mapping[str, str], where: str) -> None:
+    """Raise a UserError for the first of the refused keys that has a value; an empty value changes nothing."""
     for key, why in refused.items():
-        value = given.get(key)
+        value = fields.get(key)
         if value is not None and value is not False and not (hasattr(value, "__len__") and len(value) == 0):
             raise UserError(f'{where}: "{key}" ({shown(value)}) {why}; take it out, or the whole row')
 
 
-def _text(content: object, where: str) -> str:
+def _join_texts(content: object, where: str) -> str:
     """Return the content of a message: a text, or the texts of its parts one after the other."""
     if isinstance(content, str):
         return content
@@ -184,13 +189,13 @@ def _text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _call(call: object, key: str, where: str) -> dict[str, Any]:
+def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:
     """Return a call as chat templates take it: its function with a name, and the arguments as an object.
 
     OpenAI's format has the arguments as a text of JSON, from which templates would make JSON once more.
     """
-    given = {name: value for name, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
-    function = given.get("function", given)
+    fields = {name: value for name, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    function = fields.get("function", fields)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where}: "{key}" has {shown(call)}; give calls of a function with name and arguments')
     arguments = function.get("arguments", function.get("parameters"))
@@ -202,7 +207,7 @@ def _call(call: object, key: str, where: str) -> dict[str, Any]:
         # What a model wrote may be no JSON; the template gets it as it is.
         arguments = read if isinstance(read, dict) else arguments
     function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
-    others = {name: value for name, value in given.items() if name == "id" and "function" in given}
+    others = {name: value for name, value in fields.items() if name == "id" and "function" in fields}
     return {"type": "function", **others, "function": function}
 
 
@@ -213,14 +218,14 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
     it.
     """
     tools = from_json(value, key, source) if isinstance(value, str) else value
-    found = []
+    parsed = []
     for tool in as_list(tools, key, source):
         if not isinstance(tool, Mapping):
             raise UserError(f'{source}: "{key}" has {shown(tool)}; give objects that describe functions')
         is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
-        bare = {name: each for name, each in tool.items() if name != "type"}
-        found.append({"type": "function", "function": bare} if is_bare else dict(tool))
-    return tuple(found)
+        bare = {name: part for name, part in tool.items() if name != "type"}
+        parsed.append({"type": "function", "function": bare} if is_bare else dict(tool))
+    return tuple(parsed)
 
 
 def from_json(text: object, key: str, where: str) -> Any:
@@ -238,7 +243,7 @@ def _read_text(text: str) -> Any:
         return parse_json(text)
     except json.JSONDecodeError:
         try:
-            value = ast.literal_eval(_TEXT_OR_GAP.sub(lambda found: found[1] or "}, {", text.strip()))
+            value = ast.literal_eval(_TEXT_OR_GAP.sub(lambda match: match[1] or "}, {", text.strip()))
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             value = None
         if not isinstance(value, list | dict) or has_half_surrogate(value):
@@ -256,15 +261,15 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value is one of JSON, as all that a template may read; a date of a table, for example, is none."""
+def _is_json(value: object) -> bool:
+    """Return whether a value is one of JSON, the only values that a template may read; a date of a table is none."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return all(map(_is_plain, value)) if is_list(value) else isinstance(value, str | bool | int | float | None)
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    return all(map(_is_json, value)) if is_list(value) else isinstance(value, str | bool | int | float | None)
 
 
 def shown(value: object) -> str:
     """Return a value as JSON, its beginning if it is long."""
     text = value[:50] if isinstance(value, str) else value
-    said = json.dumps(text, default=str)
-    return said if len(said) <= 40 else said[:37] + "..."
+    encoded = json.dumps(text, default=str)
+    return encoded if len(encoded) <= 40 else encoded[:37] + "..."

@@ -48,13 +48,13 @@ class EncodedPair:
         return len(self.input_ids)
 
 
-def _of_columns(input_ids: Any, token_type_ids: Any, target: int | float | None, index: int) -> EncodedPair:
+def _make_pair(input_ids: Any, token_type_ids: Any, target: int | float | None, index: int) -> EncodedPair:
     types = None if token_type_ids is None else token_type_ids.tolist()
     return EncodedPair(input_ids.tolist(), types, target, index)
 
 
 PAIRS = Layout(
-    make=_of_columns,
+    make=_make_pair,
     columns={"input_ids": TOKEN_IDS, "token_type_ids": pa.list_(pa.uint8()), "target": None, "index": pa.int64()},
 )
 """How encoded pairs are kept on disk."""
@@ -103,12 +103,12 @@ def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
         padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
         token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,
-        targets=_targets([item.target for item in items]),
+        targets=_stack_targets([item.target for item in items]),
         sample_ids=tuple((item.sample_id,) for item in items),
     )
 
 
-def _targets(targets: Sequence[Any]) -> Tensor:
+def _stack_targets(targets: Sequence[Any]) -> Tensor:
     if any(isinstance(target, float) for target in targets):
         return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
     return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)

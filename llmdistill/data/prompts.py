@@ -1,4 +1,4 @@
-"""How a model is asked, by MiniLLM's prompt, its tokenizer's chat template or a text of one's own; how answers end."""
+"""Prompts of a model: MiniLLM's, its tokenizer's chat template, or a text of one's own; and the ends of its answers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ so the record stays with the tokenizer, whoever saves it again."""
 
 def recorded_prompt(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the prompt that a student of ours was trained with; None for other models."""
-    found = tokenizer.init_kwargs.get(_RECORD)
-    return found if isinstance(found, str) else None
+    prompt = tokenizer.init_kwargs.get(_RECORD)
+    return prompt if isinstance(prompt, str) else None
 
 
 def record_prompt(folder: Path, prompt: str) -> None:
@@ -46,19 +46,19 @@ def record_prompt(folder: Path, prompt: str) -> None:
     write_json(file, {**(read_json(file) if file.is_file() else {}), _RECORD: prompt})
 
 
-def resolve_prompt(asked: str | None, tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
+def resolve_prompt(setting: str | None, tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
     """Return the prompt of instructions, the same for all models that see them.
 
     Args:
-        asked: `data.prompt`. None asks a model as it was trained: a student of ours by the prompt of its training,
-            another model by its chat template, and one without a template by MiniLLM's prompt.
+        setting: `data.prompt`. None prompts a model as it was trained: a student of ours with the prompt of its
+            training, another model with its chat template, and one without a template with MiniLLM's prompt.
         tokenizers: those of the models; the first one, the teacher's, decides for None.
 
     Raises:
         UserError: the text has no field {instruction}, or a tokenizer has no chat template.
     """
-    without = next((each for each in tokenizers if each.chat_template is None), None)
-    prompt = asked
+    without = next((tokenizer for tokenizer in tokenizers if tokenizer.chat_template is None), None)
+    prompt = setting
     if prompt is None:
         prompt = recorded_prompt(tokenizers[0]) if tokenizers else MINILLM
         prompt = prompt or CHAT
@@ -84,7 +84,7 @@ def describe_prompt(prompt: str) -> str:
 
 def check_chat_keys(examples: Sequence[Example], prompt: str) -> None:
     """Raise a UserError for an instruction with a key, such as system, that the resolved prompt has no place for."""
-    example = next((each for each in examples if each.chat_key), None)
+    example = next((example for example in examples if example.chat_key), None)
     if example is not None and prompt != CHAT:
         raise UserError(
             f'{place_of(example)}"{example.chat_key}" has a place in a chat template alone, but the prompt is '
@@ -93,7 +93,7 @@ def check_chat_keys(examples: Sequence[Example], prompt: str) -> None:
 
 
 def is_chat(example: Example, prompt: str) -> bool:
-    """Whether an example is put by the chat template, if the resolved prompt is this one."""
+    """Return whether the chat template renders an example, given the resolved prompt."""
     return bool(example.messages) or (prompt == CHAT and example.raw_prompt is None)
 
 
@@ -124,28 +124,30 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
         prompt = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
     elif example.input and "{input}" not in prompt:
         raise UserError(f"{place_of(example)}an input, but data.prompt has no {{input}} to put it; add the field")
-    # Braces in the text of the example, and other braces of the prompt, stay as they are.
+    # One substitution instead of str.format: braces in the example, and other braces of the prompt, stay as they are.
     return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None = None) -> list[int]:
-    """The tokens at which an answer stops: those of the tokenizer, its chat template and the model's settings."""
+    """Return the tokens at which an answer stops: of the tokenizer, its chat template and the model's settings."""
     named = None if generation is None else generation.eos_token_id
     if isinstance(named, int):
-        # Made from a config.json, it may be the default of the architecture, which the tokenizer does not have.
+        # transformers fills in the architecture's default if a model has no generation_config.json, and the tokenizer
+        # may not have that token.
         named = [] if generation is None or generation._from_model_config else [named]
     return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *(named or [])]))
 
 
 def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> list[str]:
-    """Return how a teacher of the same tokens was trained otherwise than its student is, each with what comes of it.
+    """Return how the training of a teacher of the same tokens differed from its student's, each with its consequence.
 
-    Both read the tokens that the student's tokenizer makes: a base student's end token, for example, under a teacher
-    whose answers end with another one.
+    Both read the tokens that the student's tokenizer makes: for example, the end token of a base student, while the
+    teacher's answers end with another one.
     """
     gaps = []
     (theirs, their_end), (ours, our_end) = (
-        (each.chat_template, each.convert_ids_to_tokens(end_of_turn(each))) for each in (teacher, student)
+        (tokenizer.chat_template, tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
+        for tokenizer in (teacher, student)
     )
     if their_end != our_end:
         gaps.append(
@@ -155,7 +157,7 @@ def tokenizer_gaps(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenize
     if theirs is not None and theirs != ours:
         has = "has none" if ours is None else "has another one"
         gaps.append(f"the teacher has a chat template and the student {has}, by which the teacher is asked here too")
-    starts = [each("a")["input_ids"][:1] == [each.bos_token_id] for each in (teacher, student)]
+    starts = [tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] for tokenizer in (teacher, student)]
     if starts[0] != starts[1]:
         token = (teacher if starts[0] else student).bos_token
         gaps.append(

@@ -45,7 +45,9 @@ def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as lines:
             for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 2), ""), start=1):
-                if len(line) * 4 > MOST_BYTES and len(line.encode()) > MOST_BYTES + 1:  # the line break is not counted
+                # A character has at most 4 bytes, so most lines need not be encoded; + 1, because the line break is not
+                # counted.
+                if len(line) * 4 > MOST_BYTES and len(line.encode()) > MOST_BYTES + 1:
                     raise too_large(f"{path}:{number}", "a line")
                 yield line
     except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +102,7 @@ def jsonl_rows(path: Path) -> Rows:
         yield row, source
 
 
-def _json_rows(path: Path) -> Rows:
+def _read_json(path: Path) -> Rows:
     """Read an array of rows, an object with one under "data", or JSONL with the ending .json."""
     size = path.stat().st_size
     if size > _MOST_BYTES_OF_JSON:
@@ -126,7 +128,7 @@ def _json_rows(path: Path) -> Rows:
         yield item, f"{path}: item {number}"
 
 
-def _csv_rows(path: Path) -> Rows:
+def _read_csv(path: Path) -> Rows:
     """Read CSV as Python's csv module does, every value as text, "007", "NA" and "None" too; an empty one is missing.
 
     Cells may be quoted, and have line breaks in them. The place is that of the row's first line.
@@ -150,10 +152,10 @@ def _csv_rows(path: Path) -> Rows:
             if any(cell.strip() for cell in cells):
                 yield cells, first
 
-    return _table_rows(path, records())
+    return _name_cells(path, records())
 
 
-def _tsv_rows(path: Path) -> Rows:
+def _read_tsv(path: Path) -> Rows:
     """Read cells between tabs, which are not quoted; but a row that says that it is quoted is read as pandas does.
 
     pandas quotes a cell only where it holds a tab, a line break, or a quote, which is then doubled.
@@ -193,18 +195,18 @@ def _tsv_rows(path: Path) -> Rows:
                 yield following_line[1]
 
         try:
-            found = next(csv.reader(chain([line], following()), delimiter="\t", strict=True), [])
+            quoted_cells = next(csv.reader(chain([line], following()), delimiter="\t", strict=True), [])
         except csv.Error:
-            found = []
-        if len(found) == width:
-            return found
+            quoted_cells = []
+        if len(quoted_cells) == width:
+            return quoted_cells
         ahead[:0] = read
         return cells
 
-    return _table_rows(path, records())
+    return _name_cells(path, records())
 
 
-def _table_rows(path: Path, records: Iterator[tuple[list[str], int]]) -> Rows:
+def _name_cells(path: Path, records: Iterator[tuple[list[str], int]]) -> Rows:
     """Name the cells of each record by the first one. A first name that is empty is the index of pandas, and left out.
 
     Raises:
@@ -243,44 +245,44 @@ def tsv_rows(path: Path, *, header: Sequence[str] | None = None) -> Rows:
             yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
 
 
-def _parquet_rows(path: Path) -> Rows:
+def _read_parquet(path: Path) -> Rows:
     """Read Parquet in pieces that are small when they are unpacked: a few MB may hold many GB.
 
     The sizes of the row groups say how large a row is in the mean; columns of texts stay dictionaries, whose values are
     unpacked row by row.
     """
     try:
-        yield from _parquet_pieces(path)
+        yield from _read_row_groups(path)
     except UserError:
         raise
     except Exception as error:  # pyarrow passes on exceptions of many kinds
         raise unreadable(path, "Parquet", error) from error
 
 
-def _parquet_pieces(path: Path) -> Rows:
+def _read_row_groups(path: Path) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        texts = [each.name for each in file.schema_arrow if pa.types.is_string(each.type)]
+        texts = [column_field.name for column_field in file.schema_arrow if pa.types.is_string(column_field.type)]
     with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False, buffer_size=1 << 20) as file:
         number = 0
         for group in range(file.num_row_groups):
-            known = file.metadata.row_group(group)
-            mean = known.total_byte_size / max(1, known.num_rows)
+            metadata = file.metadata.row_group(group)
+            mean = metadata.total_byte_size / max(1, metadata.num_rows)
             if mean > MOST_BYTES:
-                raise too_large(f"{path}: rows {number + 1} to {number + known.num_rows}", "a row in the mean")
-            packed = sum(known.column(place).total_compressed_size for place in range(known.num_columns))
+                raise too_large(f"{path}: rows {number + 1} to {number + metadata.num_rows}", "a row in the mean")
+            packed = sum(metadata.column(place).total_compressed_size for place in range(metadata.num_columns))
             # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
-            if known.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
+            if metadata.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
                 raise UserError(
-                    f"{path}: rows {number + 1} to {number + known.num_rows} unpack from {byte_size(packed)} to "
-                    f"{byte_size(known.total_byte_size)}, as no text does; write the rows without what is repeated"
+                    f"{path}: rows {number + 1} to {number + metadata.num_rows} unpack from {byte_size(packed)} to "
+                    f"{byte_size(metadata.total_byte_size)}, as no text does; write the rows without what is repeated"
                 )
             size = max(1, min(_PIECE_ROWS, int(_PIECE_BYTES / max(1, mean))))
             for batch in file.iter_batches(batch_size=size, row_groups=[group]):
-                # Of a dictionary a row may repeat a large value, so pieces are cut once more by what they unpack to.
-                unpacked = _unpacked(batch)
+                # Many rows may share one large value of a dictionary, so a batch is cut once more by its unpacked size.
+                unpacked = _unpacked_bytes(batch)
                 step = max(1, min(len(batch), int(len(batch) * _PIECE_BYTES / max(1, unpacked))))
                 for start in range(0, len(batch), step):
                     for row in batch.slice(start, step).to_pylist():
@@ -291,7 +293,7 @@ def _parquet_pieces(path: Path) -> Rows:
                         yield without_nulls(row), source
 
 
-def _unpacked(batch: Any) -> int:
+def _unpacked_bytes(batch: Any) -> int:
     """Return about how many bytes a batch has when each row has its own copy of its values."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -315,20 +317,20 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     A table gives all objects of a column the same keys, and null to those that a row lacks, so that the parameters of
     one tool have the names of all tools.
     """
-    return {key: _bare(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+    return {key: _drop_nulls(value) if isinstance(value, list | dict) else value for key, value in row.items()}
 
 
-def _bare(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bare(each) for key, each in value.items() if each is not None}
-    return [_bare(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(element) for key, element in value.items() if element is not None}
+    return [_drop_nulls(element) for element in value] if isinstance(value, list) else value
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": jsonl_rows,
-    ".json": _json_rows,
-    ".parquet": _parquet_rows,
-    ".csv": _csv_rows,
-    ".tsv": _tsv_rows,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
 }
 """The readers by the ending of a file."""

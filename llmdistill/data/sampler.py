@@ -49,9 +49,11 @@ class Mixture:
         return cls(tuple(sizes), tuple(shared_out(sum(sizes), weights)))
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The indices of the examples of an epoch, in order."""
+        """Return the indices of the examples of an epoch, in order."""
         drawn, start = [], 0
         for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            # Places count through the file's own epochs without end, so an epoch of the mixture continues in a file
+            # where the one before stopped.
             places = np.arange(epoch * count, (epoch + 1) * count)
             for own_epoch in range(places[0] // size, places[-1] // size + 1):
                 own = np.random.default_rng((seed, own_epoch, number, _MIXTURE)).permutation(size)
@@ -66,7 +68,7 @@ def shared_out(total: int, weights: Sequence[float]) -> list[int]:
     The largest remainders are rounded up, and each part gives at least one.
     """
     wanted = [total * weight / sum(weights) for weight in weights]
-    counts = [max(1, math.floor(each)) for each in wanted]
+    counts = [max(1, math.floor(share)) for share in wanted]
     order = sorted(range(len(weights)), key=lambda number: counts[number] - wanted[number])
     for number in order[: max(0, total - sum(counts))]:
         counts[number] += 1
@@ -78,18 +80,18 @@ def shared_out(total: int, weights: Sequence[float]) -> list[int]:
 def global_batch_indices(
     *, seed: int, step: int, dataset_size: int, global_batch_size: int, mixture: Mixture | None = None
 ) -> list[int]:
-    """Indices of the examples of a step (from 0), over all ranks and micro batches, in order.
+    """Return the indices of the examples of a step (from 0), over all ranks and micro batches, in order.
 
     Each epoch goes through the data set in a new permutation; a batch may contain examples of two epochs, so no example
-    is left out. With a mixture of dataset_size examples an epoch is one of it.
+    is left out. With a mixture, which has dataset_size examples, an epoch is one of the mixture.
     """
     first = step * global_batch_size
     places = (divmod(place, dataset_size) for place in range(first, first + global_batch_size))
-    return [int(_permutation(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
+    return [int(_permute(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
 
 
 @lru_cache(maxsize=4)  # a batch needs one or two epochs; a new permutation costs O(data set)
-def _permutation(seed: int, epoch: int, size: int, mixture: Mixture | None) -> np.ndarray:
+def _permute(seed: int, epoch: int, size: int, mixture: Mixture | None) -> np.ndarray:
     if mixture is not None:
         order = mixture.order(seed, epoch)
     else:
@@ -100,7 +102,7 @@ def _permutation(seed: int, epoch: int, size: int, mixture: Mixture | None) -> n
 def bucket(
     window: Sequence[Element], *, seed: int, step: int, bucket_steps: int, length: Callable[[Any], int] = len
 ) -> list[Element]:
-    """The global batch of a step, taken from its window, the longest example first.
+    """Return the global batch of a step from its window, the longest example first.
 
     The window holds the examples of `bucket_steps` successive steps; the number of the first step is a multiple of
     `bucket_steps`. The examples are sorted by length and cut into `bucket_steps` global batches, whose random order
@@ -109,10 +111,10 @@ def bucket(
     size, rest = divmod(len(window), bucket_steps)
     assert rest == 0, "the window does not divide into global batches"
     number, offset = divmod(step, bucket_steps)
-    taken = np.random.default_rng((seed, number, _WINDOW_ORDER)).permutation(bucket_steps)[offset]
+    chosen = np.random.default_rng((seed, number, _WINDOW_ORDER)).permutation(bucket_steps)[offset]
     # sorted is stable: examples of equal length stay in the order of the epoch.
     ordered = sorted(window, key=length, reverse=True)
-    return ordered[taken * size : (taken + 1) * size]
+    return ordered[chosen * size : (chosen + 1) * size]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class Share:
     world_size: int = 1
 
     def micro_batches(self, batch: Sequence[Element], *, spread: bool = False) -> list[list[Element]]:
-        """The micro batches of this rank, in order, of a global batch.
+        """Return this rank's micro batches of a global batch, in order.
 
         Neighbors in the global batch are in the same micro batch, and the micro batches of all ranks at one
         accumulation step are neighbors, so with a sorted batch the ranks have about the same work. With `spread` the
@@ -157,14 +159,14 @@ class StepLoader(ABC, Generic[Element]):
 
     @abstractmethod
     def global_batch(self, step: int) -> list[Any]:
-        """The examples of a step (from 0), or what stands for them, over all ranks, the longest example first."""
+        """Return the examples of a step (from 0), or their indices, over all ranks, the longest example first."""
 
     def micro_batch_items(self, step: int) -> list[list[Element]]:
-        """The examples of each of this rank's micro batches of a step, in order."""
+        """Return the examples of each of this rank's micro batches of a step, in order."""
         return self.share.micro_batches(self.global_batch(step), spread=self.spread)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step, each (B, T) with B = micro_batch_size, fewer rows if packed."""
+        """Return this rank's micro batches of a step, each (B, T) with B = micro_batch_size, fewer rows if packed."""
         return [self.collate(items) for items in self.micro_batch_items(step)]
 
 
@@ -262,7 +264,7 @@ class Prefetched:
         """Wrap a loader whose batches depend on the step alone; from now on no other code may ask it for batches.
 
         No batches are prepared beyond `steps`, the steps of the run. `prepare` is applied to each batch, on the CPU.
-        For a GPU the batches are kept in pinned memory, from which it copies asynchronously.
+        For a GPU the batches are in pinned memory, from which it copies asynchronously.
         """
         self._loader = loader
         self._steps = steps
@@ -274,19 +276,19 @@ class Prefetched:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step; if they are not prepared, as when a run begins, they are made now."""
+        """Return this rank's micro batches of a step; make them now if they are not prepared, as when a run begins."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
             batches = ahead[1].result()
         else:
             if ahead is not None:
                 ahead[1].cancel()
-            batches = self._thread.submit(self._make, step).result()
+            batches = self._thread.submit(self._make_batches, step).result()
         if step + 1 < self._steps:
-            self._ahead = step + 1, self._thread.submit(self._make, step + 1)
+            self._ahead = step + 1, self._thread.submit(self._make_batches, step + 1)
         return batches
 
-    def _make(self, step: int) -> list[Batch]:
+    def _make_batches(self, step: int) -> list[Batch]:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else the thread of every rank would pin memory through the first GPU
         batches = []
@@ -307,7 +309,7 @@ def scoring_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> list[tuple[list[int], Batch]]:
-    """One rank's batches of a set, the shortest examples first, each with the indices of its examples.
+    """Return one rank's batches of a set, the shortest examples first, each with the indices of its examples.
 
     All ranks get the same number of batches, because a sharded model needs all ranks in every forward pass. A rank with
     one batch less repeats the first batch, without indices, labels and targets, so that no example counts twice.
@@ -316,11 +318,11 @@ def scoring_batches(
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     share = [(part, collate([items[index] for index in part])) for part in parts[rank::world_size]]
     if len(share) < -(-len(parts) // world_size):
-        share.append(([], _unlearned(collate([items[index] for index in parts[0]]))))
+        share.append(([], _without_labels(collate([items[index] for index in parts[0]]))))
     return share
 
 
-def _unlearned(batch: Batch) -> Batch:
+def _without_labels(batch: Batch) -> Batch:
     labels, targets = torch.full_like(batch.labels, IGNORE_INDEX), batch.targets
     if targets is not None:
         targets = torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)

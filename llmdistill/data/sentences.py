@@ -44,18 +44,18 @@ def read_sentences(reference: str | Path) -> list[str]:
     """
     if is_weighted(reference):
         raise UserError(f"{reference}: each sentence is taken once, whatever the weights are; leave them out")
-    found = dict.fromkeys(text for part in parts_of(reference) for text in _each_sentence(part.reference))
-    if not found:
+    sentences = dict.fromkeys(text for part in parts_of(reference) for text in _iterate_sentences(part.reference))
+    if not sentences:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
-    return list(found)
+    return list(sentences)
 
 
-def _each_sentence(reference: str) -> Iterator[str]:
+def _iterate_sentences(reference: str) -> Iterator[str]:
     path = locate_data(reference)
     if path.suffix.lower() == ".txt":
         yield from (line.strip() for line in text_lines(path) if line.strip())
     elif _is_plain(path):
-        yield from (text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
+        yield from (text for pair in _read_plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
     else:
         for row, place in open_rows(reference):
             sentences = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
@@ -75,8 +75,8 @@ def read_triples(reference: str | Path) -> list[str]:
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
     sentences: list[str] = []
     for row, place in open_rows(reference):
-        given = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
-        triple = [text for text in given if isinstance(text, str) and text.strip()]
+        texts = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
+        triple = [text for text in texts if isinstance(text, str) and text.strip()]
         if len(triple) != TRIPLE:
             raise UserError(f"{place}: give query (or anchor), positive and negative, as data.sentences.triples says")
         sentences += triple
@@ -96,10 +96,10 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     """
     path = locate_data(str(reference))
     is_plain = _is_plain(path)
-    pairs = list(_plain_pairs(path)) if is_plain else []
+    pairs = list(_read_plain_pairs(path)) if is_plain else []
     for row, place in () if is_plain else open_rows(reference):
         texts = [row.get(key) for key in _PAIR]
-        score = next((_number(row[key]) for key in _SCORES if key in row), None)
+        score = next((_parse_number(row[key]) for key in _SCORES if key in row), None)
         if score is None or not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError(f"{place}: give {', '.join(_PAIR)} and a number as score, similarity_score or label")
         pairs.append(SentencePair(str(texts[0]), str(texts[1]), score))
@@ -109,22 +109,22 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether a file is a TSV without a header, which begins with a number."""
+    """Return whether a file is a TSV without a header, which begins with a number."""
     if path.suffix.lower() != ".tsv" or not os.path.isfile(path):
         return False
-    return _number(next(text_lines(path), "").split("\t")[0]) is not None
+    return _parse_number(next(text_lines(path), "").split("\t")[0]) is not None
 
 
-def _plain_pairs(path: Path) -> Iterator[SentencePair]:
+def _read_plain_pairs(path: Path) -> Iterator[SentencePair]:
     for number, line in enumerate(text_lines(path), start=1):
         cells = line.rstrip("\r\n").split("\t")
-        score = _number(cells[0])
+        score = _parse_number(cells[0])
         if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():
             raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; fix the line")
         yield SentencePair(cells[1], cells[2], score)
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError):

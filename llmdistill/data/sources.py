@@ -130,10 +130,9 @@ def say_left_out(name: str, examples: Sequence[Example], left_out: Counter[str])
 
 
 def check_rows(reference: str | Path, *, thorough: bool = True) -> None:
-    """Check that a local data set exists, and its rows: all up to _CHECKED_BYTES, of a larger one the first thousands;
-    unless `thorough`, the first one.
+    """Check that a local data set exists, and parse its rows: all up to _CHECKED_BYTES, else the first thousands.
 
-    Nothing of a set on the hub is read.
+    Unless `thorough`, parse only the first row. Read nothing of a set on the hub.
     """
     rows = open_rows(reference, streaming=True)
     files = [file for part in parts_of(reference) for file in local_files(part.reference) or ()]
@@ -142,10 +141,10 @@ def check_rows(reference: str | Path, *, thorough: bool = True) -> None:
     is_small = thorough and sum(file.stat().st_size for file in files) <= _CHECKED_BYTES
     if not is_small and any(file.suffix.lower() == ".json" for file in files):
         return  # which would be read as a whole
-    found, left_out = False, Counter[str]()
+    has_example, left_out = False, Counter[str]()
     for _ in parse_rows(rows if is_small else islice(rows, _CHECKED_ROWS if thorough else 1), left_out):
-        found = True
-    if not found and is_small:
+        has_example = True
+    if not has_example and is_small:
         raise no_example(reference, left_out)
 
 
@@ -155,9 +154,9 @@ def shown(reference: str | Path) -> str:
 
 
 def no_example(reference: str | Path, left_out: Counter[str] | None = None) -> UserError:
-    said = describe_left_out(left_out or {}).rstrip(".")
+    without = describe_left_out(left_out or {}).rstrip(".").lower()
     return UserError(
-        f"{shown(reference)}: holds no example{f' to learn;{said.lower()}' if said else ''}; give at least one row of "
+        f"{shown(reference)}: holds no example{f' to learn;{without}' if without else ''}; give at least one row of "
         "instruction, input, output"
     )
 
@@ -166,8 +165,8 @@ def open_rows(reference: str | Path, *, streaming: bool = False) -> Rows:
     """Read the rows of a file, of the files of a folder, of a data set on the hub, or of several of these, one after
     the other; see `read_examples`.
 
-    Of a file they are never all in memory, but for a JSON array; of the hub they are not if `streaming`, which of the
-    slices of the datasets library takes only those with whole numbers.
+    The rows of a file are never all in memory, except those of a JSON array; the rows of the hub are not if
+    `streaming`, which supports only the slices of the datasets library with whole numbers.
 
     Raises:
         UserError: immediately if a data set does not exist, or has a weight; for a malformed row, when the reading
@@ -184,23 +183,26 @@ def _open_set(reference: str, streaming: bool) -> Rows:
     if files is not None:
         return chain.from_iterable(READERS.get(file.suffix.lower(), jsonl_rows)(file) for file in files)
     if os.path.isdir(path):
-        return _numbered(reference, lambda: _saved(path), lambda error: unreadable(path, "a saved data set", error))
+        return _number_rows(
+            reference, lambda: _load_saved(path), lambda error: unreadable(path, "a saved data set", error)
+        )
     in_set = _HUB_FILE.fullmatch(reference)
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
     if in_set is not None and kind is not None:
         url = f"hf://datasets/{in_set['file']}"
-        return _hub_rows(shown(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
+        return _read_hub(shown(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", reference)
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
         raise UserError(f"{reference}: no such file; {_HOW}")
     config = rest[0] if len(rest) == 2 else None
-    return _hub_rows(reference, name, config, rest[-1] if rest else "train", streaming)
+    return _read_hub(reference, name, config, rest[-1] if rest else "train", streaming)
 
 
 def local_files(reference: str) -> list[Path] | None:
-    """The file of a set, or those of a folder in the order of their names; None if it is not local, or was saved by
-    `save_to_disk` of the datasets library.
+    """Return the file of a set, or those of a folder in the order of their names.
+
+    Returns None if the set is not local, or was saved by `save_to_disk` of the datasets library.
 
     Raises:
         UserError: a folder holds no rows, or a file of something else.
@@ -209,7 +211,7 @@ def local_files(reference: str) -> list[Path] | None:
     if not os.path.isdir(path):
         return [path] if os.path.exists(path) else None
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(each.name for each in path.iterdir() if each.is_dir())
+        splits = sorted(subfolder.name for subfolder in path.iterdir() if subfolder.is_dir())
         raise UserError(f"{reference}: the folder of the splits {', '.join(splits)}; give the folder of one of them")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return None
@@ -226,21 +228,21 @@ def local_files(reference: str) -> list[Path] | None:
 
 
 def text_files(reference: str | Path) -> list[Path] | None:
-    """The files of a text in order, or of several with commas between them; None if the text is not local.
+    """Return the files of a text in order, or of several with commas between them; None if the text is not local.
 
     Raises:
         UserError: one does not exist, or has a weight; or several are not all local.
     """
     parts = parts_of(reference)
-    found: list[list[Path] | None] = []
+    files_of_parts: list[list[Path] | None] = []
     for part in parts:
         path = locate_data(part.reference)
         if os.path.isdir(path):
-            found.append(list(visible_files(path)))
-            if not found[-1]:
+            files_of_parts.append(list(visible_files(path)))
+            if not files_of_parts[-1]:
                 raise UserError(f"{part.reference}: a folder without files; put the text in or name a file")
         elif os.path.exists(path):
-            found.append([path])
+            files_of_parts.append([path])
         elif path.is_absolute() or path.suffix.lower() == ".txt":
             raise UserError(
                 f"{part.reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder "
@@ -248,13 +250,15 @@ def text_files(reference: str | Path) -> list[Path] | None:
                 "between them"
             )
         else:  # a data set on the hub
-            found.append(None)
+            files_of_parts.append(None)
     if any(part.weight is not None for part in parts):
         raise UserError(f"{reference}: weights are for data.train; leave them out")
-    if len(parts) > 1 and None in found:
-        other = parts[found.index(None)].reference
+    if len(parts) > 1 and None in files_of_parts:
+        other = parts[files_of_parts.index(None)].reference
         raise UserError(f"{other}: no such file; of several texts each is a file or a folder on this machine")
-    return None if found[0] is None else [file for files in found if files is not None for file in files]
+    return (
+        None if files_of_parts[0] is None else [file for files in files_of_parts if files is not None for file in files]
+    )
 
 
 def visible_files(folder: Path) -> Iterator[Path]:
@@ -284,7 +288,7 @@ def hub_name(reference: str | Path) -> str | None:
     return name if is_name else None
 
 
-def _hub_rows(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
+def _read_hub(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
     def open_set() -> Iterable[dict[str, Any]]:
         if not streaming or "[" not in split:
             return _load(name, config, split=split, streaming=streaming, **more)
@@ -305,7 +309,7 @@ def _hub_rows(reference: str, name: str, config: str | None, split: str, streami
             "check the name, the split and the network, or give a file"
         )
 
-    return _numbered(reference, open_set, not_loaded)
+    return _number_rows(reference, open_set, not_loaded)
 
 
 def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> Rows:
@@ -322,10 +326,10 @@ def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> 
             "folder"
         )
 
-    return _numbered(place, lambda: list(_load(name, config, split=split)), not_loaded)
+    return _number_rows(place, lambda: list(_load(name, config, split=split)), not_loaded)
 
 
-def _saved(folder: Path) -> Iterable[dict[str, Any]]:
+def _load_saved(folder: Path) -> Iterable[dict[str, Any]]:
     import datasets
 
     return unformatted(datasets.load_from_disk(str(folder)))
@@ -337,7 +341,7 @@ def _load(*source: Any, **options: Any) -> Any:
     return datasets.load_dataset(*source, **options)
 
 
-def _numbered(
+def _number_rows(
     reference: str, open_set: Callable[[], Iterable[dict[str, Any]]], explain: Callable[[Exception], UserError]
 ) -> Rows:
     try:
@@ -350,7 +354,7 @@ def _numbered(
 
 
 def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
-    """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
+    """Return the kind of the data, by its first row or by a file's ending: .txt is text, any other file instructions.
 
     Raises UserError if there is no row, or as in `rows_in_memory`.
     """
@@ -362,8 +366,8 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
-    is_asked = isinstance(first, Mapping) and any(form in first for form in FORMS if form not in _ABOUT_A_TEXT)
-    return "text" if isinstance(first, Mapping) and field in first and not is_asked else "instructions"
+    is_instruction = isinstance(first, Mapping) and any(form in first for form in FORMS if form not in _ABOUT_A_TEXT)
+    return "text" if isinstance(first, Mapping) and field in first and not is_instruction else "instructions"
 
 
 _ABOUT_A_TEXT = ("query", "question", "problem")
@@ -371,21 +375,21 @@ _ABOUT_A_TEXT = ("query", "question", "problem")
 
 
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:
-    """The examples of a file or of rows in memory; error messages name the rows `name`: row 1, 2 ...
+    """Return the examples of a file or of rows in memory; error messages name the rows `name`: row 1, 2 ...
 
     Raises UserError if the file does not exist, there is no row, or a row is malformed.
     """
     if isinstance(data, str | Path):
         return read_examples(data)
     left_out = Counter[str]()
-    examples = list(parse_rows(_placed(data, name), left_out))
+    examples = list(parse_rows(_locate_rows(data, name), left_out))
     if not examples:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     say_left_out(name, examples, left_out)
     return examples
 
 
-def _placed(data: object, name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _locate_rows(data: object, name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     for number, row in enumerate(rows_in_memory(data, name), start=1):
         where = f"{name}: row {number}"
         if not isinstance(row, Mapping):

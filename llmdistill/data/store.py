@@ -43,7 +43,7 @@ _MOST_CHARACTERS = 4_000_000
 """Of these examples; the tokenizer takes some 200 bytes for each."""
 
 TOKEN_IDS = "token ids"
-"""The type of a column of token ids, which are kept in the smallest numbers that hold the vocabulary."""
+"""The type of a column of token ids, which are stored in the smallest integers that hold the vocabulary."""
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[Any]:
@@ -74,9 +74,9 @@ def store(
     write: Callable[[Path], Mapping[str, Any]],
     **about: Any,
 ) -> Path:
-    """Make the tokens that a request asks for if they are not there, whole or not at all; return their folder.
+    """Make the tokens of a request if they are not there, completely or not at all; return their folder.
 
-    Damaged tokens are made again. If another process has made them in the meantime, those are kept.
+    Damaged tokens are made again. If another process makes them in the meantime, its tokens stay.
 
     Args:
         cache_dir: the folder of all tokens, by default $LLMDISTILL_CACHE or ~/.cache/llmdistill.
@@ -90,14 +90,14 @@ def store(
     """
     folder = cache_folder(cache_dir) / kind / digest(request)[:16]
     if folder.is_dir():
-        if _is_whole(folder):
+        if _is_undamaged(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     try:
         with new_proven_folder(folder) as part:
             write_json(part / _META, {**about, **request, **write(part)})
     except UserError as error:
-        if _is_whole(folder):
+        if _is_undamaged(folder):
             return folder
         if not isinstance(error.__cause__, OSError):
             raise
@@ -107,8 +107,8 @@ def store(
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder has all files as they were written: every byte is read, 1.8 GB/s on a core of 2026."""
+def _is_undamaged(folder: Path) -> bool:
+    """Return whether a folder has all files as they were written: it reads every byte, 1.8 GB/s on a core of 2026."""
     return (folder / MANIFEST).is_file() and manifest_damage(folder) is None
 
 
@@ -133,7 +133,7 @@ class Layout(Generic[Item]):
 
 
 class MappedItems(Sequence[Item]):
-    """Examples in an Arrow file, which is mapped into memory; an example is made only when it is asked for."""
+    """Examples in an Arrow file, which is mapped into memory; an example is made only when it is read."""
 
     def __init__(self, file: Path, layout: Layout[Item]) -> None:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
@@ -148,7 +148,7 @@ class MappedItems(Sequence[Item]):
     def __getitem__(self, index: Any) -> Any:
         places = range(len(self))[index]  # raises IndexError beyond the end
         if isinstance(places, range):
-            return [self[each] for each in places]
+            return [self[place] for place in places]
         values: dict[str, Any] = {}
         for name, column in self._columns.items():
             value = column[places]
@@ -161,7 +161,7 @@ class MappedItems(Sequence[Item]):
         return self._make(**values)
 
     def length(self, index: int) -> int:
-        """The number of tokens of an example, which are not read for it."""
+        """Return the number of tokens of an example, without reading them."""
         return len(self._tokens[index])
 
     def distinct(self, name: str) -> list[Any]:
@@ -186,25 +186,25 @@ class Joined(Sequence[Item]):
     def __getitem__(self, index: Any) -> Any:
         places = range(len(self))[index]  # raises IndexError beyond the end
         if isinstance(places, range):
-            return [self[each] for each in places]
-        part, place = self._place(places)
+            return [self[place] for place in places]
+        part, place = self._locate(places)
         return part[place]
 
     def length(self, index: int) -> int:
-        """The number of tokens of an example, which are not read for it."""
-        part, place = self._place(index)
+        """Return the number of tokens of an example, without reading them."""
+        part, place = self._locate(index)
         return part.length(place)
 
     def distinct(self, name: str) -> list[Any]:
         return list(dict.fromkeys(value for part in self.parts for value in part.distinct(name)))
 
-    def _place(self, index: int) -> tuple[MappedItems[Item], int]:
+    def _locate(self, index: int) -> tuple[MappedItems[Item], int]:
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
 
 
 class Grouped(Sequence[list[Item]]):
-    """So many neighboring examples at a time, such as the three of a triple."""
+    """Groups of neighboring examples, such as the three of a triple."""
 
     def __init__(self, items: MappedItems[Item], size: int) -> None:
         self._items = items
@@ -218,7 +218,7 @@ class Grouped(Sequence[list[Item]]):
         return self._items[place : place + self._size]
 
     def length(self, index: int) -> int:
-        """The number of tokens of the longest of them, to which the others are padded."""
+        """Return the number of tokens of the longest example of a group, to which the others are padded."""
         return max(self._items.length(place) for place in range(index * self._size, (index + 1) * self._size))
 
 
@@ -233,22 +233,22 @@ class SplitWriter:
 
     def add(self, split: str, pieces: Iterable[Sequence[Item]], layout: Layout[Item]) -> None:
         """Write the examples of a split, in one or more pieces; the first decides the types of the columns."""
-        batches = (self._batch(items, layout) for items in pieces)
+        batches = (self._make_batch(items, layout) for items in pieces)
         first = next(batches)
         with pa.ipc.new_file(str(self._file(split, "arrow")), first.schema) as writer:
             for batch in chain([first], batches):
                 writer.write_batch(batch)
 
-    def _batch(self, items: Sequence[Item], layout: Layout[Item]) -> pa.RecordBatch:
+    def _make_batch(self, items: Sequence[Item], layout: Layout[Item]) -> pa.RecordBatch:
         columns = {}
         for name, kind in layout.columns.items():
             values = [getattr(item, name) for item in items]
-            flat = [each.ravel() if isinstance(each, np.ndarray) else each for each in values]
+            flat = [value.ravel() if isinstance(value, np.ndarray) else value for value in values]
             columns[name] = pa.array(flat, self._token_ids if kind is TOKEN_IDS else kind)
         return pa.record_batch(columns)
 
     def add_text(self, split: str, value: Any) -> None:
-        """Write what is not numbers, as JSON; it is read when it is asked for."""
+        """Write what is not numbers, as JSON, for `StoredSplits.text`."""
         write_json(self._file(split, "json"), value)
 
     def _file(self, split: str, ending: str) -> Path:

@@ -23,7 +23,7 @@ from llmdistill.errors import UserError
 Item = TypeVar("Item")
 
 _TOO_MANY_EMPTY = 100
-"""So many examples without any answer in them, and the set is taken to have none."""
+"""A set is refused as one without answers if none of so many first examples has one."""
 
 
 def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
@@ -49,7 +49,7 @@ def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iter
 
 
 def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
-    """Read and tokenize the first example of a set; a UserError if it is missing or empty, or as in `encode`."""
+    """Read and tokenize the first example of a set. Raises UserError if there is none, or as in `encode`."""
     left_out = Counter[str]()
     first = next(parse_rows(open_rows(reference, streaming=True), left_out), None)
     if first is None:
@@ -58,7 +58,7 @@ def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limi
 
 
 class _Part(NamedTuple):
-    """What a rank is told of a block of the stream."""
+    """What rank 0 sends each rank of a block of the stream."""
 
     epochs: list[int]
     """Of all examples of the block."""
@@ -67,10 +67,10 @@ class _Part(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """What a rank tells of its examples of a block if one of them is wrong."""
+    """What a rank reports of its examples of a block if one of them is malformed."""
 
     place: int
-    """That of the first such example in the block."""
+    """The index of the first such example in the block."""
     message: str
 
 
@@ -127,7 +127,7 @@ class StreamLoader(StepLoader[Encoded]):
                 window = list[Encoded]()
                 while len(window) < size:
                     # Some may be dropped, and exactly those that are needed are read.
-                    window += self._block(size - len(window))
+                    window += self._next_block(size - len(window))
                 self._window = window
                 self._number += 1
         except BaseException:
@@ -146,7 +146,7 @@ class StreamLoader(StepLoader[Encoded]):
         )
 
     def _restart(self) -> None:
-        self._walk = self._examples()
+        self._walk = self._iterate_examples()
         self._number, self._window = -1, list[Encoded]()
         """The examples of the steps that are sorted together, over all ranks, and the number of this window."""
         self._epoch = self._read = self._kept = 0
@@ -155,44 +155,45 @@ class StreamLoader(StepLoader[Encoded]):
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
         self.counts, self.left_out = EncodedCounts(), Counter[str]()
 
-    def _examples(self) -> Iterator[tuple[int, Example]]:
+    def _iterate_examples(self) -> Iterator[tuple[int, Example]]:
         """Yield every example with its epoch, epoch after epoch, without end."""
         for epoch in count():
-            found = False
+            is_empty = True
             rng = np.random.default_rng((self.share.seed, epoch))
             examples = parse_rows(open_rows(self.reference, streaming=True), self.left_out)
             # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
             for example in shuffled(examples, self.shuffle_buffer, rng):
-                found = True
+                is_empty = False
                 yield epoch, example
-            if not found:
+            if is_empty:
                 raise no_example(self.reference, self.left_out)
 
-    def _block(self, size: int) -> list[Encoded]:
-        """Return the next examples of the stream, as many as are left of this number."""
+    def _next_block(self, size: int) -> list[Encoded]:
+        """Read `size` examples of the stream, and return those that the limits leave."""
         exchange = self.exchange
-        part = exchange.deal(self._parts(size) if exchange.rank == 0 else None)
+        part = exchange.deal(self._read_parts(size) if exchange.rank == 0 else None)
         if isinstance(part, str):
-            raise self._error(part)
-        made = exchange.collect(self._tokenized(part.examples))
-        failures = [each for each in made if isinstance(each, _Failed)]
+            raise self._make_error(part)
+        encoded_parts = exchange.collect(self._tokenize(part.examples))
+        failures = [part for part in encoded_parts if isinstance(part, _Failed)]
+        # The first one in the block, so that all ranks, and any number of them, raise the same error.
         if failures:
-            raise self._error(min(failures).message)
+            raise self._make_error(min(failures).message)
         items: dict[int, Encoded] = {}
-        for rank, data in enumerate(made):
+        for rank, data in enumerate(encoded_parts):
             assert isinstance(data, InstructData)
             items.update(zip((rank + place * exchange.size for place in data.kept), data.items, strict=True))
             self.counts = self.counts.plus(data.counts)
         for place, epoch in enumerate(part.epochs):
             if epoch != self._epoch:
                 if self._kept == 0:  # and the next epochs would be no better
-                    raise self._error(str(none_left(self._read, self.limits)))
+                    raise self._make_error(str(none_left(self._read, self.limits)))
                 self._epoch, self._read, self._kept = epoch, 0, 0
             self._read, self._kept = self._read + 1, self._kept + (place in items)
         return [items[place] for place in sorted(items)]
 
-    def _parts(self, size: int) -> list[_Part | str]:
-        """Read a block, and split it into the parts of the ranks; or what is wrong with it, for each of them."""
+    def _read_parts(self, size: int) -> list[_Part | str]:
+        """Read a block, and return the parts of the ranks; or for each rank the message of what is wrong with it."""
         ranks = self.exchange.size
         try:
             block = list(islice(self._walk, size))
@@ -200,13 +201,13 @@ class StreamLoader(StepLoader[Encoded]):
             return [str(error)] * ranks
         if self._unanswered is not None:
             read = self._unanswered + len(block)
-            self._unanswered = read if all_empty([each for _, each in block]) else None
+            self._unanswered = read if all_empty([example for _, example in block]) else None
             if self._unanswered is not None and read >= _TOO_MANY_EMPTY:
                 return [str(no_answer(self.reference, read, which="the first"))] * ranks
         epochs = [epoch for epoch, _ in block]
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 
-    def _tokenized(self, examples: list[Example]) -> InstructData | _Failed:
+    def _tokenize(self, examples: list[Example]) -> InstructData | _Failed:
         try:
             return encode(examples, self.tokenizer, self.limits, may_be_empty=True)
         except UserError:
@@ -217,7 +218,7 @@ class StreamLoader(StepLoader[Encoded]):
                     return _Failed(self.exchange.rank + place * self.exchange.size, str(error))
             raise
 
-    def _error(self, message: str) -> UserError:
+    def _make_error(self, message: str) -> UserError:
         error = UserError(message)
         error.everywhere = self.exchange.size > 1
         return error

@@ -54,11 +54,11 @@ class EncodedTarget:
         return len(self.source_ids)
 
 
-def _of_columns(ids: Any, source_length: int) -> EncodedTarget:
+def _make_target(ids: Any, source_length: int) -> EncodedTarget:
     return EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist())
 
 
-TARGETS = Layout(make=_of_columns, columns={"ids": TOKEN_IDS, "source_length": pa.int32()})
+TARGETS = Layout(make=_make_target, columns={"ids": TOKEN_IDS, "source_length": pa.int32()})
 """How encoded targets are kept on disk."""
 
 
@@ -85,7 +85,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Marks:
-        """The special tokens of a tokenizer; raises UserError if it lacks one, which only encoders have."""
+        """Return the special tokens of a tokenizer. Raises UserError if it lacks one, as all but encoders do."""
         names = ("cls_token", "sep_token", "mask_token", "pad_token")
         missing = [name for name in names if getattr(tokenizer, name) is None]
         if missing:
@@ -101,7 +101,7 @@ class Marks:
 def encode_targets(
     examples: Sequence[TargetExample], tokenizer: PreTrainedTokenizerBase, *, max_source: int, max_target: int
 ) -> EncodedTargets:
-    """Tokenize each example; what exceeds the limits is left out at the end of the source, or of the target.
+    """Tokenize each example, and cut the end of a source or target that exceeds its limit.
 
     `max_source` counts the tokens of source and hint, special tokens included, `max_target` those of the target with
     its end token.
@@ -110,13 +110,13 @@ def encode_targets(
         UserError: a hint leaves no room for its source, or the tokenizer lacks a special token.
     """
     marks = Marks.of(tokenizer)
-    sources = _tokens([example.source for example in examples], tokenizer)
-    hints = _tokens([example.hint or "" for example in examples], tokenizer)
-    targets = _tokens([example.target for example in examples], tokenizer)
+    sources = _tokenize([example.source for example in examples], tokenizer)
+    hints = _tokenize([example.hint or "" for example in examples], tokenizer)
+    targets = _tokenize([example.target for example in examples], tokenizer)
     items, cut_sources, cut_targets = [], 0, 0
     for example, source, hint, target in zip(examples, sources, hints, targets, strict=True):
-        tail = [marks.end] if example.hint is None else [marks.end, *hint, marks.end]
-        room = max_source - 1 - len(tail)
+        after_source = [marks.end] if example.hint is None else [marks.end, *hint, marks.end]
+        room = max_source - 1 - len(after_source)
         if room < 1:
             raise UserError(
                 f"the source is cut to {max_source} tokens (data.max_length less data.task.writing.max_length), but "
@@ -124,12 +124,12 @@ def encode_targets(
             )
         cut_sources += len(source) > room
         cut_targets += len(target) > max_target - 1
-        ids = [marks.start, *source[:room], *tail]
+        ids = [marks.start, *source[:room], *after_source]
         items.append(EncodedTarget(ids, [*target, marks.end][:max_target]))
     return EncodedTargets(items, cut_sources, cut_targets)
 
 
-def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     check_rows(tokenizer, ids, lambda number, _: texts[number])
     return ids

@@ -73,7 +73,7 @@ class TextSequences:
         return self.collate([self.read(seed, *divmod(place, len(self))) for place in places])
 
     def collate(self, parts: Sequence[TextSequence]) -> Batch:
-        """The batch of sequences that `read` has made, also those of other texts with the same settings."""
+        """Collate sequences of `read`, also those of other texts with the same settings."""
         rows = [part.ids for part in parts]
         types = [np.arange(len(part)) >= part.second for part in parts]
         return Batch(
@@ -86,7 +86,7 @@ class TextSequences:
         )
 
     def read(self, seed: int, epoch: int, index: int, *part: int) -> TextSequence:
-        """The sequence at an index, as an epoch sees it; `part` is the number of this text among several."""
+        """Return the sequence at an index in an epoch; `part` is the number of this text among several."""
         # The 1 separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
         rng = np.random.default_rng((seed, epoch, index, 1, *part))
         sequence = self.layout.read(index, rng)
@@ -125,19 +125,19 @@ class MixedSequences:
         return int(self._ends[-1])
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        return self.parts[0].collate([self._read(seed, *divmod(place, len(self))) for place in places])
+        return self.parts[0].collate([self._read_mixed(seed, *divmod(place, len(self))) for place in places])
 
     def length(self, place: int) -> int:
         return self.parts[0].length(place)
 
-    def _read(self, seed: int, epoch: int, index: int) -> TextSequence:
+    def _read_mixed(self, seed: int, epoch: int, index: int) -> TextSequence:
         number = int(np.searchsorted(self._ends, index, side="right"))
         part, count = self.parts[number], self.counts[number]
         own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
-        return part.read(seed, own_epoch, _spread(offset, len(part), (seed, own_epoch, number)), number)
+        return part.read(seed, own_epoch, _spread_index(offset, len(part), (seed, own_epoch, number)), number)
 
     def report(self) -> str:
-        """One sentence with the share of each text in the whole and in the batches."""
+        """Return a sentence with the share of each text in the data and in the batches."""
         total = len(self)
         shares = [
             f"{name} {len(part) / total:.1%} of the text and {count / total:.1%} of the batches"
@@ -151,11 +151,11 @@ def mixture_counts(sizes: Sequence[int], exponent: float) -> list[int]:
     return shared_out(sum(sizes), [size**exponent for size in sizes])
 
 
-def _spread(offset: int, size: int, key: tuple[int, int, int]) -> int:
+def _spread_index(offset: int, size: int, key: tuple[int, int, int]) -> int:
     """Return the index at an offset of an order of 0, 1, ... size - 1 that depends on the key.
 
-    A step of about the golden ratio of the size spreads the first few over the whole, and costs no memory, unlike a
-    permutation of a large text.
+    A step of about the golden ratio of the size spreads even the first few indices over the whole text, and needs no
+    memory, unlike a permutation of a large text.
     """
     start = int(np.random.default_rng((*key, _STRIDE)).integers(size))
     step = round(size * 0.618)
@@ -167,7 +167,7 @@ def _spread(offset: int, size: int, key: tuple[int, int, int]) -> int:
 def validation_batches(
     sequences: TextSequences, *, limit: int, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
-    """One rank's share of the first sequences of a text, whose masks and pairs are always the same.
+    """Return one rank's share of the first sequences of a text, whose masks and pairs are always the same.
 
     All ranks get the same number of batches (a sharded model needs all ranks in every forward pass), and each sequence
     is in exactly one batch, so that every token counts once. The size of a batch is about `batch_size`.

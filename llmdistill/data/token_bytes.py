@@ -24,7 +24,7 @@ class TokenBytes:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """The bytes of each token by its id; none for special tokens, and for ids without a token.
+        """Return the bytes of each token by its id; none for special tokens and for ids without a token.
 
         Raises:
             UserError: the tokenizer's tokens are no pieces of a text, such as those of WordPiece.
@@ -57,19 +57,19 @@ class TokenBytes:
 
     @cached_property
     def written(self) -> dict[bytes, int]:
-        """The token that encoding writes for each piece of text.
+        """Return the token that encoding writes for each piece of text.
 
-        Several tokens may stand for the same bytes, such as "." and <0x2E>, which stands first in many vocabularies and
-        is never written.
+        Several tokens may stand for the same bytes, such as "." and <0x2E>; the latter comes first in many
+        vocabularies, but encoding never writes it.
         """
         tokens: dict[bytes, list[int]] = {}
         for index, piece in enumerate(self.pieces):
             if piece:
                 tokens.setdefault(piece, []).append(index)
-        return {piece: ids[0] if len(ids) == 1 else self._chosen(piece, ids) for piece, ids in tokens.items()}
+        return {piece: ids[0] if len(ids) == 1 else self._choose_written(piece, ids) for piece, ids in tokens.items()}
 
-    def _chosen(self, piece: bytes, ids: Sequence[int]) -> int:
-        """Return the one of some tokens of the same bytes that encoding writes."""
+    def _choose_written(self, piece: bytes, ids: Sequence[int]) -> int:
+        """Choose, among tokens of the same bytes, the one that encoding writes."""
         with suppress(UnicodeDecodeError):
             text = piece.decode()
             for context in (text, f"a{text}", f"{text}a", f"a{text}a"):  # alone it may be part of another token
@@ -89,7 +89,7 @@ class TokenBytes:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the first token of a text begins with a space that the text does not have, as in sentencepiece."""
+        """Return whether the tokenizer puts a space of its own before a text, as sentencepiece does."""
         return self.pieces[self.encode("a")[0]].startswith(b" ")
 
     def encode(self, text: str) -> list[int]:
@@ -98,9 +98,9 @@ class TokenBytes:
         return ids
 
     def split(self, ids: Sequence[int], text: str | None = None) -> list[bytes]:
-        """Return the bytes of each of some tokens at the beginning of a text, without a space that is not its own.
+        """Return the bytes of each token at the beginning of a text, without a space that the tokenizer has added.
 
-        Without the `text` a first space is taken for one that the tokenizer has added, if it adds one.
+        Without the `text`, a first space counts as added if the tokenizer adds one to every text.
         """
         parts = [self.pieces[index] if index < len(self.pieces) else b"" for index in ids]
         if not parts or not self._adds_space or not parts[0].startswith(b" "):
@@ -120,11 +120,11 @@ def shared_tokens(one: TokenBytes, other: TokenBytes) -> dict[int, int]:
     They are written for the same bytes, or are special and have the same name. The end tokens, whatever their names,
     are the same token too.
     """
-    found = {index: other.written[piece] for piece, index in one.written.items() if piece in other.written}
+    shared = {index: other.written[piece] for piece, index in one.written.items() if piece in other.written}
     names = {token.content: index for index, token in other.tokenizer.added_tokens_decoder.items() if token.special}
     named = ((index, one.tokenizer.added_tokens_decoder[index].content) for index in sorted(one.special))
-    found |= {index: names[name] for index, name in named if name in names}
-    return found | dict(zip(one.ends, other.ends, strict=True))
+    shared |= {index: names[name] for index, name in named if name in names}
+    return shared | dict(zip(one.ends, other.ends, strict=True))
 
 
 def equal_spans(one: Sequence[bytes], other: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -133,12 +133,13 @@ def equal_spans(one: Sequence[bytes], other: Sequence[bytes]) -> tuple[np.ndarra
     A span is as short as it can be: both sides begin and end it at the same byte. It is -1 for tokens from the first
     byte in which the two differ, and for the last ones if one side goes on where the other has ended within a token.
     """
-    texts = [b"".join(each) for each in (one, other)]
-    ends, others_ends = (np.cumsum([len(part) for part in each], dtype=np.int64) for each in (one, other))
+    texts = [b"".join(parts) for parts in (one, other)]
+    ends, others_ends = (np.cumsum([len(part) for part in parts], dtype=np.int64) for parts in (one, other))
     equal = min(map(len, texts))
     if texts[0][:equal] != texts[1][:equal]:
         equal = next(place for place in range(equal) if texts[0][place] != texts[1][place])
     common = np.intersect1d(ends, others_ends)
     common = common[common <= equal]
-    found, others_found = (np.searchsorted(common, each) for each in (ends, others_ends))
-    return np.where(found < len(common), found, -1), np.where(others_found < len(common), others_found, -1)
+    # The span of a token is the number of common ends before its own end.
+    spans, others_spans = (np.searchsorted(common, side_ends) for side_ends in (ends, others_ends))
+    return np.where(spans < len(common), spans, -1), np.where(others_spans < len(common), others_spans, -1)

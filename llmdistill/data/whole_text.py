@@ -12,7 +12,7 @@ from llmdistill.data.sources import Data, open_rows, text_files
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"
-"""What stands between the rows of a text; GPTQ's evaluation, which the SVD papers took over, joins WikiText-2 so."""
+"""The separator between the rows of a text: GPTQ's evaluation, which the SVD papers took over, joins WikiText-2 so."""
 
 
 class TextSet(NamedTuple):
@@ -37,14 +37,14 @@ class TextSet(NamedTuple):
             if self.lines:
                 text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
         else:
-            text = PARAGRAPH.join(_rows(self.data))
+            text = PARAGRAPH.join(_read_texts(self.data))
         if not text.strip():
             name = self.data if isinstance(self.data, str | Path) else "data"
             raise UserError(f"{name}: holds no text; give at least one line of it")
         return text
 
 
-def _rows(data: Data) -> list[str]:
+def _read_texts(data: Data) -> list[str]:
     if isinstance(data, str | Path):
         rows: Iterable[tuple[Any, str]] = open_rows(data, streaming=True)
     else:
@@ -53,7 +53,7 @@ def _rows(data: Data) -> list[str]:
     for row, source in rows:
         text = row.get("text") if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            there = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-            raise UserError(f'{source}: the key "text" is missing or no string (there are {there})')
+            keys_or_type = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+            raise UserError(f'{source}: the key "text" is missing or no string (there are {keys_or_type})')
         texts.append(text)
     return texts

@@ -39,7 +39,7 @@ class QuestionExample:
 
     @property
     def is_located(self) -> bool:
-        """Whether the context has the first answer where the data set says, up to spaces; also without any answer."""
+        """Return whether the context has the first answer where the data set says, up to spaces, or there is none."""
         if not self.answers:
             return True
         first = self.answers[0]
@@ -84,14 +84,14 @@ class EncodedWindow:
         return len(self.input_ids)
 
 
-def _of_columns(input_ids: Any, token_type_ids: Any, characters: Any, target: Any, question: int) -> EncodedWindow:
+def _make_window(input_ids: Any, token_type_ids: Any, characters: Any, target: Any, question: int) -> EncodedWindow:
     places = None if characters is None else characters.reshape(-1, 2)
     first, last = target.tolist()
     return EncodedWindow(input_ids.astype(np.int32), token_type_ids, (first, last), question, places)
 
 
 WINDOWS = Layout(
-    make=_of_columns,
+    make=_make_window,
     columns={
         "input_ids": TOKEN_IDS,
         "token_type_ids": pa.list_(pa.int8()),
@@ -127,10 +127,10 @@ def encode_in_pieces(
         )
     # All at once would keep the tokenizer's own objects of all windows in memory.
     for indices in in_pieces(range(len(examples))):
-        yield _encode(examples, indices, tokenizer, limits, learned)
+        yield _encode_windows(examples, indices, tokenizer, limits, learned)
 
 
-def _encode(
+def _encode_windows(
     examples: Sequence[QuestionExample],
     indices: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
@@ -138,9 +138,10 @@ def _encode(
     learned: bool,
 ) -> list[EncodedWindow]:
     texts = [examples[index].question.strip() for index in indices]
-    questions = dict(zip(indices, _cut(texts, tokenizer, limits.max_question_length), strict=True))
+    questions = dict(zip(indices, _cut_texts(texts, tokenizer, limits.max_question_length), strict=True))
     windows: dict[int, list[EncodedWindow]] = {index: [] for index in indices}
-    # The tokenizer slides by its own measure, the overlap, which depends on the length of the question.
+    # transformers' `stride` is the overlap of two windows, and ours, as BERT's, is their distance: the overlap depends
+    # on the length of the question, so questions of one length are tokenized together.
     order = sorted(indices, key=lambda index: questions[index][1])
     for length, group in groupby(order, key=lambda index: questions[index][1]):
         members = list(group)
@@ -157,7 +158,7 @@ def _encode(
         )
         of_window = [members[member] for member in encoded["overflow_to_sample_mapping"]]
         places = [f"question {examples[index].id}" for index in of_window]
-        check_rows(tokenizer, encoded["input_ids"], partial(_place, places))
+        check_rows(tokenizer, encoded["input_ids"], partial(_locate, places))
         types = encoded.get("token_type_ids")
         for row, index in enumerate(of_window):
             characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)
@@ -169,7 +170,7 @@ def _encode(
                 EncodedWindow(
                     input_ids=np.array(encoded["input_ids"][row], dtype=np.int32),
                     token_type_ids=None if types is None else np.array(types[row], dtype=np.int8),
-                    target=_target(characters, examples[index]) if learned else (IGNORE_INDEX, IGNORE_INDEX),
+                    target=_find_target(characters, examples[index]) if learned else (IGNORE_INDEX, IGNORE_INDEX),
                     question=index,
                     characters=None if learned else characters,
                 )
@@ -177,11 +178,11 @@ def _encode(
     return [window for index in indices for window in windows[index]]
 
 
-def _place(places: Sequence[str], row: int, _token: str) -> str:
+def _locate(places: Sequence[str], row: int, _token: str) -> str:
     return places[row]
 
 
-def _cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[tuple[str, int]]:
+def _cut_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[tuple[str, int]]:
     """Return each text, cut after `limit` tokens, with its number of tokens."""
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     cut = []
@@ -190,7 +191,7 @@ def _cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -
     return cut
 
 
-def _target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]:
+def _find_target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]:
     """Return the first and the last token of the first answer, NO_ANSWER twice if the window lacks a part of it."""
     if not example.answers:
         return NO_ANSWER, NO_ANSWER

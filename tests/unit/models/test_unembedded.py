@@ -14,7 +14,7 @@ from llmdistill.data.masking import Masking
 from llmdistill.data.pairs import PairExample, encode_pairs
 from llmdistill.data.sampler import Share
 from llmdistill.data.stream import StreamLoader
-from llmdistill.data.targets import _tokens
+from llmdistill.data.targets import _tokenize
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 
@@ -89,7 +89,7 @@ def test_it_is_refused_where_the_data_use_it(folder, tmp_path):
         f"{asked}:3  ": stream,
         f"{texts}:2 ": lambda: store_corpus(texts, tokenizer, cache_dir=tmp_path / "cache"),
         "row 1": lambda: encode_pairs([PairExample(IMAGE, None, 0, 0)], tokenizer, 16),
-        f"see {IMAGE}": lambda: _tokens([f"see {IMAGE}"], tokenizer),
+        f"see {IMAGE}": lambda: _tokenize([f"see {IMAGE}"], tokenizer),
     }.items():
         with pytest.raises(UserError, match=REFUSED) as error:
             refused()
