@@ -207,7 +207,7 @@ def read_manifest(path: Path) -> None:
 
 def read_adapter(path: Path) -> None:
     """Read the config of an adapter, whose base is looked for on the disk only."""
-    with mock.patch("llmdistill.models.adapters._hub_adapter", return_value=None):
+    with mock.patch("llmdistill.models.adapters._download_adapter", return_value=None):
         of_base(path.parent, fingerprint)
 
 

@@ -32,19 +32,19 @@ _Loaded = TypeVar("_Loaded")
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder or a hub name is a peft adapter."""
+    """Return whether a folder or a hub name is a peft adapter."""
     return adapter_folder(path) is not None
 
 
 def adapter_folder(path: str | Path) -> Path | None:
-    """The local folder of an adapter, downloaded if `path` is a hub name; None if it is none, or the hub is silent."""
+    """Return the folder of an adapter, downloading a hub name; None if it is no adapter or the hub does not answer."""
     if os.path.exists(path):
         return Path(path) if (Path(path) / CONFIG_FILE).is_file() else None
-    return _hub_adapter(str(path))
+    return _download_adapter(str(path))
 
 
 @cache
-def _hub_adapter(name: str) -> Path | None:
+def _download_adapter(name: str) -> Path | None:
     """Download an adapter from the hub. Cached per name, because a request to an unreachable hub takes a while."""
     from huggingface_hub import snapshot_download
     from transformers.utils import peft_utils
@@ -83,9 +83,9 @@ def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
 def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Merge an adapter into its base, given in fp32 so that only the final cast rounds, and return the stock model.
 
-    The reference is peft's own model: its outputs are compared with those of the merged one. An adapter that changes
-    the token embedding or the LM head alone unties them, and embeddings of more or fewer rows are taken from it. Raises
-    UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
+    The outputs of the merged model are compared with those of peft's own model. An adapter that changes only the token
+    embedding or only the LM head unties them, and an adapter with more or fewer embeddings than the base resizes it.
+    Raises UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
     from peft import PeftConfig, PromptLearningConfig
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -115,27 +115,27 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"{folder / CONFIG_FILE}: layer_replication gives copies of a layer different adapters, which cannot be "
             "merged into one layer: train an adapter without it, or give the base alone"
         )
-    # The base gets as many embeddings as the adapter was trained with, if the adapter has them.
-    held, table = embedding_rows(folder), cast(nn.Embedding, base.get_input_embeddings()).weight
-    rows = next(iter(held.values()), table.shape[0])
+    # If the adapter brings its own embeddings, for added tokens, the base needs as many rows before peft loads it.
+    rows_by_module, table = embedding_rows(folder), cast(nn.Embedding, base.get_input_embeddings()).weight
+    rows = next(iter(rows_by_module.values()), table.shape[0])
     if rows != table.shape[0]:
         head = base.get_output_embeddings()
-        if len(held) == 1 and head is not None and head.weight is not table:
+        if len(rows_by_module) == 1 and head is not None and head.weight is not table:
             raise UserError(
-                f"{folder}: the adapter has {rows} rows of {next(iter(held))} alone, and its base has "
+                f"{folder}: the adapter has {rows} rows of {next(iter(rows_by_module))} alone, and its base has "
                 f"{table.shape[0]}: save it with modules_to_save for embeddings and LM head"
             )
         base.resize_token_embeddings(rows, mean_resizing=False)
-    model = _with_adapter(base, folder, settings)
-    expected_outputs = _outputs(model.eval())
+    model = _load_adapter(base, folder, settings)
+    expected_outputs = _compute_outputs(model.eval())
     try:
-        merged = _merged(model, is_tied=base.config.tie_word_embeddings)
+        merged = _merge(model, is_tied=base.config.tie_word_embeddings)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"{folder}: the adapter cannot be merged into its base ({_shortened(str(error))}); train it again, or give "
+            f"{folder}: the adapter cannot be merged into its base ({_shorten(str(error))}); train it again, or give "
             "the base alone"
         ) from error
-    difference = (_outputs(merged.eval()) - expected_outputs).abs().max().item()
+    difference = (_compute_outputs(merged.eval()) - expected_outputs).abs().max().item()
     if not difference <= _TOLERANCE * max(1.0, expected_outputs.abs().max().item()):  # also for NaN
         raise UserError(
             f"{folder}: the adapter cannot be merged into its base: an output differs by {difference:.2g} from peft's "
@@ -144,7 +144,7 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return merged.requires_grad_(True)
 
 
-def _with_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> Any:
+def _load_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> Any:
     """Load an adapter onto its base. Raises UserError if it does not fit, or its settings are not of its weights."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -153,7 +153,7 @@ def _with_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any])
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
             saved = set(file.keys())
             most = max((max(file.get_slice(name).get_shape(), default=0) for name in saved), default=0)
-        # A rank of LoRA larger than every side of the saved matrices is refused before peft makes matrices of it.
+        # Check the ranks of LoRA before peft allocates matrices of them: a mistyped rank would fill the memory.
         pattern = settings.get("rank_pattern")
         ranks = {"r": settings.get("r"), **(pattern if isinstance(pattern, dict) else {})}
         for key, rank in ranks.items() if settings.get("peft_type") == "LORA" else ():
@@ -171,25 +171,25 @@ def _with_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any])
     except ImportError as error:  # of libraries that do not go together, which no other adapter mends
         names = ["peft", *({(error.name or "peft").partition(".")[0]} - {"peft"})]
         raise UserError(
-            f"{folder}: peft cannot read the adapter ({_shortened(str(error))}): install other versions of "
-            f"{' and '.join(f'{name} (now {_version(name)})' for name in names)}"
+            f"{folder}: peft cannot read the adapter ({_shorten(str(error))}): install other versions of "
+            f"{' and '.join(f'{name} (now {_installed_version(name)})' for name in names)}"
         ) from error
     except Exception as error:  # peft raises many types for values that it does not expect
-        raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
-    # Adapters of the embedding or the head come with the matrices below them.
+        raise _misfit_error(folder, base, str(error) or type(error).__name__) from error
+    # peft saves the base's matrix beside an adapter of the embedding or the LM head, so those names are known too.
     own = {name.replace(".default.", ".") for name in model.state_dict()}
     possible = own | {f"base_model.model.{name}" for name in state}
     missing = sorted(expected - saved)
     unknown = sorted(saved - expected - possible)
     if missing or unknown:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
-        raise _does_not_fit(folder, base, what)
+        raise _misfit_error(folder, base, what)
     return model
 
 
-def _merged(model: Any, *, is_tied: bool) -> PreTrainedModel:
-    """Merge the adapter of peft's model into the base, which `is_tied` says had the LM head of its embedding."""
-    # Each module that shares its weight with another one gets a copy, so that adapters are merged into one alone.
+def _merge(model: Any, *, is_tied: bool) -> PreTrainedModel:
+    """Merge the adapter of peft's model into the base; `is_tied` says whether its LM head was its embedding."""
+    # Untie shared weights first: merging into one module would otherwise change the other one, too.
     seen: set[int] = set()
     for module in model.get_base_model().modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -200,7 +200,7 @@ def _merged(model: Any, *, is_tied: bool) -> PreTrainedModel:
         warnings.simplefilter("ignore")  # peft says that the copies are not tied
         merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
     merged.config.tie_word_embeddings = is_tied  # which peft has set to false for the copies
-    # What is still equal is tied again; a model whose head is no longer its embedding is not tied from now on.
+    # Tie again what is still equal; a model whose LM head now differs from its embedding stays untied.
     parameters = dict(merged.named_parameters(remove_duplicate=False))
     ties = merged.get_expanded_tied_weights_keys(all_submodels=True).items()
     there = [pair for pair in ties if parameters.keys() >= set(pair)]
@@ -217,21 +217,21 @@ _TOLERANCE = 1e-3
 
 
 @torch.no_grad()
-def _outputs(model: Any) -> Tensor:
-    """The first output for two random sequences."""
+def _compute_outputs(model: Any) -> Tensor:
+    """Return the first output for two random sequences."""
     ids = torch.randint(model.config.get_text_config().vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
     return cast(Tensor, model(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
 
 
 def embedding_rows(folder: Path) -> dict[str, int]:
-    """The number of rows of each whole token embedding and LM head that an adapter holds, by the module's name."""
+    """Return the number of rows of each full token embedding and LM head in an adapter, by the module's name."""
     if not (folder / WEIGHTS_FILE).is_file():
         return {}
     try:
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
-            found = ((_EMBEDDING.search(name), name) for name in file.keys())  # noqa: SIM118 - it is no dict
-            return {match[1]: int(file.get_slice(name).get_shape()[0]) for match, name in found if match is not None}
-    except (OSError, SafetensorError):  # which is said where the weights are read
+            matches = ((_EMBEDDING.search(name), name) for name in file.keys())  # noqa: SIM118 - it is no dict
+            return {match[1]: int(file.get_slice(name).get_shape()[0]) for match, name in matches if match is not None}
+    except (OSError, SafetensorError):  # the loading of the weights reports it
         return {}
 
 
@@ -243,22 +243,20 @@ _OF_EMBEDDING = re.compile(_EMBEDDING.pattern.partition(")")[0] + r")\.")
 
 
 def unties_embeddings(folder: Path) -> bool:
-    """Whether the LM head is no longer the token embedding once an adapter is merged: it changes one, or each by
-    itself.
-    """
+    """Return whether merging an adapter unties LM head and token embedding: it changes one, or each differently."""
     settings = read_json(folder / CONFIG_FILE)
     if settings.get("ensure_weight_tying") or not (folder / WEIGHTS_FILE).is_file():
         return False
     try:
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
             names = [name for name in file.keys() if _OF_EMBEDDING.search(name)]  # noqa: SIM118 - it is no dict
-    except (OSError, SafetensorError):  # which is said where the weights are read
+    except (OSError, SafetensorError):  # the loading of the weights reports it
         return False
-    # A whole matrix may also be saved as it is in the base, or with more rows; peft changes single tokens in both.
-    whole = {found[1] for name in names if (found := _EMBEDDING.search(name))}
+    # A full matrix alone proves nothing, because peft also saves the base's; trained single tokens change both.
+    matrices = {match[1] for name in names if (match := _EMBEDDING.search(name))}
     adapted = (name for name in names if not _EMBEDDING.search(name) and "trainable_tokens" not in name)
     saved = {str(name).rpartition(".")[2] for name in settings.get("modules_to_save") or ()}
-    return not whole.isdisjoint(saved) or any(adapted)
+    return not matrices.isdisjoint(saved) or any(adapted)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -306,7 +304,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha),
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, settings.targets),
+        target_modules=_resolve_targets(model, settings.targets),
         init_lora_weights=False,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -314,9 +312,9 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
         inject_adapter_in_model(config, model)
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for _, layer in _adapted(model):
+    for _, layer in _adapted_layers(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        # The default initialization of torch's linears, which LoRA uses too.
+        # LoRA's initialization, the default of torch's linears. peft itself would draw from the global generator.
         values = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
         a.data, b.data = values.to(a.device, dtype), torch.zeros_like(b, dtype=dtype)
         a.requires_grad_(True)
@@ -329,7 +327,7 @@ def merge_lora(model: PreTrainedModel) -> None:
 
     W + alpha / rank · BA is computed in fp64, so that only the cast to the dtype of the stored matrix rounds.
     """
-    for name, layer in _adapted(model):
+    for name, layer in _adapted_layers(model):
         base = layer.get_base_layer()
         a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
         delta = layer.scaling["default"] * (b @ a)
@@ -350,14 +348,14 @@ def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
+def _adapted_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
-    """Full names of the linears to adapt. A target may also be the name of a factorized linear."""
+def _resolve_targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
+    """Return the full names of the linears to adapt. A target may also be the name of a factorized linear."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     # The factors of a Kronecker product are parameters of one module, not linears.
@@ -379,36 +377,36 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
         return names
     for target in targets:
         if not any(_matches(name, target) for name in names):
-            there = sorted({_unfactored(name).rpartition(".")[2] for name in names})
+            there = sorted({_strip_factor(name).rpartition(".")[2] for name in names})
             raise UserError(
                 f"student.lora.targets: {target!r} is no linear of the student's layers: there are {', '.join(there)}"
             )
     return [name for name in names if any(_matches(name, target) for target in targets)]
 
 
-def _unfactored(name: str) -> str:
-    """The name of the linear of which this is a factor; another name is returned as it is."""
+def _strip_factor(name: str) -> str:
+    """Return the name of the linear of which this is a factor; any other name as it is."""
     return name.removesuffix(".A").removesuffix(".B")
 
 
 def _matches(name: str, target: str) -> bool:
-    """Whether a linear, or the factorized linear that it is a factor of, has a name that is or ends with the target."""
-    return any(f".{each}".endswith(f".{target}") for each in (name, _unfactored(name)))
+    """Return whether the name of a linear, or of the linear that it is a factor of, ends with the target."""
+    return any(f".{candidate}".endswith(f".{target}") for candidate in (name, _strip_factor(name)))
 
 
-def _does_not_fit(folder: Path, base: PreTrainedModel, reason: str) -> UserError:
+def _misfit_error(folder: Path, base: PreTrainedModel, reason: str) -> UserError:
     return UserError(
-        f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shortened(reason)}): "
+        f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shorten(reason)}): "
         f"correct base_model_name_or_path in {CONFIG_FILE}"
     )
 
 
-def _version(library: str) -> str:
+def _installed_version(library: str) -> str:
     try:
         return version(library)
     except PackageNotFoundError:
         return "missing"
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return shorten(text, 300, placeholder=" ...")

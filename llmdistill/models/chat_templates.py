@@ -1,6 +1,7 @@
 """What a chat template writes around the texts of a chat, how a turn ends, and in which form it reads texts.
 
-Templates are programs, so this is found by comparing what they write of chats of made-up texts, once per template.
+Templates are programs, so the only way to see this is to render chats of made-up texts, once per template, and to
+compare the renderings.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def shared_length(*sequences: Sequence[Any]) -> int:
     """Return how far sequences are equal from their beginning."""
-    whole: Any = sequences
-    return len(os.path.commonprefix(whole))  # noqa: RUF071  # of any sequences, although it is among the paths
+    any_sequences: Any = sequences
+    return len(os.path.commonprefix(any_sequences))  # noqa: RUF071  # of any sequences, although it is among the paths
 
 
 def render(
@@ -82,24 +83,26 @@ def render(
 
     A template can raise anything.
     """
-    given = as_the_template_reads(messages, tokenizer)
-    return str(tokenizer.apply_chat_template(given, tokenize=False, **{**options, "add_generation_prompt": asks}))
+    readable = as_the_template_reads(messages, tokenizer)
+    return str(tokenizer.apply_chat_template(readable, tokenize=False, **{**options, "add_generation_prompt": asks}))
 
 
 def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Return messages with their texts as lists of parts for the roles of which the template writes no plain string.
+    """Return messages with their texts as lists of parts for the roles whose plain strings the template ignores.
 
-    So are the templates of some models that see images too (Idefics, SmolVLM, LLaVA); others read both.
+    The templates of some models that also see images are like that (Idefics, SmolVLM, LLaVA); others read both.
     """
-    in_parts = _roles_in_parts(tokenizer, _template(tokenizer))
+    in_parts = _roles_in_parts(tokenizer, _template_text(tokenizer))
     return [
-        {**each, "content": [{"type": "text", "text": each["content"]}]} if each["role"] in in_parts else each
-        for each in messages
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message["role"] in in_parts
+        else message
+        for message in messages
     ]
 
 
 @lru_cache(maxsize=64)
-def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template: str) -> frozenset[str]:
+def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template_text: str) -> frozenset[str]:
     def writes(content: object, role: str, before: Sequence[Message], after: Sequence[Message] = ()) -> bool:
         chat = [*before, {"role": role, "content": content}, *after]
         with suppress(Exception):  # a template can raise anything
@@ -110,74 +113,80 @@ def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template: str) -> froze
         return not writes(ANSWER, role, *others) and writes([{"type": "text", "text": ANSWER}], role, *others)
 
     parts: Any = [{"type": "text", "text": QUESTION}]
-    found = {"user"} if in_parts("user", []) else set()
-    asked = {"role": "user", "content": parts if found else QUESTION}
-    found |= {"assistant"} if in_parts("assistant", [asked]) else set()
-    found |= {"system"} if in_parts("system", [], [asked]) else set()
+    roles = {"user"} if in_parts("user", []) else set()
+    question = {"role": "user", "content": parts if roles else QUESTION}
+    roles |= {"assistant"} if in_parts("assistant", [question]) else set()
+    roles |= {"system"} if in_parts("system", [], [question]) else set()
     call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
-    calling = {"role": "assistant", "content": parts if "assistant" in found else "", "tool_calls": [call]}
-    found |= {"tool"} if in_parts("tool", [asked, calling]) else set()
-    return frozenset(found)
+    calling = {"role": "assistant", "content": parts if "assistant" in roles else "", "tool_calls": [call]}
+    roles |= {"tool"} if in_parts("tool", [question, calling]) else set()
+    return frozenset(roles)
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> Frame:
     """Return what the template writes around texts with these further arguments."""
-    given = json.dumps(options, default=str) if options else "{}"
-    return _frame_of(tokenizer, _template(tokenizer), tokenizer.eos_token, given)
+    options_json = json.dumps(options, default=str) if options else "{}"
+    return _compute_frame(tokenizer, _template_text(tokenizer), tokenizer.eos_token, options_json)
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     template = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template)
 
 
 @lru_cache(maxsize=64)
-def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, options: str) -> Frame:
-    """Find what a template writes around texts by two chats; empty of a template that refuses them."""
+def _compute_frame(tokenizer: PreTrainedTokenizerBase, _template_text: str, _end: str, options: str) -> Frame:
+    """Compare renderings of made-up chats; the frame of a template that refuses them is empty.
 
-    def rendered(*contents: str, asks: bool = False, **fields: str) -> str:
+    The unused parameters are part of the cache's key, because a tokenizer's template and end token can change.
+    """
+
+    def render_chat(*contents: str, asks: bool = False, **fields: str) -> str:
         roles = ("user", "assistant")
         messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
         messages[-1] |= fields
         return render(tokenizer, messages, json.loads(options), asks=asks)
 
     try:
-        asked, plain = (rendered(QUESTION, asks=each) for each in (True, False))
-        answered, other = rendered(QUESTION, ANSWER), rendered(QUESTION, OTHER_ANSWER)
-    except Exception:  # which is said of the chats themselves
+        with_prompt, without_prompt = (render_chat(QUESTION, asks=asks) for asks in (True, False))
+        answered, other = render_chat(QUESTION, ANSWER), render_chat(QUESTION, OTHER_ANSWER)
+    except Exception:  # rendering a real chat reports it
         return Frame()
     header, before = "", answered[: shared_length(answered, other)]
-    if asked == plain and before.startswith(plain):
-        # A space at its end would be a token of its own in a prompt, and is part of the first one of an answer.
-        header = before[len(plain) :].rstrip(" ")
+    if with_prompt == without_prompt and before.startswith(without_prompt):
+        # A space at its end would be a token of its own in a prompt, but most tokenizers merge it into the first token
+        # of an answer.
+        header = before[len(without_prompt) :].rstrip(" ")
         header = header if header.strip() else ""
-    prompt = header or asked[len(without_begun_mark(asked[: shared_length(asked, plain)])) :]
+    prompt = header or with_prompt[len(without_begun_mark(with_prompt[: shared_length(with_prompt, without_prompt)])) :]
     tail = answered.rpartition(ANSWER)[2]
     inner = separator = ""
     try:
-        longer = rendered(QUESTION, ANSWER, OTHER_ANSWER, ANSWER)
-        next_asked = rendered(QUESTION, ANSWER, asks=True)
+        longer = render_chat(QUESTION, ANSWER, OTHER_ANSWER, ANSWER)
+        next_prompt = render_chat(QUESTION, ANSWER, asks=True)
     except Exception:
         pass
     else:
         separator = longer.partition(ANSWER)[2].partition(OTHER_ANSWER)[0]
-        following = next_asked.rpartition(ANSWER)[2] + header
+        following = next_prompt.rpartition(ANSWER)[2] + header
         inner = without_overlap(separator[: shared_length(separator, following)], prompt)
-        # A template that begins the turn of the assistant in any case shows it nowhere apart.
+        # A template that always begins the assistant's turn never shows where the user's turn ends, so its mark is
+        # cut off here.
         mark = re.search(r"(<[^<>]*>|\[[^\[\]]*\])$", inner)
         if mark and not prompt and mark[0] in longer.partition(QUESTION)[0]:
             inner = inner[: mark.start()]
         inner = inner.rstrip()
     last = inner
     if not inner or not tail.startswith(inner):
-        # The end of a turn is all up to a token that stands apart, as the <eos> of Phi-3.
-        tokens = "|".join(re.escape(each.content) for each in tokenizer.added_tokens_decoder.values() if each.content)
+        # A token that stands apart, such as the <eos> of Phi-3, is not part of the end of a turn.
+        added = tokenizer.added_tokens_decoder.values()
+        tokens = "|".join(re.escape(token.content) for token in added if token.content)
         apart = re.search(rf"(?<=\S)\s+(?:{tokens})+\s*$", tail) if tokens else None
         last = (tail if apart is None else tail[: apart.start()]).rstrip()
-    special = (each.content for each in tokenizer.added_tokens_decoder.values() if each.special)
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     opening = "" if last else max(filter(separator.startswith, special), key=len, default="")
-    asked += header
-    plain = answered[len(asked) :].partition(ANSWER)[0] if answered.startswith(asked) else ""
+    with_prompt += header
+    plain = answered[len(with_prompt) :].partition(ANSWER)[0] if answered.startswith(with_prompt) else ""
     return Frame(
         header,
         prompt,
@@ -188,26 +197,26 @@ def _frame_of(tokenizer: PreTrainedTokenizerBase, _template: str, _end: str, opt
         opening,
         writes_answers=ANSWER in answered,
         plain=plain if plain.strip() else "",
-        **_reasoning(asked, partial(rendered, QUESTION, ANSWER)),
+        **_find_reasoning(with_prompt, partial(render_chat, QUESTION, ANSWER)),
     )
 
 
-def _reasoning(asked: str, answered: Callable[..., str]) -> dict[str, Any]:
-    """Find how a template writes the reasoning of an answer, which is rendered with the further keys of its message."""
+def _find_reasoning(prompt: str, render_answer: Callable[..., str]) -> dict[str, Any]:
+    """Find how a template writes the reasoning of an answer; `render_answer` takes further keys of its message."""
     for key in ("reasoning_content", "thinking", "reasoning"):
         try:
-            text = answered(**{key: _REASONING})
+            text = render_answer(**{key: _REASONING})
         except Exception:
             continue
-        if text.startswith(asked) and _REASONING in text[len(asked) :]:
-            before, _, after = text[len(asked) :].partition(_REASONING)
+        if text.startswith(prompt) and _REASONING in text[len(prompt) :]:
+            before, _, after = text[len(prompt) :].partition(_REASONING)
             return {
                 "before_reasoning": before,
                 "after_reasoning": after.partition(ANSWER)[0],
                 "reasoning_key": key,
             }
-    # Of a prompt that begins reasoning, the template may leave it out of the whole conversation (DeepSeek-R1).
-    mark = re.search(r"<(\w+)>\s*$", asked)
+    # A template may begin reasoning in the prompt, but leave it out of a conversation (DeepSeek-R1).
+    mark = re.search(r"<(\w+)>\s*$", prompt)
     return {"after_reasoning": f"</{mark[1]}>"} if mark else {}
 
 

@@ -43,16 +43,16 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / MODULES_FILE
     modules = read_json(file) if file.is_file() else []
-    is_list = isinstance(modules, list) and all(isinstance(each, dict) for each in modules)
-    if not is_list or not all(isinstance(each.get("path"), str | None) for each in modules):
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
+    if not is_list or not all(isinstance(module.get("path"), str | None) for module in modules):
         raise UserError(f"{file}: not a list of modules; copy the file from the model anew")
     return modules
 
 
 def downloaded(path: Path | str, *, weights: bool = True) -> Path:
-    """The folder itself, or the folder into which the files of a hub name are downloaded.
+    """Return a folder as it is; download the files of a hub name, and return their folder.
 
-    These are the companion files and, with `weights`, safetensors.
+    The files are the companions and, with `weights`, the safetensors.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -80,14 +80,14 @@ def copy_companions(source: Path | str, target: Path) -> None:
     end of a turn of its chat template.
     """
     folder = downloaded(source)
-    _copy(folder, target, (GENERATION_FILE, *_TOKENIZER))
+    _copy_files(folder, target, (GENERATION_FILE, *_TOKENIZER))
     adapter = adapter_folder(folder)
     if adapter is not None:
         folder = of_base(adapter, downloaded)
-        _copy(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
+        _copy_files(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
     if (folder / MODULES_FILE).is_file():
         _copy_modules(folder, target)
-    # Generation ends with the tokens that end the answers of training data, so that served students stop there.
+    # Add the tokens that end the answers of the training data, so that a server of the student stops there.
     settings = read_generation_settings(target)
     if settings is None or not (target / "tokenizer_config.json").is_file():
         return
@@ -100,7 +100,7 @@ def copy_companions(source: Path | str, target: Path) -> None:
         settings.save_pretrained(target)
 
 
-def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+def _copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     target.mkdir(exist_ok=True)
     for pattern in patterns:
         for file in source.glob(pattern):
@@ -111,25 +111,25 @@ def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
 def _copy_modules(source: Path, target: Path) -> None:
     """Copy what sentence-transformers runs after the model (pooling, normalization, linears) and its settings.
 
-    The modules learn the width of a model that has another one. Of such a model none is copied if some have weights,
-    because these are matrices of the old width.
+    If the widths of the two models differ, the configs of the modules get the new width; modules with weights, which
+    are matrices of the old width, cannot, and then nothing is copied.
     """
     names = [module.get("path") or "" for module in read_modules(source)]
     own = [name for name in names if name and Path(name).name == name and not leads_out(source, name)]
     folders = [source / name for name in own if (source / name).is_dir()]
-    width, new_width = (_width(folder) for folder in (source, target))
+    width, new_width = (_read_width(folder) for folder in (source, target))
     if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):
         return
     for folder in folders:
-        _copy(folder, target / folder.name, _MODULE_FILES)
+        _copy_files(folder, target / folder.name, _MODULE_FILES)
         settings = target / folder.name / "config.json"
         if width != new_width and settings.is_file():
             values = read_json(settings)
             write_json(settings, {**values, **{key: new_width for key in _WIDTHS if key in values}})
-    _copy(source, target, _POOLING)
+    _copy_files(source, target, _POOLING)
 
 
-def _width(folder: Path) -> Any:
+def _read_width(folder: Path) -> Any:
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     return next((config[key] for key in ("hidden_size", "dim", "n_embd", "d_model") if key in config), None)
 
@@ -148,8 +148,8 @@ def read_generation_settings(folder: Path) -> GenerationConfig | None:
             f"{folder / GENERATION_FILE}: no generation settings ({reason}): correct it, or copy it from the model anew"
         ) from error
     ends = settings.eos_token_id
-    for each in ends if isinstance(ends, list) else [ends]:
-        if each is not None and (type(each) is not int or each < 0):
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and (type(end) is not int or end < 0):
             raise UserError(f"{folder / GENERATION_FILE}: eos_token_id is {ends!r}: give the id of a token, or a list")
     return settings
 

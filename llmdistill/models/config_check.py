@@ -39,22 +39,22 @@ _REMEDY = "take the config.json that belongs to the weights"
 
 
 def check_parts(values: Mapping[str, Any], file: str | Path) -> None:
-    """Raise a UserError for so many layers, experts or groups that a model, or the list of their kinds, takes hours.
+    """Raise a UserError for so many layers, experts or groups that building the model would take hours.
 
     `values` are those of a config, or of its file before a config is made of it.
     """
-    for path, value in _places(values):
+    for path, value in _walk_values(values):
         if _PARTS.search(str(path[-1])) and _is_number(value) and value > _MOST_PARTS:
-            raise _wrong(file, ".".join(map(str, path)), value, f"more than {_MOST_PARTS:,}")
+            raise _value_error(file, ".".join(map(str, path)), value, f"more than {_MOST_PARTS:,}")
 
 
 def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
-    """Raise a UserError for a value of a config that is none of its key, and would be used only later.
+    """Raise a UserError for a value of a config that its key cannot have, and that transformers would use only later.
 
-    These are numbers of modules that take hours to build, choices of more experts than there are, dropouts, windows and
-    scales, and what is no dtype and no quantization. Of the weights in a `folder` a layer has at least one.
+    Checked are numbers of modules that take hours to build, choices of more experts than there are, sizes, dropouts,
+    windows, scales, dtype and quantization. With the `folder` of the weights, there is at least one for each layer.
     """
-    file, usual, places = _file(config), _usual(config), dict(_places(config.to_dict()))
+    file, defaults, places = _config_file(config), _default_values(config), dict(_walk_values(config.to_dict()))
     check_parts(config.to_dict(), file)
     for path, value in places.items():
         key, name = ".".join(map(str, path)), str(path[-1])
@@ -62,30 +62,30 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
         if folder is not None and re.search(r"layers?$", name) and number and value > _USUAL_LAYERS:
             weights = len(header(folder))
             if 0 < weights < value:
-                raise _wrong(file, key, value, f"more than the {weights} weights beside it")
-        if _CHOICES.search(name) and (number or (value is None and usual.get(path) is not None)):
-            # Of how many experts, or groups of experts, this key chooses some; 0 if nothing beside it says so.
-            of = "n_group" if name == "topk_group" else "experts"
+                raise _value_error(file, key, value, f"more than the {weights} weights beside it")
+        if _CHOICES.search(name) and (number or (value is None and defaults.get(path) is not None)):
+            # How many experts, or groups of them, this key chooses among; 0 if no other key tells.
+            counted = "n_group" if name == "topk_group" else "experts"
             beside = {other[-1]: n for other, n in places.items() if other[:-1] == path[:-1] and other != path}
-            most = max((n for other, n in beside.items() if str(other).endswith(of) and type(n) is int), default=0)
-            if most == 1 and of == "experts":
+            most = max((n for other, n in beside.items() if str(other).endswith(counted) and type(n) is int), default=0)
+            if most == 1 and counted == "experts":
                 most = 0  # a single expert may be a plain layer (Jamba)
             fits = type(value) is int and 1 <= value <= most and (name != "n_group" or most % value == 0)
             if most > 0 and not fits:
                 what = f"no divisor of {most} experts" if name == "n_group" else f"no number from 1 to {most}"
-                raise _wrong(file, key, value, what)
+                raise _value_error(file, key, value, what)
         # ESM's token_dropout is true or false.
-        is_dropout = _DROPOUTS.search(name) and type(usual.get(path)) in (int, float)
+        is_dropout = _DROPOUTS.search(name) and type(defaults.get(path)) in (int, float)
         if is_dropout and not (number and 0 <= value <= 1):
-            raise _wrong(file, key, value, "no number from 0 to 1")
+            raise _value_error(file, key, value, "no number from 0 to 1")
         if name.endswith("_token_id") and isinstance(value, int) and value >= 2**31:
-            raise _wrong(file, key, value, "no token")
+            raise _value_error(file, key, value, "no token")
     for name in _SIZES:
         for value in layer_values(config, name):
             # Gemma 3n lists a width for each layer.
             sizes = value if isinstance(value, list | tuple) and value else [value]
             if value is not None and any(type(size) is not int or size < 1 for size in sizes):
-                raise _wrong(file, config.attribute_map.get(name, name), value, "no number from 1")
+                raise _value_error(file, config.attribute_map.get(name, name), value, "no number from 1")
     kinds = getattr(config, "layer_types", None)
     windows = layer_values(config, "sliding_window")
     for window in windows:
@@ -93,56 +93,56 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
         slides = "sliding_attention" in kinds if isinstance(kinds, list | tuple) else _is_number(window)
         slides = slides and (len(windows) == 1 or window is not None)
         if slides and not (type(window) is int and 1 <= window < 2**31):
-            raise _wrong(file, "sliding_window", window, "no number of tokens")
+            raise _value_error(file, "sliding_window", window, "no number of tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)  # its root divides the queries
     if _is_number(scalar) and not 0 < scalar < float("inf"):
-        raise _wrong(file, "query_pre_attn_scalar", scalar, "no number over 0")
+        raise _value_error(file, "query_pre_attn_scalar", scalar, "no number over 0")
     if not isinstance(config.dtype, torch.dtype | None):
-        raise _wrong(file, "dtype", config.dtype, "no dtype of torch")
+        raise _value_error(file, "dtype", config.dtype, "no dtype of torch")
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, str | int | float | list):
-        raise _wrong(file, "quantization_config", quantization, "no object")
+        raise _value_error(file, "quantization_config", quantization, "no object")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _wrong(file: str | Path, key: str, value: object, what: str) -> UserError:
-    return UserError(f"{file}: {key} is {_shown(value)}, which is {what}: {_REMEDY}")
+def _value_error(file: str | Path, key: str, value: object, what: str) -> UserError:
+    return UserError(f"{file}: {key} is {_abbreviate(value)}, which is {what}: {_REMEDY}")
 
 
-def _file(config: PreTrainedConfig) -> str:
+def _config_file(config: PreTrainedConfig) -> str:
     name = config.name_or_path or ""
     return os.path.join(name, "config.json") if os.path.isdir(name) else f"config.json of {name or config.model_type}"
 
 
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+def _abbreviate(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _usual(config: PreTrainedConfig) -> dict[_Path, Any]:
-    """The values of a config that says nothing, by their keys; empty for a class that needs something said."""
+def _default_values(config: PreTrainedConfig) -> dict[_Path, Any]:
+    """Return the defaults of a config's class by their keys; none for a class that cannot be built without values."""
     try:
-        return dict(_places(type(config)().to_dict()))
+        return dict(_walk_values(type(config)().to_dict()))
     except Exception:
         return {}
 
 
-def _places(values: Mapping[str, Any], outer: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """Each value of nested objects, those that are objects too, with the keys that lead to it."""
+def _walk_values(values: Mapping[str, Any], outer: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """Yield each value of nested objects, inner objects included, with the keys that lead to it."""
     for key, value in values.items():
         yield (*outer, key), value
         if isinstance(value, dict):
-            yield from _places(value, (*outer, key))
+            yield from _walk_values(value, (*outer, key))
 
 
 @contextmanager
 def built_from(config: PreTrainedConfig) -> Iterator[None]:
-    """Block that builds a model from a config; an exception in it becomes a UserError that names the key at fault.
+    """Turn an exception of the block, which builds a model, into a UserError that names the key at fault.
 
-    Lack of memory is none of the config's.
+    Lack of memory is not the config's fault, and passes.
     """
     try:
         yield
@@ -155,41 +155,41 @@ def built_from(config: PreTrainedConfig) -> Iterator[None]:
 def cannot_build(config: PreTrainedConfig, error: Exception) -> UserError:
     """Return the sentence for an exception of building the model of a config."""
     reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
-    found = _culprit(config, error)
-    about = "" if found is None else f": {found[0]} is {_shown(found[1])}"
+    culprit = _find_culprit(config, error)
+    about = "" if culprit is None else f": {culprit[0]} is {_abbreviate(culprit[1])}"
     reason = f"{type(error).__name__}: {reason}"
-    return UserError(f"{_file(config)}{about}: no {config.model_type} model can be built ({reason}): {_REMEDY}")
+    return UserError(f"{_config_file(config)}{about}: no {config.model_type} model can be built ({reason}): {_REMEDY}")
 
 
-def _culprit(config: PreTrainedConfig, error: Exception) -> tuple[str, Any] | None:
-    """The key, and its value, without which a model can be built; None if no single one is found in a few seconds.
+def _find_culprit(config: PreTrainedConfig, error: Exception) -> tuple[str, Any] | None:
+    """Return the key, with its value, without which a model can be built; None if a few seconds do not suffice.
 
-    Each key that is not the class's default is set back to it, those first whose name or value the error tells.
+    Each changed key is set back to the class's default, first those whose name or value the error mentions.
     """
     with suppress(Exception):
         _build(copy.deepcopy(config))
         return None  # none is at fault
-    values, usual, end = config.to_dict(), _usual(config), time.monotonic() + _SECONDS
-    changed = [(path, value) for path, value in _places(values) if path not in usual or usual[path] != value]
+    values, defaults, end = config.to_dict(), _default_values(config), time.monotonic() + _SECONDS
+    changed = [(path, value) for path, value in _walk_values(values) if path not in defaults or defaults[path] != value]
 
     def suspicion(item: tuple[_Path, Any]) -> int:
         path, value = item
         is_told = str(path[-1]) in str(error) or (str(value) and str(value) in str(error))
-        return 0 if is_told else 1 if type(value) is not type(usual.get(path)) else 2
+        return 0 if is_told else 1 if type(value) is not type(defaults.get(path)) else 2
 
     for path, value in sorted(changed, key=suspicion):
         if time.monotonic() > end:
             break
-        other = copy.deepcopy(values)
-        block = other
+        changed_values = copy.deepcopy(values)
+        block = changed_values
         for key in path[:-1]:
             block = block[key]
-        if path in usual:
-            block[path[-1]] = usual[path]
+        if path in defaults:
+            block[path[-1]] = defaults[path]
         else:
             del block[path[-1]]
         try:
-            _build(cast(PreTrainedConfig, type(config).from_dict(other)))
+            _build(cast(PreTrainedConfig, type(config).from_dict(changed_values)))
         except Exception:  # not this one alone
             continue
         return ".".join(map(str, path)), value
@@ -222,7 +222,7 @@ def check_builds(config: PreTrainedConfig) -> None:
         with built_from(config):
             _build(copy.deepcopy(config))
     except UserError as error:  # of a student's factors, which know no file
-        raise error if _file(config) in str(error) else UserError(f"{_file(config)}: {error}") from error
+        raise error if _config_file(config) in str(error) else UserError(f"{_config_file(config)}: {error}") from error
     _built.add(text)
 
 
@@ -240,19 +240,21 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
     with built_from(config):
         model = _build(copy.deepcopy(config))
     saved, prefix = header(folder), f"{model.base_model_prefix}."
-    for name, each in model.named_parameters():
+    for name, parameter in model.named_parameters():
         # A model with a head may be saved without it, and one without a head with one.
-        names = (name, name.removeprefix(prefix), prefix + name)
-        shape = next((saved[each] for each in names if each in saved), None)
-        if shape is not None and shape != tuple(each.shape):
-            wrong = [own for own, theirs in zip(each.shape, shape, strict=False) if own != theirs]
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        shape = next((saved[candidate] for candidate in candidates if candidate in saved), None)
+        if shape is not None and shape != tuple(parameter.shape):
+            wrong = [own for own, theirs in zip(parameter.shape, shape, strict=False) if own != theirs]
             keys = [
-                path for path, value in _places(config.to_dict()) if wrong and type(value) is int and value == wrong[0]
+                path
+                for path, value in _walk_values(config.to_dict())
+                if wrong and type(value) is int and value == wrong[0]
             ]
             about = (
                 f"{'.'.join(map(str, keys[0]))} is {wrong[0]}"
                 if keys
-                else f"{name} would be {' x '.join(map(str, each.shape))}"
+                else f"{name} would be {' x '.join(map(str, parameter.shape))}"
             )
             raise UserError(
                 f"{folder / 'config.json'}: {about}, but its weights (safetensors), in which {name} is "
@@ -261,12 +263,12 @@ def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def header(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in the headers of a folder's safetensors, by the names of the weights; none of a damaged file."""
+    """Return the shapes in the headers of a folder's safetensors, by weight; none of a damaged file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):  # the loading says what is wrong with it
+        except (OSError, SafetensorError):  # the loading reports it
             continue
     return shapes

@@ -20,7 +20,7 @@ from llmdistill.models.weight_files import check_weight_files
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of the model in a folder or on the hub; for a peft adapter, the config of the merged model.
+    """Load the config of a model in a folder or on the hub; for a peft adapter, the config of the merged model.
 
     Raises UserError if the folder does not exist, has no config.json or an invalid one, if the model is neither a
     decoder nor an encoder of text, or if the hub has no such name or cannot be reached.
@@ -51,8 +51,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a config's own checks raise many types of error
-        found = "" if folder is None else _at_fault(folder / "config.json")
-        raise not_loaded(path, "config", error, found) from error
+        culprit = "" if folder is None else _find_culprit(folder / "config.json")
+        raise not_loaded(path, "config", error, culprit) from error
     is_causal(config)
     check_values(config, folder)
     check_builds(config)
@@ -60,7 +60,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder at a path, or None if the path can only be a name on the hub; raises UserError if it is neither."""
+    """Return the folder at a path, None if it can only be a name on the hub. Raises UserError if it is neither."""
     folder = Path(path)
     if os.path.isdir(folder):  # Path.is_dir raises an error for a name that is too long
         return folder
@@ -72,8 +72,8 @@ def local_folder(path: str | Path) -> Path | None:
     return None
 
 
-def _at_fault(file: Path) -> str:
-    """The key, with its value, without which a config can be read; empty if there is no single one."""
+def _find_culprit(file: Path) -> str:
+    """Return the key, with its value, without which a config can be read; empty if there is no single one."""
     content = read_json(file)
     kind = AutoConfig.for_model(content["model_type"]).__class__
     for key in content:
@@ -85,17 +85,17 @@ def _at_fault(file: Path) -> str:
     return ""
 
 
-def not_loaded(path: str | Path, what: str, error: Exception, found: str = "") -> UserError:
-    """The error for a part of a model (config, tokenizer, weights) that transformers could not load.
+def not_loaded(path: str | Path, what: str, error: Exception, culprit: str = "") -> UserError:
+    """Return the error for a part of a model (config, tokenizer, weights) that transformers could not load.
 
-    `found` is what is known of its reason.
+    `culprit` names the setting that causes it, if known.
     """
     reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
     if os.path.isdir(path):
         file = _FILES.get(what)
         where = path if file is None else os.path.join(path, file)
         return UserError(
-            f"{where}: its {what} cannot be loaded ({found}{reason}): correct it, or copy the model's files anew"
+            f"{where}: its {what} cannot be loaded ({culprit}{reason}): correct it, or copy the model's files anew"
         )
     return UserError(
         f"{path} is no folder here, and the hub did not give it: its {what} cannot be loaded ({reason}): check the "

@@ -255,7 +255,7 @@ class Shape:
 
 
 def has_family(config: PreTrainedConfig) -> bool:
-    """Whether the architecture of a config has an entry, which holds for layers that do not differ in their sizes.
+    """Return whether the architecture of a config has an entry, which describes only layers of equal sizes.
 
     An encoder that is set to be a decoder is another architecture.
     """
@@ -266,25 +266,25 @@ def has_family(config: PreTrainedConfig) -> bool:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model's config: its entry, or what is traced. Raises UserError if its layers cannot be tapped."""
+    """Return the family of a config: its entry, or one traced. Raises UserError if the layers cannot be tapped."""
     if has_family(config):
         return FAMILIES[config.model_type]
-    found = _traced_parts(config)
+    parts = _trace_parts(config)
     return Family(
-        layers=found.layers,
+        layers=parts.layers,
         embedding=None,
-        attention=found.attention,
-        ffn_up=found.ffn_up,
-        ffn_gate=found.ffn_gate,
-        ffn_down=found.ffn_down,
+        attention=parts.attention,
+        ffn_up=parts.ffn_up,
+        ffn_gate=parts.ffn_gate,
+        ffn_down=parts.ffn_down,
         causal=causal_by_classes(config),
         makes_mask=True,
-        scores_are_products=found.scores_are_products,
+        scores_are_products=parts.scores_are_products,
     )
 
 
-def _traced_parts(config: PreTrainedConfig) -> Traced:
-    causal_by_classes(config)  # is it of a supported kind?
+def _trace_parts(config: PreTrainedConfig) -> Traced:
+    causal_by_classes(config)  # raises a clearer error for a model of an unsupported kind
     try:
         return traced(config)
     except UserError as error:
@@ -298,53 +298,53 @@ def _traced_parts(config: PreTrainedConfig) -> Traced:
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
-    """Whether a model is a decoder; works for every architecture. Raises UserError if it is neither of the two."""
+    """Return whether a model of any architecture is a decoder. Raises UserError if it is no encoder either."""
     return family_of(config).causal if has_family(config) else causal_by_classes(config)
 
 
 def has_plain_logits(config: PreTrainedConfig) -> bool:
-    """Whether the config says nothing of a factor or a cap on the logits; then they should be the LM head's product."""
+    """Return whether the logits are the plain product of the LM head: the config has no factor and no cap on them."""
     scales = (getattr(config, name, None) for name in ("logits_scaling", "logit_scale"))
     return all(scale in (None, 1.0) for scale in scales) and not getattr(config, "final_logit_softcapping", None)
 
 
 def has_rotary(config: PreTrainedConfig) -> bool:
-    """Whether the model uses rotary embeddings."""
+    """Return whether the model uses rotary embeddings."""
     return hasattr(config, "rope_parameters")
 
 
 def has_segments(config: PreTrainedConfig) -> bool:
-    """Whether a model tells the two segments of a sequence apart (BERT's token types)."""
+    """Return whether a model tells the two segments of a sequence apart (BERT's token types)."""
     types: int | None = getattr(config, "type_vocab_size", None)
     return types is not None and types > 1
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's layers, for a model with any head and of any architecture."""
+    """Return the list of a model's layers, for a model with any head and of any architecture."""
     return cast("nn.ModuleList", model.base_model.get_submodule(layers_name(model)))
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """The name of the list of layers within the base model."""
+    """Return the name of the list of layers within the base model."""
     return family_of(model.config).layers if has_family(model.config) else find_layers(model)
 
 
 def base_name(model: PreTrainedModel, name: str) -> str:
-    """The name of a module or parameter inside the base model, the same for a model with any head."""
+    """Return the name of a module or parameter inside the base model, the same for a model with any head."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def is_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter belongs to a head; the pooler counts as one, because some models of a family have none."""
+    """Return whether a parameter belongs to a head; the pooler counts as one, because some models lack it."""
     in_base = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
     return not in_base or ".pooler." in f".{name}"
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
-    """The sizes of a model, from its config alone."""
+    """Return the sizes of a model, from its config alone."""
     if not has_family(config):
-        found = _traced_parts(config)
-        return Shape(**{each.name: getattr(found, each.name) for each in fields(Shape)})
+        parts = _trace_parts(config)
+        return Shape(**{field.name: getattr(parts, field.name) for field in fields(Shape)})
     num_layers, num_heads, hidden_size = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     intermediate_size = getattr(config, family_of(config).ffn_size)
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
@@ -365,7 +365,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
 
 
 def max_positions(config: PreTrainedConfig, limit: int) -> int:
-    """The maximum number of tokens in a sequence of a model, at most `limit`."""
+    """Return the maximum number of tokens in a sequence of a model, at most `limit`."""
     names = ("max_position_embeddings", "max_seq_len")  # the latter of MPT
     positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     if positions is None or positions < 1:  # XLNet's are relative and without a limit, which it calls -1
@@ -374,7 +374,7 @@ def max_positions(config: PreTrainedConfig, limit: int) -> int:
 
 
 def first_position(config: PreTrainedConfig) -> int:
-    """The position id of the first token of a sequence."""
+    """Return the position id of the first token of a sequence."""
     if not has_family(config):
         return position_after_padding(config)
     return config.pad_token_id + 1 if family_of(config).positions_after_padding else 0

@@ -1,4 +1,4 @@
-"""What is found out about a model of any architecture that transformers loads, without an entry in `families`."""
+"""Properties of a model of any architecture that transformers loads, without an entry in `families`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def causal_by_classes(config: PreTrainedConfig) -> bool:
-    """Whether a model is a decoder, by the classes that transformers has for its architecture.
+    """Return whether a model is a decoder, by the classes that transformers has for its architecture.
 
     Raises UserError if the model reads more than text, or has an encoder beside a decoder, or if transformers has no
     class with an LM head for it.
@@ -45,9 +45,9 @@ def causal_by_classes(config: PreTrainedConfig) -> bool:
 
 
 def layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
-    """The values of a setting: one for all layers, or one a layer where transformers has them differ (Gemma 4).
+    """Return the values of a setting: one for all layers, or one per layer where they differ (Gemma 4).
 
-    A config that does not have the setting has None.
+    The value is None if the config lacks the setting.
     """
     try:
         return [getattr(config, name, None)]
@@ -56,29 +56,29 @@ def layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The name within the base model of its longest list of blocks, lists within another list left out.
+    """Return the name, within the base model, of its longest list of blocks, ignoring lists within another list.
 
     The blocks may be of several kinds (Jamba's have attention or a state space). Raises UserError if there is no list.
     """
     from torch import nn
 
-    found: dict[str, int] = {}
+    lists: dict[str, int] = {}
     for name, module in model.base_model.named_modules():
         # Funnel's layers are in a list of lists.
-        is_list = isinstance(module, nn.ModuleList) and any(not isinstance(each, nn.ModuleList) for each in module)
-        if is_list and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = len(module)
-    if not found:
+        is_list = isinstance(module, nn.ModuleList) and any(not isinstance(block, nn.ModuleList) for block in module)
+        if is_list and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = len(module)
+    if not lists:
         raise UserError(
             f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
         )
-    return max(found, key=lambda name: found[name])
+    return max(lists, key=lambda name: lists[name])
 
 
 def position_after_padding(config: PreTrainedConfig) -> int:
-    """The position id of the first token: those that read as RoBERTa keep a row of their table for padding.
+    """Return the position id of the first token, which is not 0 where a row of the position table is for padding.
 
-    ESM, Longformer, LUKE and XLM-RoBERTa-XL are such, with position ids that count from the padding token's.
+    As in RoBERTa, the position ids of ESM, Longformer, LUKE and XLM-RoBERTa-XL count from the padding token's.
     """
     return _position_after_padding(cast("Any", type(config)), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
@@ -103,10 +103,10 @@ def _position_after_padding(kind: Any, settings: str) -> int:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear that can be factorized: nn.Linear, Conv1D, or a subclass that computes the same.
+    """Return whether a module is a linear that can be factorized: nn.Linear, Conv1D, or a subclass like them.
 
-    A subclass with a forward method of its own (Falcon's is plain, a router's returns more, a quantized one rounds) is
-    tried on a small matrix.
+    A subclass with its own forward method (Falcon's is plain, a router's returns more, a quantized one rounds) is tried
+    on a small matrix.
     """
     import torch
     from torch import nn
@@ -131,7 +131,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def in_lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in an nn.ModuleList of the base, which are those of the layers, each with its name in the model."""
+    """Return the modules in any nn.ModuleList of the base, which are the layers', with their names in the model."""
     from torch import nn
 
     base = model.base_model

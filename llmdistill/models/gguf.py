@@ -1,4 +1,4 @@
-"""Models in GGUF files: each is dequantized once, into an ordinary model folder that the cache keeps."""
+"""Models in GGUF files: each is dequantized once, into an ordinary model folder in the cache."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def dequantized(file: Path) -> Path:
             architecture that transformers does not read.
     """
     status = file.stat()
-    return _dequantized(file, status.st_size, status.st_mtime_ns, cache_folder())
+    return _dequantize(file, status.st_size, status.st_mtime_ns, cache_folder())
 
 
 @cache  # a command locates its model several times
-def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
+def _dequantize(file: Path, size: int, modified: int, root: Path) -> Path:
     with Activity(f"Reading {file.name}"):
         sha256 = file_sha256(file)
     folder = root / "gguf" / f"{sha256[:16]}-{_FORMAT}"
@@ -71,16 +71,16 @@ def _dequantized(file: Path, size: int, modified: int, root: Path) -> Path:
         say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder
     with Activity(f"Reading {file.name}"):  # the lists of a large vocabulary take minutes
-        about, license, padding = _about(file)
+        about, license, padding = _read_header(file)
     of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
-    say(f"{file.name}: dequantizing {_types(about)}, once; kept in {folder}{of_padding}", aside=True)
+    say(f"{file.name}: dequantizing {_describe_types(about)}, once; kept in {folder}{of_padding}", aside=True)
     check_writable(folder.parent, "LLMDISTILL_CACHE")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:  # of several processes one makes the folder
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            _write(file, folder, {"file": file.name, "sha256": sha256, **about}, license)
+            _write_folder(file, folder, {"file": file.name, "sha256": sha256, **about}, license)
     return folder
 
 
@@ -92,16 +92,16 @@ def origin(folder: Path | str) -> str | None:
     )
     if record is None:
         return None
-    return f"dequantized from {_types(record)}"
+    return f"dequantized from {_describe_types(record)}"
 
 
-def _types(record: Mapping[str, Any]) -> str:
+def _describe_types(record: Mapping[str, Any]) -> str:
     """Describe the type of most weights and, where a large embedding decided that, the type of most in the layers."""
-    whole, layers = (f"{record[f'{of}bits']} bits ({record[f'{of}type']})" for of in ("", "layers_"))
-    return whole if layers == whole else f"{whole}, layers {layers}"
+    overall, layers = (f"{record[f'{prefix}bits']} bits ({record[f'{prefix}type']})" for prefix in ("", "layers_"))
+    return overall if layers == overall else f"{overall}, layers {layers}"
 
 
-def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
+def _read_header(file: Path) -> tuple[dict[str, Any], Any, int]:
     """Return the types of most weights of a file and their bits, its license, and how many embeddings are padding.
 
     The types are those of all weights, and of the layers' alone.
@@ -127,7 +127,7 @@ def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
             of_layers[tensor.tensor_type.name] += int(tensor.n_elements)
     if not types:
         raise UserError(f"{file}: it has no weights: give the file of a whole model")
-    rows = next((int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"), 0)
+    rows = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "token_embd.weight"), 0)
     tokens = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
     if tokens > rows:
         raise UserError(
@@ -136,15 +136,15 @@ def _about(file: Path) -> tuple[dict[str, Any], Any, int]:
         )
     begins = reader.fields.get("tokenizer.ggml.add_bos_token")
     about: dict[str, Any] = {"add_bos_token": None if begins is None else bool(begins.contents())}
-    for of, counts in (("", types), ("layers_", of_layers or types)):
+    for prefix, counts in (("", types), ("layers_", of_layers or types)):
         name = counts.most_common(1)[0][0]
         digits = re.search(r"\d+", name)
         assert digits is not None  # Q4_1, IQ2_XXS, BF16, ...
-        about |= {f"{of}type": name, f"{of}bits": int(digits[0])}
+        about |= {f"{prefix}type": name, f"{prefix}bits": int(digits[0])}
     return about, fields.get("general.license"), rows - tokens
 
 
-def _write(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:
+def _write_folder(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:
     import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer, GgufConfig
@@ -156,7 +156,7 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
     options = {"quantization_config": GgufConfig(dequantize=True)}
     work = Activity(f"Reading {file.name}")
     with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, work, _without_bars():
-        # Beside the file there may be a tokenizer or a config of another model.
+        # Load through a link in an empty folder: beside the file there may be the tokenizer or config of another model.
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
         source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": link.name}
@@ -190,12 +190,13 @@ def _write(file: Path, folder: Path, record: dict[str, Any], license: object) ->
         stock.tie_weights()
         stock.generation_config = model.generation_config
         stock.save_pretrained(part)
-        # transformers reads all of the tokenizer but this.
+        # transformers reads everything about the tokenizer from the file except add_bos_token.
         begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         if record["add_bos_token"] not in (None, begins):
             tokenizer.add_bos_token = record["add_bos_token"]  # type: ignore[misc]
         tokenizer.save_pretrained(part)
-        # Where the file names no unknown token, transformers adds GPT-2's behind the vocabulary.
+        # If the file names no unknown token, transformers adds GPT-2's behind the vocabulary, where the model has no
+        # embedding.
         saved = read_json(part / "tokenizer.json")
         vocabulary = set(saved["model"]["vocab"].values())
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] in vocabulary]

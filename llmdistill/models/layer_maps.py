@@ -10,7 +10,7 @@ from llmdistill.errors import UserError
 
 
 def uniform_map(student_depth: int, teacher_depth: int) -> list[int]:
-    """The teacher's layer, counted from 1, for each layer of the student: evenly spread, the last one for the last.
+    """Return the teacher's layer, counted from 1, for each layer of the student: evenly spread, the last for the last.
 
     This is the uniform map of TinyBERT and MiniLM: layer m of M learns from layer m·L/M of L. If M does not divide L,
     the product is rounded, halves up. If the student is deeper than its teacher, some layers of the teacher occur more
@@ -34,7 +34,7 @@ _MAPS: Mapping[str, Callable[[int, int], list[int]]] = {
 def mapped_layers(
     spec: str, student_depth: int, teacher_depth: int, *, key: str, may_skip: bool = False, more: Sequence[str] = ()
 ) -> list[int]:
-    """The teacher's layer for each layer of the student, counted from 1, as a setting names them.
+    """Return the teacher's layer for each layer of the student, counted from 1, as a setting names them.
 
     Args:
         spec: uniform (m · L/M for layer m of M: 2, 4, 6 for 3 of 6 layers), spread (1, 3, 5), first, last, or one

@@ -43,19 +43,19 @@ saved, the heads of the class that saved the model."""
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
-    """The class of transformers that loads a model with a head; a decoder has an LM head, a classifier or spans.
+    """Return the class of transformers that loads a model with a head; a decoder has an LM head, a classifier or spans.
 
     Raises UserError if the head is the saved one, but config.json names no class of transformers.
     """
     if head == "saved":
         name = (config.architectures or [""])[0]
-        found = getattr(transformers, name, None) if name else None
-        if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        named_class = getattr(transformers, name, None) if name else None
+        if not (isinstance(named_class, type) and issubclass(named_class, PreTrainedModel)):
             raise UserError(
                 f"config.json names the architecture {name!r}, which transformers {transformers.__version__} lacks: "
                 "install a version that has it, or correct the name"
             )
-        return found
+        return named_class
     if head == "sequence":
         return AutoModelForSequenceClassification
     if head == "span":
@@ -66,12 +66,12 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
 
 
 def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
-    """Whether transformers can recompute the activations of a model in the backward pass."""
+    """Return whether transformers can recompute the activations of a model in the backward pass."""
     return bool(auto_class(config, head)._model_mapping[type(config)].supports_gradient_checkpointing)
 
 
 def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """The attention implementation to ask transformers for: the one that taps need, else its own choice."""
+    """Return the attention implementation to load a model with: the one that taps need, else transformers' choice."""
     is_tapped = has_family(config) and family_of(config).projections is None
     return {"attn_implementation": "sdpa"} if is_tapped else {}
 
@@ -104,8 +104,8 @@ def load_model(
             model = _load_weights(path, dtype, head, new_head, num_classes)
         else:
             first = dtype if dtype == "auto" else torch.float32
-            whole = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
-            base = of_base(adapter, whole)
+            load_base = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
+            base = of_base(adapter, load_base)
             stored = base.dtype if dtype == "auto" else dtype
             cast_parameters(base, torch.float32)
             model = apply_adapter(base, adapter)
@@ -116,7 +116,7 @@ def load_model(
 
 
 def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> PreTrainedConfig:
-    """The config of a model as `load_model` changes it for a head."""
+    """Return the config of a model as `load_model` changes it for a head."""
     config = load_config(path)
     if num_classes is not None:
         config.num_labels = num_classes
@@ -128,11 +128,11 @@ def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> P
 def folder_damage(folder: Path, part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of a folder that has a manifest; None if nothing is, or it has none.
 
-    What was found is kept for the process while no file changes, because a command loads a model several times.
-    `part` is that of `manifest_damage`.
+    The result is cached in the process while no file changes, because a command loads a model several times. `part` is
+    that of `manifest_damage`.
     """
     status = {file.name: file.stat() for file in folder.iterdir()}
-    files = sorted((name, each.st_size, each.st_mtime_ns) for name, each in status.items())
+    files = sorted((name, file_status.st_size, file_status.st_mtime_ns) for name, file_status in status.items())
     return _folder_damage(folder, (part.start, part.stop, part.step), tuple(files))
 
 
@@ -142,9 +142,9 @@ def _folder_damage(folder: Path, part: tuple[int, int, int], files: tuple[Any, .
 
 
 def check_files(path: str | Path, part: slice = slice(None)) -> None:
-    """Raise a UserError if a model's folder or hub name names other weights than safetensors of its own.
+    """Raise a UserError if a model's folder or hub name refers to weights other than its own safetensors.
 
-    Or if the folder has a manifest, and a file is not as it was written.
+    Also raise it if the folder has a manifest and a file is not as it was written.
     """
     if Path(path).is_dir():
         check_weight_files(Path(path))
@@ -220,14 +220,14 @@ _WITH_HEAD: dict[Head, str] = {
 
 
 def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
-    """A model on the meta device, without weights; by default the one whose parameters papers count."""
+    """Build a model on the meta device, without weights; by default without a head, as papers count parameters."""
     auto = auto_class(config, head)
     with built_from(config), torch.device("meta"):
         return fuse_gelu(auto.from_config(config, trust_remote_code=False, **attention_of(config)))
 
 
 def install_saved(model: PreTrainedModel) -> None:
-    """Factorize a model as its config says, if it does; a model that is built from a config alone is always dense.
+    """Factorize a model if its config says so; transformers always builds a dense model from a config alone.
 
     The class of the config is the one that the package has registered in transformers.
     """
@@ -239,7 +239,7 @@ def install_saved(model: PreTrainedModel) -> None:
 
 
 def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrainedModel:
-    """A model in fp32 with random weights, which follow the seed; torch's own generator is not changed."""
+    """Build a model in fp32 with random weights, which follow the seed; torch's own generator does not change."""
     auto = auto_class(config, head)
     with built_from(config), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -38,7 +38,7 @@ folder of their own beside those of the model."""
 _ACTIVATIONS = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (nn.Identity, nn.Tanh)}
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 """The modules that a model may have, in this order; only Dense and Normalize may be missing."""
-_OF_DENSE = ("config.json", "model.safetensors")
+_DENSE_FILES = ("config.json", "model.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
         UserError: the model does more than pooling and normalization, or a file is malformed.
     """
     folder = downloaded(source, weights=False)  # a plan reads them
-    modules = _modules(folder)
+    modules = _module_folders(folder)
     if not modules:
         return None
     at_pooling = modules["Pooling"] / "config.json"
-    of_text, further = _optional(folder / _TEXT_FILE), _optional(folder / _FURTHER_FILE)
+    of_text, further = _read_optional(folder / _TEXT_FILE), _read_optional(folder / _FURTHER_FILE)
     name = further.get("default_prompt_name")
     longest, prompts = of_text.get("max_seq_length"), further.get("prompts") or {}
     if longest is not None and (type(longest) is not int or longest < 1):
@@ -82,7 +82,7 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise UserError(f"{folder / _FURTHER_FILE}: prompts is no object of texts; copy the file from the model anew")
     prompts = {key: text or "" for key, text in prompts.items()}
-    of_pooling = _optional(at_pooling)
+    of_pooling = _read_optional(at_pooling)
     modes = of_pooling.get("pooling_mode")
     if modes is None:  # written by an older version of sentence-transformers
         modes = [mode for key, mode in _LEGACY.items() if of_pooling.get(key)] or ["mean"]
@@ -102,19 +102,21 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     )
 
 
-def _modules(folder: Path) -> dict[str, Path]:
+def _module_folders(folder: Path) -> dict[str, Path]:
     """Return the folder of each module of a model, by its kind; none without modules.json."""
     file, modules = folder / MODULES_FILE, read_modules(folder)
     if not file.is_file():
         return {}
-    kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds != [kind for kind in _KINDS if kind in kinds]:
         raise UserError(
             f"{file}: the modules are {', '.join(kinds) or 'none'}, but embeddings are made here by Transformer, "
             "Pooling and perhaps one Dense and Normalize; take a model without other modules"
         )
-    paths = [each.get("path") or "" for each in modules]
-    outside = [path for path in paths if any(leads_out(folder, os.path.join(path, name)) for name in ("", *_OF_DENSE))]
+    paths = [module.get("path") or "" for module in modules]
+    outside = [
+        path for path in paths if any(leads_out(folder, os.path.join(path, name)) for name in ("", *_DENSE_FILES))
+    ]
     if outside:
         raise UserError(
             f"{file}: it names the module {outside[0]!r}, whose files are not in the model's folder; copy the "
@@ -124,14 +126,14 @@ def _modules(folder: Path) -> dict[str, Path]:
 
 
 def has_dense(source: Path | str) -> bool:
-    """Whether the folder or hub name of a model has a Dense."""
-    return "Dense" in _modules(downloaded(source, weights=False))
+    """Return whether the folder or hub name of a model has a Dense."""
+    return "Dense" in _module_folders(downloaded(source, weights=False))
 
 
 def dense_width(source: Path | str) -> int | None:
-    """The width of the embeddings that a Dense makes, by its config; None without a Dense."""
-    folder = _modules(downloaded(source, weights=False)).get("Dense")
-    return None if folder is None else _optional(folder / _OF_DENSE[0]).get("out_features")
+    """Return the width of the embeddings that a Dense makes, by its config; None without a Dense."""
+    folder = _module_folders(downloaded(source, weights=False)).get("Dense")
+    return None if folder is None else _read_optional(folder / _DENSE_FILES[0]).get("out_features")
 
 
 def dense_of(linear: nn.Linear, activation: nn.Module) -> nn.Sequential:
@@ -145,26 +147,26 @@ def load_dense(model: PreTrainedModel, source: Path | str) -> None:
     Raises:
         UserError: the Dense is not a linear with an activation of _ACTIVATIONS, or a file is malformed.
     """
-    folder = _modules(downloaded(source)).get("Dense")
+    folder = _module_folders(downloaded(source)).get("Dense")
     if folder is None:
         return
-    config = _optional(folder / _OF_DENSE[0])
+    config = _read_optional(folder / _DENSE_FILES[0])
     activation, name = config.get("activation_function"), config.get("module_input_name", "sentence_embedding")
     is_plain = config.get("module_output_name", name) == name == "sentence_embedding" and not config.get("use_residual")
     if activation not in _ACTIVATIONS or not is_plain:
         raise UserError(
-            f"{folder / _OF_DENSE[0]}: a Dense is read as a linear of the pooled embedding with one of the activations "
-            f"{', '.join(_ACTIVATIONS)}; take another model"
+            f"{folder / _DENSE_FILES[0]}: a Dense is read as a linear of the pooled embedding with one of the "
+            f"activations {', '.join(_ACTIVATIONS)}; take another model"
         )
     try:
-        weights = load_file(folder / _OF_DENSE[1])
+        weights = load_file(folder / _DENSE_FILES[1])
         out_features, in_features = weights["linear.weight"].shape
         linear = nn.Linear(in_features, out_features, bias="linear.bias" in weights)
         dense = dense_of(linear, _ACTIVATIONS[activation]())
         dense.load_state_dict(weights)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"{folder / _OF_DENSE[1]}: not the weights of a Dense ({error}); copy the folder from the model anew"
+            f"{folder / _DENSE_FILES[1]}: not the weights of a Dense ({error}); copy the folder from the model anew"
         ) from error
     model.add_module(DENSE, dense.to(model.device, model.dtype))
 
@@ -204,11 +206,11 @@ def save_dense(folder: Path, dense: nn.Module, weights: Mapping[str, Tensor], po
         "module_input_name": "sentence_embedding",
         "module_output_name": "sentence_embedding",
     }
-    write_json(own / _OF_DENSE[0], config)
-    save_file({name: each.contiguous() for name, each in weights.items()}, own / _OF_DENSE[1])
+    write_json(own / _DENSE_FILES[0], config)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, own / _DENSE_FILES[1])
 
 
-def _optional(file: Path) -> Mapping[str, Any]:
+def _read_optional(file: Path) -> Mapping[str, Any]:
     values = read_json(file) if file.is_file() else {}
     if not isinstance(values, dict):
         raise UserError(f"{file}: a {type(values).__name__}, not an object; copy the file from the model anew")
@@ -256,7 +258,7 @@ class SentencePooler:
         self.embeddings = pooled(result.last_hidden_state, self._attention_mask, self._pooling, dense)
         self.projected = None
         if self._projector is not None:
-            self.projected = _finished(self.embeddings, self._projector, self._pooling)
+            self.projected = _map_and_normalize(self.embeddings, self._projector, self._pooling)
 
 
 def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, dense: nn.Module | None = None) -> Tensor:
@@ -268,22 +270,22 @@ def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, dense: 
         pooling: the modes of sentence-transformers' Pooling, and whether the result is normalized.
         dense: maps the pooled embedding before that, to (B, W').
     """
-    # Padding may hold NaN, which a product with 0 would keep.
+    # Fill with zeros instead of multiplying by the mask: padding may hold NaN, and NaN times 0 is NaN.
     is_real_BT1 = attention_mask.bool()[:, :, None]
     hidden_BTW = hidden_BTW.to(torch.promote_types(hidden_BTW.dtype, torch.float32)).masked_fill(~is_real_BT1, 0.0)
-    embedding = torch.cat([_pool(hidden_BTW, is_real_BT1, mode) for mode in pooling.modes], dim=-1)
-    return _finished(embedding, dense, pooling)
+    embedding = torch.cat([_pool_tokens(hidden_BTW, is_real_BT1, mode) for mode in pooling.modes], dim=-1)
+    return _map_and_normalize(embedding, dense, pooling)
 
 
-def _finished(embedding_BW: Tensor, matrix: nn.Module | None, pooling: Pooling) -> Tensor:
-    """The embeddings mapped by a matrix, which may be of bf16, and normalized."""
+def _map_and_normalize(embedding_BW: Tensor, matrix: nn.Module | None, pooling: Pooling) -> Tensor:
+    """Map embeddings by a matrix, which may be in bf16, and normalize them if the pooling does."""
     if matrix is not None:
         dtype = next(matrix.parameters()).dtype
         embedding_BW = matrix(embedding_BW.to(dtype)).to(embedding_BW.dtype)
     return functional.normalize(embedding_BW, dim=-1) if pooling.normalize else embedding_BW
 
 
-def _pool(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> Tensor:
+def _pool_tokens(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> Tensor:
     length = hidden_BTW.shape[1]
     real_BT1 = is_real_BT1.to(hidden_BTW.dtype)
     if mode == "max":

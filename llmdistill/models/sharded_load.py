@@ -58,13 +58,15 @@ def load_sharded(
     config.dtype = dtype
     model = build_meta(config, head)
     install_saved(model)
-    parameters: dict[nn.Parameter, list[str]] = {}  # all their names: tied ones have several
-    for name, each in model.named_parameters(remove_duplicate=False):
-        parameters.setdefault(each, []).append(name)
-    saved = _saved(folder)
-    found = [_find(model, names, saved) for names in parameters.values()]
-    missing = [names[0] for read, names in zip(found, parameters.values(), strict=True) if read is None]
-    misfits = any(read is not None and read[0] != old.shape for read, old in zip(found, parameters, strict=True))
+    parameters: dict[nn.Parameter, list[str]] = {}  # with all their names: a tied parameter has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(parameter, []).append(name)
+    saved = _open_tensors(folder)
+    tensors = [_find_saved(model, names, saved) for names in parameters.values()]
+    missing = [names[0] for tensor, names in zip(tensors, parameters.values(), strict=True) if tensor is None]
+    misfits = any(
+        tensor is not None and tensor[0] != old.shape for tensor, old in zip(tensors, parameters, strict=True)
+    )
     may_miss = new_head or (head != "saved" and model.base_model is model)
     if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -75,14 +77,14 @@ def load_sharded(
         finally:
             del alive
     new: list[nn.Parameter] = []
-    for read, (old, names) in zip(found, parameters.items(), strict=True):
-        value = torch.empty(old.shape, dtype=dtype) if read is None else read[1]().to(dtype)
+    for tensor, (old, names) in zip(tensors, parameters.items(), strict=True):
+        value = torch.empty(old.shape, dtype=dtype) if tensor is None else tensor[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-        parameter._is_hf_initialized = read is not None  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = tensor is not None  # type: ignore[attr-defined]
         for name in names:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
-        if read is None:
+        if tensor is None:
             new.append(parameter)
         else:
             _shard(parameter, ds_config, group)
@@ -96,37 +98,37 @@ def load_sharded(
     return model.eval()
 
 
-_Saved = tuple[tuple[int, ...], Callable[[], Tensor]]
+_SavedTensor = tuple[tuple[int, ...], Callable[[], Tensor]]
 """The shape of a saved tensor, and what reads it."""
 
 
-def _saved(folder: Path) -> dict[str, _Saved]:
-    """The tensors in a folder's safetensors files, by their names there; empty if there are no such files."""
-    readers: dict[str, _Saved] = {}
+def _open_tensors(folder: Path) -> dict[str, _SavedTensor]:
+    """Return the tensors in a folder's safetensors files, by their names there; none without such files."""
+    readers: dict[str, _SavedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != WEIGHTS_FILE:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
-                    readers[key] = tuple(file.get_slice(key).get_shape()), partial(_read, path, key)
+                    readers[key] = tuple(file.get_slice(key).get_shape()), partial(_read_tensor, path, key)
     return readers
 
 
-def _read(path: Path, key: str) -> Tensor:
-    # The tensor lies in a mapping of the file, and the ranks' broadcast writes into it. With a mapping of its own for
-    # each tensor, the pages that were written are freed with the tensor.
+def _read_tensor(path: Path, key: str) -> Tensor:
+    # The tensor is a mapping of the file, and the broadcast to the ranks writes into it. Open the file anew for each
+    # tensor, so that its written pages are freed together with it.
     with safe_open(path, framework="pt") as file:
         return cast(Tensor, file.get_tensor(key))
 
 
-def _find(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, _Saved]) -> _Saved | None:
-    """A saved tensor; a model with a head may be saved without it, and a model without a head with one."""
+def _find_saved(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, _SavedTensor]) -> _SavedTensor | None:
+    """Return a saved tensor by one of its names; a model may be saved with or without the head that it has now."""
     prefix = f"{model.base_model_prefix}."
     keys = (key for name in names for key in (name, name.removeprefix(prefix), prefix + name))
     return next((saved[key] for key in keys if key in saved), None)
 
 
 def _shard(parameter: nn.Parameter, ds_config: dict[str, Any], group: Any) -> None:
-    """Keep this rank's share of a parameter alone."""
+    """Keep only this rank's share of a parameter."""
     import deepspeed
 
     holder = nn.Module()
@@ -134,17 +136,19 @@ def _shard(parameter: nn.Parameter, ds_config: dict[str, Any], group: Any) -> No
     deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config, data_parallel_group=group)
 
 
-def _initialize(model: PreTrainedModel, saved: Mapping[str, _Saved]) -> None:
+def _initialize(model: PreTrainedModel, saved: Mapping[str, _SavedTensor]) -> None:
     """Read or compute the buffers, and initialize the parameters that were not read, as transformers does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        buffers = {name: each for name, each in module.named_buffers(recurse=False) if each.is_meta}
-        read = {name: _find(model, [f"{prefix}.{name}" if prefix else name], saved) for name in buffers}
+        buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        tensors = {name: _find_saved(model, [f"{prefix}.{name}" if prefix else name], saved) for name in buffers}
         for name, buffer in buffers.items():
-            found = read[name]
-            module._buffers[name] = torch.empty_like(buffer, device=device) if found is None else found[1]().to(device)
-        is_whole = all(getattr(each, "_is_hf_initialized", False) for each in own.values())
-        if (own or buffers) and is_whole and None not in read.values():
+            tensor = tensors[name]
+            module._buffers[name] = (
+                torch.empty_like(buffer, device=device) if tensor is None else tensor[1]().to(device)
+            )
+        is_read = all(getattr(parameter, "_is_hf_initialized", False) for parameter in own.values())
+        if (own or buffers) and is_read and None not in tensors.values():
             module._is_hf_initialized = True
     model.initialize_weights()

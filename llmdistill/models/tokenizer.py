@@ -44,16 +44,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return of_base(adapter, load_tokenizer)
     if folder is not None and not has_tokenizer(folder):
         raise UserError(f"{path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}): copy its files in")
-    sentencepiece = None if folder is None else _sentencepiece_file(folder)
+    sentencepiece = None if folder is None else _find_sentencepiece(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        # transformers does not read it beside a tokenizer.json, whose post-processor may be of before it was set.
+        # transformers ignores this setting if there is a tokenizer.json, whose post-processor may be older than it.
         adds_begin = get_tokenizer_config(path).get("add_bos_token") is True and tokenizer.bos_token is not None
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise not_loaded(path, "tokenizer", error) from error
     if tokenizer.chat_template is None and folder is not None and (folder / _PROCESSOR_TEMPLATE).is_file():
-        found = read_json(folder / _PROCESSOR_TEMPLATE)
-        tokenizer.chat_template = found.get("chat_template") if isinstance(found, dict) else None
+        processor = read_json(folder / _PROCESSOR_TEMPLATE)
+        tokenizer.chat_template = processor.get("chat_template") if isinstance(processor, dict) else None
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float) or longest != longest or longest < 1:
         raise UserError(
@@ -82,14 +82,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str | Path) -> None:
-    """Note which tokens have an embedding of the model; more embeddings than tokens are the padding of many models.
+    """Note which tokens have an embedding in the model; embeddings beyond the tokens are padding, as in many models.
 
     Tokens that were added to a vocabulary may have none: Gemma 3 of text alone has no row for the token of an image,
     and such tokens are refused where data use them (`models.unembedded`). A padding or mask token without one is none.
     Raises UserError if a token of the vocabulary itself has none, or one that stands in every text.
     """
     rows = getattr(config.get_text_config(), "vocab_size", None)
-    beyond = [each for each in tokenizer.get_vocab().items() if rows is not None and each[1] >= rows]
+    beyond = [entry for entry in tokenizer.get_vocab().items() if rows is not None and entry[1] >= rows]
     set_rows(tokenizer, rows if beyond else None)
     if rows is None or not beyond:
         return
@@ -97,7 +97,7 @@ def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, 
         if (getattr(tokenizer, f"{name}_id") or 0) >= rows:
             setattr(tokenizer, name, None)
     marks = {*tokenizer("")["input_ids"], *(getattr(tokenizer, f"{name}_token_id") for name in ("eos", "cls", "sep"))}
-    wrong = [each for each in beyond if each[1] not in tokenizer.added_tokens_decoder or each[1] in marks]
+    wrong = [entry for entry in beyond if entry[1] not in tokenizer.added_tokens_decoder or entry[1] in marks]
     if wrong:
         token, index = max(wrong, key=lambda item: item[1])
         raise UserError(
@@ -107,12 +107,12 @@ def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, 
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
+    """Return whether a folder holds the files of a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int, str | None]:
-    """The number of logits that two models share, counted from the first, and a note if other logits are left out.
+    """Return the number of logits that two models share, counted from the first, and a note if others are left out.
 
     Logits can be compared only if each token id means the same token to both models. Some models of a family pad their
     vocabulary to a larger size than others: rows beyond the tokenizer's are not tokens and are left out. A student
@@ -143,7 +143,7 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
 
 
 def check_tokens(teacher: str | Path, student: str | Path) -> None:
-    """Raises UserError if the tokenizers of teacher and student have different tokens."""
+    """Raise a UserError if the tokenizers of teacher and student have different tokens."""
     if load_tokenizer(teacher).get_vocab() != load_tokenizer(student).get_vocab():
         raise UserError(
             f"teacher.model {teacher}: its tokenizer is not that of {student}, and both see the same tokens; give a "
@@ -152,15 +152,15 @@ def check_tokens(teacher: str | Path, student: str | Path) -> None:
 
 
 def brings_tokenizer(path: str | Path) -> bool:
-    """Whether a model, or the base of an adapter, has a tokenizer; assumed True for a model on the hub."""
+    """Return whether a model, or the base of an adapter, has a tokenizer; assume True for a model on the hub."""
     folder, adapter = local_folder(path), adapter_folder(path)
     if folder is None or has_tokenizer(folder):
         return True
     return adapter is not None and of_base(adapter, brings_tokenizer)
 
 
-def _sentencepiece_file(folder: Path) -> Path | None:
-    """The sentencepiece model of a folder without tokenizer.json, if any; raises UserError if its reader is missing."""
+def _find_sentencepiece(folder: Path) -> Path | None:
+    """Return the sentencepiece model of a folder without tokenizer.json. Raises UserError if its reader is missing."""
     if (folder / "tokenizer.json").is_file():
         return None
     file = next((folder / name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)
@@ -174,7 +174,7 @@ def _sentencepiece_file(folder: Path) -> Path | None:
 
 
 def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Raises UserError if transformers splits text into other tokens than the sentencepiece model.
+    """Raise a UserError if transformers splits text differently from the sentencepiece model.
 
     It does so silently without the right tokenizer_class.
     """
@@ -188,8 +188,8 @@ def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_prefix_space") is False:
         return  # the user's setting overrides the sentencepiece model
     wanted = [model.id_to_piece(index) for index in model.encode(_SAMPLE)]
-    given = tokenizer.convert_ids_to_tokens(tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"])
-    if given != wanted:
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"])
+    if tokens != wanted:
         raise UserError(
             f"{file}: as a {type(tokenizer).__name__} it cuts text otherwise than sentencepiece does: name the "
             "tokenizer_class it was made for in tokenizer_config.json (LlamaTokenizer reads models of type BPE), "

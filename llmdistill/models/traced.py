@@ -73,7 +73,7 @@ class _Call(NamedTuple):
     output: tuple[int, ...]
 
 
-class _Noted(NamedTuple):
+class _Recording(NamedTuple):
     attention: list[_Attention]
     """The calls of the attention function."""
     modules: list[dict[str, list[_Call]]]
@@ -81,20 +81,20 @@ class _Noted(NamedTuple):
 
 
 def traced(config: PreTrainedConfig) -> Traced:
-    """What the layers of an architecture hold.
+    """Trace the parts of an architecture's layers.
 
     Raises UserError, with what is missing, if the layers differ, do not call transformers' attention interface once
     each with stock sdpa attention, or have no feed-forward part that can be told from the rest.
     """
     settings = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_MODULES}
-    found = _traced(cast("Any", type(config)), json.dumps(settings, sort_keys=True, default=str))
-    if isinstance(found, str):
-        raise UserError(found)
-    return found
+    parts = _trace(cast("Any", type(config)), json.dumps(settings, sort_keys=True, default=str))
+    if isinstance(parts, str):
+        raise UserError(parts)
+    return parts
 
 
 @cache
-def _traced(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
+def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
     config = kind.from_dict(json.loads(settings))
     causal = causal_by_classes(config)
     try:
@@ -112,21 +112,21 @@ def _traced(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
         (mine.mask is None) != (theirs.mask is None) for mine, theirs in zip(attention, stock[0], strict=True)
     ):
         return "its code makes masks by the name of the attention function"  # DeepSeek-V3.2 and others with an indexer
-    whole = [layer.get("", []) for layer in calls]
-    width = whole[0][0].output[-1] if whole[0] and whole[0][0].output else 0
+    layer_calls = [layer.get("", []) for layer in calls]
+    width = layer_calls[0][0].output[-1] if layer_calls[0] and layer_calls[0][0].output else 0
     tokens = (_ROWS, _TOKENS, width)
-    if any(of_layer != [(tokens, tokens)] for of_layer in whole):
+    if any(calls_of_layer != [(tokens, tokens)] for calls_of_layer in layer_calls):
         return "its layers do not each take and return the hidden states of the tokens"
     if [call.layer for call in attention] != list(range(len(calls))) or len({call.name for call in attention}) != 1:
         return "its layers do not each call transformers' attention function once"
     query, key, value = attention[0][2:5]
     if any(call[2:5] != (query, key, value) for call in attention):
         return "its layers differ in their heads"
-    parts = _feed_forward(model, name, calls, attention[0].name, width)
+    parts = _find_feed_forward(model, name, calls, attention[0].name, width)
     if parts is None:
         return "its layers have no feed-forward part that can be told from the rest"
     up, gate, down = parts
-    windows = [_window(call.mask, causal=causal, positions=_positions(config)) for call in attention]
+    windows = [_find_window(call.mask, causal=causal, positions=_count_positions(config)) for call in attention]
     return Traced(
         layers=name,
         attention=attention[0].name,
@@ -154,28 +154,28 @@ def _build(config: PreTrainedConfig, *, causal: bool) -> PreTrainedModel:
         return cast("PreTrainedModel", auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval())
 
 
-def _run(model: PreTrainedModel, layers: str, name: str) -> _Noted | None:
-    """Run a model with an attention function of this name; returns what it called.
+def _run(model: PreTrainedModel, layers: str, name: str) -> _Recording | None:
+    """Run a model with an attention function of this name, and return the calls; None if it cannot run without values.
 
-    Some models look at the values of a mask, and others at those of tokens if no mask is given. None if it looks at
-    values in both cases.
+    Some models look at the values of a mask, and others at the values of the tokens if there is no mask, so both are
+    tried.
     """
     import torch
 
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long, device="meta")
     for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}):
-        with _watched(model, layers, name) as noted:
+        with _recording(model, layers, name) as recording:
             try:
                 with torch.no_grad():
                     model(**inputs)
             except Exception:  # of any architecture
                 continue
-            return noted
+            return recording
     return None
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, layers: str, name: str) -> Iterator[_Noted]:
+def _recording(model: PreTrainedModel, layers: str, name: str) -> Iterator[_Recording]:
     import torch
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -202,7 +202,7 @@ def _watched(model: PreTrainedModel, layers: str, name: str) -> Iterator[_Noted]
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         first = args[0] if args else kwargs.get("hidden_states")
         result = output[0] if isinstance(output, tuple) else output
-        shapes = (tuple(each.shape) if torch.is_tensor(each) else () for each in (first, result))
+        shapes = (tuple(tensor.shape) if torch.is_tensor(tensor) else () for tensor in (first, result))
         layer, within = places[module]
         calls[layer].setdefault(within, []).append(_Call(*shapes))
 
@@ -210,29 +210,30 @@ def _watched(model: PreTrainedModel, layers: str, name: str) -> Iterator[_Noted]
         for within, module in block.named_modules():
             places[module] = (index, within)
             handles.append(module.register_forward_hook(note, with_kwargs=True))
-    # Set on the instances, these functions stand before those that are registered, but a mask has to be registered too.
+    # Functions set on the instances take precedence over registered ones, but transformers (5.x, masking_utils) makes
+    # masks only for names that are registered.
     AttentionMaskInterface.register(_NAME, make_mask)
     ALL_ATTENTION_FUNCTIONS[name], ALL_MASK_ATTENTION_FUNCTIONS[name] = attend, make_mask
     try:
         model.set_attn_implementation(name)
-        yield _Noted(attention, calls)
+        yield _Recording(attention, calls)
     finally:
         del ALL_ATTENTION_FUNCTIONS[name], ALL_MASK_ATTENTION_FUNCTIONS[name]
         for handle in handles:
             handle.remove()
 
 
-def _feed_forward(
+def _find_feed_forward(
     model: PreTrainedModel, layers: str, calls: list[dict[str, list[_Call]]], attention: str, width: int
 ) -> tuple[str | None, str | None, str] | None:
-    """The names of up, gate and down projection, or of the one module that has all matrices beside the attention.
+    """Return the names of up, gate and down projection, or of the only module with matrices besides the attention.
 
-    Experts are such a module, and so are layers of which some have experts. None if there is neither.
+    The latter are experts, also where only some layers have them. None if there is neither.
     """
     beside: list[list[str]] = []
     are_linear = True
     for block, called in zip(model.base_model.get_submodule(layers).children(), calls, strict=True):
-        # BART's decoder alone never calls its attention to an encoder.
+        # Only parts that were called count: BART's decoder has an attention to an encoder that it never calls here.
         parts = {name.partition(".")[0] for name in called} - {attention.partition(".")[0]}
         matrices = {
             name: module
@@ -249,25 +250,24 @@ def _feed_forward(
         if read == {width} and written[-1] == width and (made == {inner} or (len(ups) == 1 and made == {2 * inner})):
             gate = next((up for up in ups if "gate" in up), ups[0]) if len(ups) == 2 else None
             return next(up for up in ups if up != gate), gate, down
-    whole = {name.partition(".")[0] for names in beside for name in names}
+    parts_with_matrices = {name.partition(".")[0] for names in beside for name in names}
     shapes = ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width))
-    part = min(whole, default="")
-    if len(whole) == 1 and all([call.output in shapes for call in called.get(part, [])] == [True] for called in calls):
+    part = min(parts_with_matrices, default="")
+    if len(parts_with_matrices) == 1 and all(
+        [call.output in shapes for call in called.get(part, [])] == [True] for called in calls
+    ):
         return None, None, part
     return None
 
 
-def _positions(config: PreTrainedConfig) -> int:
-    """How many positions to try a mask on: a window is shorter."""
+def _count_positions(config: PreTrainedConfig) -> int:
+    """Return the number of positions to try a mask on: more than any window has."""
     positions = getattr(config, "max_position_embeddings", None)
     return min(positions, _MOST_POSITIONS) if isinstance(positions, int) and positions > 1 else _MOST_POSITIONS
 
 
-def _window(mask: Callable[..., Tensor] | None, *, causal: bool, positions: int) -> int | None:
-    """The window of an attention mask, None for one without; 0 if the mask is of another kind.
-
-    Llama 4 cuts the text into chunks, which are no windows.
-    """
+def _find_window(mask: Callable[..., Tensor] | None, *, causal: bool, positions: int) -> int | None:
+    """Return the window of an attention mask, None without one; 0 for another kind, such as Llama 4's chunks."""
     import torch
 
     if mask is None:

@@ -13,12 +13,12 @@ _ROWS = "llmdistill_rows"
 
 
 def set_rows(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
-    """Say that the model of a tokenizer has embeddings for so many of its tokens, the first ones; None: for all."""
+    """Record that a tokenizer's model has embeddings only for its first `rows` tokens; None for all."""
     setattr(tokenizer, _ROWS, rows)
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The number of tokens that have an embedding; None if all have one."""
+    """Return the number of tokens that have an embedding; None if all have one."""
     rows: int | None = getattr(tokenizer, _ROWS, None)
     return rows
 

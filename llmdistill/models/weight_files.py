@@ -16,14 +16,14 @@ REFUSAL = f"{_STUDENT}, which nothing else loads: {to_install()}, and write `imp
 
 
 def is_refusal(value: object) -> bool:
-    """Whether `transformers_weights` of a config is REFUSAL, of this or an earlier version."""
+    """Return whether `transformers_weights` of a config is REFUSAL, of this or an earlier version."""
     return isinstance(value, str) and value.startswith(_STUDENT) and value.endswith(_LOADED)
 
 
 def check_weight_files(folder: Path) -> None:
     """Raise a UserError unless the weights of a model, or of an adapter, are safetensors that lie in its folder.
 
-    transformers unpickles what an index names by another ending, and opens what lies elsewhere.
+    transformers would unpickle a file with another ending that an index names, and open one in another folder.
     """
     for file in sorted(folder.glob(f"*{SUFFIX}")):
         if leads_out(folder, file.name):
@@ -33,7 +33,7 @@ def check_weight_files(folder: Path) -> None:
     explicit = content.get("transformers_weights") if isinstance(content, dict) else None
     indices = [INDEX]
     if explicit is not None and not is_refusal(explicit):
-        _check(folder, explicit, f"{config}: transformers_weights", (SUFFIX, f"{SUFFIX}.index.json"))
+        _check_name(folder, explicit, f"{config}: transformers_weights", (SUFFIX, f"{SUFFIX}.index.json"))
         indices.append(explicit)
     for name in indices:
         if name.endswith(".json") and (folder / name).is_file():
@@ -44,23 +44,23 @@ def check_weight_files(folder: Path) -> None:
                     f"{folder / name}: it has no objects metadata and weight_map: copy the file from the model anew"
                 )
             for shard in {str(shard): shard for shard in index["weight_map"].values()}.values():
-                _check(folder, shard, f"{folder / name}: its weight_map", (SUFFIX,))
+                _check_name(folder, shard, f"{folder / name}: its weight_map", (SUFFIX,))
 
 
 def check_hub_index(name: str) -> None:
     """Raise a UserError unless the index of a model on the hub, if it has one, names safetensors alone."""
     from transformers.utils import cached_file
 
-    for each in (INDEX, "config.json"):
+    for file_name in (INDEX, "config.json"):
         try:
-            file = cached_file(name, each, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
         except OSError:  # transformers says what it cannot get
             return
         if file is not None:
             check_weight_files(Path(file).parent)
 
 
-def _check(folder: Path, name: object, where: str, endings: tuple[str, ...]) -> None:
+def _check_name(folder: Path, name: object, where: str, endings: tuple[str, ...]) -> None:
     if not isinstance(name, str) or not name.endswith(endings):
         raise UserError(
             f"{where} names {name!r}, which is no safetensors file (a pickled .bin is never read): save the model as "

@@ -42,8 +42,8 @@ def read(corpus):
 @pytest.fixture
 def texts(monkeypatch):
     given: list[str] = []
-    encode = module._encode
-    monkeypatch.setattr(module, "_encode", lambda texts, tokenizer: given.extend(texts) or encode(texts, tokenizer))
+    encode = module._tokenize
+    monkeypatch.setattr(module, "_tokenize", lambda texts, tokenizer: given.extend(texts) or encode(texts, tokenizer))
     return given
 
 
@@ -136,14 +136,14 @@ class TestCache:
         assert len(list(cache.iterdir())) == 7
 
     def test_two_at_once(self, make, cache, monkeypatch):
-        encode = module._encode
+        encode = module._tokenize
 
         def after_another(*arguments):
-            monkeypatch.setattr(module, "_encode", encode)
+            monkeypatch.setattr(module, "_tokenize", encode)
             make(TEXT)  # by another process, after this one has found no corpus
             return encode(*arguments)
 
-        monkeypatch.setattr(module, "_encode", after_another)
+        monkeypatch.setattr(module, "_tokenize", after_another)
         assert len(read(make(TEXT))) == 3
         assert len(list(cache.iterdir())) == 1
 

@@ -70,10 +70,10 @@ def test_the_weights_are_those_of_gguf_and_are_made_once_for_all_copies(q4, cach
 
 def test_processes_that_need_it_at_the_same_time_make_it_once(q4, monkeypatch):
     made, meeting = [], threading.Barrier(2, timeout=120)
-    write, about = module._write, module._about
-    monkeypatch.setattr(module, "_write", lambda *given: made.append(write(*given)))
+    write, about = module._write_folder, module._read_header
+    monkeypatch.setattr(module, "_write_folder", lambda *given: made.append(write(*given)))
     # Both have found nothing by now.
-    monkeypatch.setattr(module, "_about", lambda file: about(file) if meeting.wait() >= 0 else {})
+    monkeypatch.setattr(module, "_read_header", lambda file: about(file) if meeting.wait() >= 0 else {})
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(locate, [str(q4)] * 2)
     assert first == second
@@ -107,7 +107,7 @@ def test_the_type_of_the_layers_is_said_beside_that_of_a_large_embedding(tmp_pat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    about, _, _ = module._about(tmp_path / "a.gguf")
+    about, _, _ = module._read_header(tmp_path / "a.gguf")
     (tmp_path / module.RECORD).write_text(json.dumps(about))
     assert module.origin(tmp_path) == "dequantized from 8 bits (Q8_0), layers 4 bits (Q4_1)"
 
