@@ -7,7 +7,7 @@
     (output.sum / output.count + hidden.sum / hidden.count).backward()
 
 Logits are (B, T, V). Labels are (B, T), not shifted, with -100 where nothing is learned. Hidden states are (B, T, W).
-Masks are (B, T) with 1 at real tokens. Divide by the count of the whole global batch: then the split of the batch over
+Masks are (B, T) with 1 at real tokens. Divide by the count over the global batch: then the split of the batch over
 ranks and accumulation steps does not change the result.
 
 The names below are imported on first use, so that methods can be listed and their settings parsed without torch.

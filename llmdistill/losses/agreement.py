@@ -15,7 +15,7 @@ _CHUNK = 256
 
 
 def top_tokens(teacher: TaughtRows, k: int, vocabulary: int | None) -> Tensor | None:
-    """(N, k): a teacher's most likely tokens at positions of one kind; None if it says fewer, or has other tokens."""
+    """Return a teacher's most likely tokens, (N, k); None if fewer are known, or if it has another tokenizer."""
     if isinstance(teacher, TopK):
         return teacher.tokens[:, :k] if teacher.tokens.shape[1] >= k else None
     if isinstance(teacher, OtherTokens):
@@ -25,26 +25,27 @@ def top_tokens(teacher: TaughtRows, k: int, vocabulary: int | None) -> Tensor | 
         size = len(teacher.heads[0].rows) if teacher.places is None else sum(map(len, teacher.places))
         parts = [averaged_logits(teacher, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
     else:
-        parts = [exact_logits(teacher, here) for here in _chunks(teacher)]
+        parts = [exact_logits(teacher, here) for here in _split_rows(teacher)]
     return torch.cat([part_nV[:, :vocabulary].topk(k).indices for part_nV in parts])
 
 
 def count_shared(student: HeadInputs, teacher_Nk: Tensor, vocabulary: int | None) -> Tensor:
-    """Scalar: how many of the student's k most likely tokens are among the k of the teacher, over all rows."""
+    """Count, over all rows, the student's k most likely tokens that are among the teacher's k; a scalar."""
     k, count = teacher_Nk.shape[1], teacher_Nk.new_zeros(())
-    for here in _chunks(student):
+    for here in _split_rows(student):
         own_nk = exact_logits(student, here)[:, :vocabulary].topk(k).indices
         count += (own_nk[:, :, None] == teacher_Nk[here, None, :]).sum()
     return count
 
 
 def log_probs_of(student: HeadInputs, labels_N: Tensor) -> Tensor:
-    """(N,), at least fp32: the log-probability of the token that each row predicts."""
+    """Return the log-probability of the token that each row predicts, (N,), at least fp32."""
     rows = [
-        exact_logits(student, here).log_softmax(-1).gather(1, labels_N[here, None])[:, 0] for here in _chunks(student)
+        exact_logits(student, here).log_softmax(-1).gather(1, labels_N[here, None])[:, 0]
+        for here in _split_rows(student)
     ]
     return torch.cat(rows)
 
 
-def _chunks(head: HeadInputs) -> list[slice]:
+def _split_rows(head: HeadInputs) -> list[slice]:
     return [slice(start, start + _CHUNK) for start in range(0, len(head.rows), _CHUNK)]

@@ -60,7 +60,7 @@ def attention_kl(
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, visible_until))
+    return _compute_layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, visible_until))
 
 
 def attention_score_mse(
@@ -77,7 +77,7 @@ def attention_score_mse(
     KroneckerBERT uses the same attention loss. The error of a query is the mean over heads and over the keys that the
     query can see, so that neither padding nor a mask changes the scale. The arguments are those of `attention_kl`.
     """
-    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, visible_until))
+    return _compute_layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, visible_until))
 
 
 def relation_kl(
@@ -113,44 +113,44 @@ def relation_kl(
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.
     """
-    of_student, of_teacher = _relation(student, relation_heads), _relation(teacher, relation_heads)
+    of_student, of_teacher = _make_relation(student, relation_heads), _make_relation(teacher, relation_heads)
     visibility = Visibility(attention_mask, causal, window, visible_until)
-    return _layer_loss("teacher_student", of_student, of_teacher, visibility)
+    return _compute_layer_loss("teacher_student", of_student, of_teacher, visibility)
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """(B, G, T, D) as (B, heads, T, D): repeats each head heads/G times in a row, as in grouped-query attention."""
+    """Repeat each head of (B, G, T, D) heads/G times in a row, to (B, heads, T, D), as grouped-query attention does."""
     groups = tensor.shape[1]
     assert heads % groups == 0, f"{heads} heads are no multiple of {groups}"
     return tensor if heads == groups else tensor.repeat_interleave(heads // groups, dim=1)
 
 
 def side_by_side(tensor: Tensor) -> Tensor:
-    """(B, H, T, D) as (B, T, H·D): concatenates the heads."""
+    """Concatenate the heads: (B, H, T, D) to (B, T, H·D)."""
     return tensor.transpose(1, 2).flatten(2)
 
 
-def _relation(sides: RelationInputs, relation_heads: int) -> AttentionInputs:
-    """The relation as attention inputs with relation heads: (B, R, T, d_r) on both sides, scaled by 1/√d_r."""
+def _make_relation(sides: RelationInputs, relation_heads: int) -> AttentionInputs:
+    """Return a relation as attention inputs with relation heads: (B, R, T, d_r) on both sides, scaled by 1/√d_r."""
     heads, fewest = (choose(side.shape[1] for side in sides) for choose in (max, min))
     assert heads % fewest == 0, f"{heads} heads are no multiple of {fewest}"
     if sides.left is sides.right:
-        left_BRTD = right_BRTD = _cut(sides.left, relation_heads)  # One tensor object gets one gradient.
+        left_BRTD = right_BRTD = _split_heads(sides.left, relation_heads)  # One tensor object gets one gradient.
     elif heads == relation_heads:
         left_BRTD, right_BRTD = repeat_heads(sides.left, heads), sides.right  # Grouped keys stay grouped.
     else:
-        left_BRTD, right_BRTD = (_cut(repeat_heads(side, heads), relation_heads) for side in sides)
+        left_BRTD, right_BRTD = (_split_heads(repeat_heads(side, heads), relation_heads) for side in sides)
     return AttentionInputs(left_BRTD, right_BRTD, left_BRTD.shape[-1] ** -0.5)
 
 
-def _cut(heads_BHTD: Tensor, relation_heads: int) -> Tensor:
+def _split_heads(heads_BHTD: Tensor, relation_heads: int) -> Tensor:
     flat_BTF = side_by_side(heads_BHTD)
     width = flat_BTF.shape[-1]
     assert width % relation_heads == 0, f"{relation_heads} relation heads do not divide a width of {width}"
     return flat_BTF.unflatten(-1, (relation_heads, width // relation_heads)).transpose(1, 2)
 
 
-def _layer_loss(
+def _compute_layer_loss(
     kind: AttentionKind, student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility
 ) -> LossSum:
     heads = student.query.shape[1]
@@ -161,6 +161,7 @@ def _layer_loss(
     query_grad, key_grad = (torch.is_grad_enabled() and x.requires_grad for x in (student.query, student.key))
     key_grad = key_grad and student.key is not student.query  # one tensor has one gradient
     types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
+    # The kernels compute in fp32, so fp64 inputs (gradcheck) take the path by torch's operations.
     if available(student.query.device) and torch.float64 not in types:
         from llmdistill.losses.fused.triton_attention import attention_loss  # importing it requires Triton
 

@@ -74,7 +74,7 @@ class Divergence(NamedTuple):
 
 
 def divergence_by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Divergence:
-    """A divergence of your own, with the derivative that autograd finds; one in closed form needs less memory.
+    """Make a divergence of your own, with autograd's derivative; one in closed form needs less memory.
 
         def hellinger(log_p, log_q):
             return 1 - (0.5 * (log_p + log_q)).exp().sum(-1)
@@ -133,7 +133,7 @@ over samples is the gradient of `reverse_kl` (REINFORCE; on-policy distillation 
 
 
 def jsd_with_derivative(beta: float) -> Divergence:
-    """`jsd` with this β. M depends on S too; the other terms cancel, so that ∂/∂log q = (1-β) q (log q - log m)."""
+    """Return `jsd` with this β. M depends on S too; the other terms cancel: ∂/∂log q = (1-β) q (log q - log m)."""
 
     def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
         return (1 - beta) * log_q.exp() * (log_q - _log_mix(log_p, log_q, beta))
@@ -142,7 +142,7 @@ def jsd_with_derivative(beta: float) -> Divergence:
 
 
 def skew_forward_kl_with_derivative(alpha: float) -> Divergence:
-    """`skew_forward_kl` with this α; ∂/∂log q = -p (1-α) q / m."""
+    """Return `skew_forward_kl` with this α; ∂/∂log q = -p (1-α) q / m."""
 
     def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
         return -(1 - alpha) * (log_p + log_q - _log_mix(log_p, log_q, alpha)).exp()
@@ -151,7 +151,7 @@ def skew_forward_kl_with_derivative(alpha: float) -> Divergence:
 
 
 def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
-    """`skew_reverse_kl` with this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
+    """Return `skew_reverse_kl` with this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
 
     def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
         log_ratio = log_q - _log_mix(log_q, log_p, alpha)
@@ -185,22 +185,24 @@ def output_divergence(
         The sum over these positions, and their number.
     """
     chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
-    log_p_NV = log_softmax(_rows_of(teacher_logits, chosen_BT) / temperature)
-    log_q_NV = log_softmax(_rows_of(student_logits, chosen_BT) / temperature)
+    log_p_NV = log_softmax(_gather_rows(teacher_logits, chosen_BT) / temperature)
+    log_q_NV = log_softmax(_gather_rows(student_logits, chosen_BT) / temperature)
     return LossSum(temperature**2 * divergence(log_p_NV, log_q_NV).sum(), chosen_BT.sum())
 
 
-def _rows_of(logits: Tensor, chosen_BT: Tensor) -> Tensor:
-    """The chosen rows, (N, V), gathered before the cast to at least fp32, because V is large and most rows drop out."""
+def _gather_rows(logits: Tensor, chosen_BT: Tensor) -> Tensor:
+    """Return the chosen rows, (N, V), at least fp32."""
+    # Gather before the cast, because V is large and most rows drop out.
     rows_NV = logits[chosen_BT]
     return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:
-    """Log-probabilities of each row, none below LOG_FLOOR."""
+    """Return the log-probabilities of each row, none below LOG_FLOOR."""
     return logits_NV.log_softmax(-1).clamp(min=LOG_FLOOR)
 
 
 def _log_mix(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
-    """log(share · a + (1-share) · b)."""
+    """Compute log(share · a + (1-share) · b)."""
+    # In log space: exp of both and the log of their sum would underflow to -inf for unlikely tokens.
     return torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))

@@ -62,7 +62,7 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
     real_BT = attention_mask.bool()
     dtype = torch.promote_types(student.dtype, torch.float32)
     # Padding is replaced by ones: the cosine of a zero vector is undefined and its gradient is NaN.
-    student_BTW, teacher_BTW = (torch.where(real_BT[..., None], each, 1.0).to(dtype) for each in (student, teacher))
+    student_BTW, teacher_BTW = (torch.where(real_BT[..., None], hidden, 1.0).to(dtype) for hidden in (student, teacher))
     distance_BT = 1 - functional.cosine_similarity(student_BTW, teacher_BTW, dim=-1)
     return LossSum(torch.where(real_BT, distance_BT, 0.0).sum(), real_BT.sum())
 
@@ -70,13 +70,13 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
 def squared_error(
     student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_square: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of `matrix_mse`, in at least fp32, and its gradient, in the student's dtype, by torch's operations.
+    """Return the sum of `matrix_mse`, at least fp32, and its gradient, in the student's dtype, by torch's operations.
 
-    It is the kernel's reference. `min_square` is the lower bound of the teacher's mean square, by which each error is
-    divided; None to divide by none.
+    This is the reference of the kernel. `min_square` is the lower bound of the teacher's mean square, by which each
+    error is divided; None does not divide.
     """
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-    if student.is_meta:  # without values only what a GPU's kernel leaves matters
+    if student.is_meta:  # a memory estimate counts only what the GPU's kernel leaves, not the temporaries below
         return student.new_zeros((), dtype=dtype), torch.empty_like(student) if with_gradient else None
     with_heads = student.dim() == 4
     features = (1, 3) if with_heads else (2,)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def with_gradient(total: Tensor, *gradients: tuple[Tensor, Tensor | None]) -> Tensor:
-    """The total (a scalar), whose backward pass gives each tensor its gradient times the incoming one.
+    """Return the total (a scalar), whose backward pass gives each tensor its gradient times the incoming one.
 
     `gradients` are pairs of a tensor and the gradient of the total with respect to it, None if it needs none. A
     backward pass with create_graph=True raises RuntimeError.
@@ -17,10 +17,10 @@ def with_gradient(total: Tensor, *gradients: tuple[Tensor, Tensor | None]) -> Te
     if all(gradient is None for _, gradient in gradients):
         return total
     inputs, known = zip(*gradients, strict=True)
-    return _Known.apply(total, known, *inputs)
+    return _KnownGradient.apply(total, known, *inputs)
 
 
-class _Known(torch.autograd.Function):
+class _KnownGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*gradients)

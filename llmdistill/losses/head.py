@@ -46,10 +46,10 @@ def token_losses(
     vocabulary: int | None = None,
     chunk: int | None = None,
 ) -> TokenLosses:
-    """The sum of each term over the rows; only the logits of one chunk of rows are in memory at a time.
+    """Return the sum of each term over the rows; only the logits of one chunk of rows are in memory at a time.
 
-    The gradients of all terms are computed together in the forward pass, so that no logits are kept or computed
-    twice. The backward pass only scales and returns these gradients. Therefore it can run only once, and it cannot be
+    The forward pass computes the gradients of all terms together, so that no logits are saved or computed twice. The
+    backward pass only scales and returns these gradients. Therefore it can run only once, and it cannot be
     differentiated itself.
 
     Args:
@@ -77,7 +77,7 @@ def token_losses(
     if chunk is None:
         chunk = _CPU_CHUNK
         if student.rows.device.type != "cpu":
-            words = _words(student) if vocabulary is None else min(vocabulary, _words(student))
+            words = _vocabulary_size(student) if vocabulary is None else min(vocabulary, _vocabulary_size(student))
             size = (student.rows if student.weight is None else student.weight).element_size()
             chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, words)))
     return TokenLosses(
@@ -100,16 +100,17 @@ class _TokenLosses(torch.autograd.Function):
         vocabulary: int | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        whole = HeadInputs(rows_NK, weight_VK, bias_V)
-        student = cut(whole, vocabulary)
+        head_inputs = HeadInputs(rows_NK, weight_VK, bias_V)
+        student = cut(head_inputs, vocabulary)
         dtype = student.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
         half = (min(chunk, len(rows_NK)) + 1) // 2
-        # What the teacher says at some rows, at most `half` of them.
+        # Returns the teacher's side of some rows, at most `half` of them: the teacher's logits of a full chunk would
+        # double the memory, while the student's products are faster on larger chunks.
         teacher_at: Callable[[slice], Tensor | TopK | SpanRows] | None = None
         if isinstance(teacher, HeadInputs):
             head = cut(teacher, vocabulary)
-            teacher_at = partial(_logits, head, buffer=head.rows.new_empty(half, _words(head)))
+            teacher_at = partial(_compute_logits, head, buffer=head.rows.new_empty(half, _vocabulary_size(head)))
         elif isinstance(teacher, SeveralHeads):
             heads = tuple(cut(head, vocabulary) for head in teacher.heads)
             teacher_at = partial(averaged_logits, teacher._replace(heads=heads))
@@ -124,11 +125,11 @@ class _TokenLosses(torch.autograd.Function):
             # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.
             unit = factors.abs().max().clamp(min=torch.finfo(exact).tiny)
             inner_factors = factors / unit
-        gradients = _Gradients.of(whole, needs, exact)
+        gradients = _Gradients.of(head_inputs, needs, exact)
         sums = torch.zeros_like(factors)
-        buffer = student.rows.new_empty(2 * half, _words(student))
+        buffer = student.rows.new_empty(2 * half, _vocabulary_size(student))
         for start in range(0, len(rows_NK), 2 * half or 1):
-            logits_NV = _logits(student, slice(start, start + 2 * half), buffer)
+            logits_NV = _compute_logits(student, slice(start, start + 2 * half), buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
                 of_teacher = None if teacher_at is None else teacher_at(here)
@@ -170,13 +171,17 @@ class _Gradients:
     empty: bool = True
 
     @classmethod
-    def of(cls, whole: HeadInputs, needs: Sequence[bool], exact: torch.dtype) -> _Gradients:
-        dtype = whole.rows.dtype if whole.weight is None else whole.weight.dtype
-        empty = torch.zeros_like if whole.weight is None else torch.empty_like  # logits beyond the vocabulary get none
-        rows = empty(whole.rows, dtype=dtype) if needs[0] else None
-        weight = None if whole.weight is None or not needs[1] else torch.empty_like(whole.weight, dtype=exact)
-        bias = None if whole.bias is None or not needs[2] else torch.zeros_like(whole.bias, dtype=exact)
-        return cls(rows, weight, bias, tuple(dtype if x is None else x.dtype for x in whole))
+    def of(cls, head_inputs: HeadInputs, needs: Sequence[bool], exact: torch.dtype) -> _Gradients:
+        dtype = head_inputs.rows.dtype if head_inputs.weight is None else head_inputs.weight.dtype
+        empty = (
+            torch.zeros_like if head_inputs.weight is None else torch.empty_like
+        )  # logits beyond the vocabulary get none
+        rows = empty(head_inputs.rows, dtype=dtype) if needs[0] else None
+        weight = (
+            None if head_inputs.weight is None or not needs[1] else torch.empty_like(head_inputs.weight, dtype=exact)
+        )
+        bias = None if head_inputs.bias is None or not needs[2] else torch.zeros_like(head_inputs.bias, dtype=exact)
+        return cls(rows, weight, bias, tuple(dtype if x is None else x.dtype for x in head_inputs))
 
     def add(self, student: HeadInputs, derivative_NV: Tensor, here: slice) -> None:
         """Add the gradients from some rows, given the derivative with respect to their logits."""
@@ -199,7 +204,7 @@ class _Gradients:
             self.bias[: derivative_NV.shape[1]] += derivative_NV.sum(0, dtype=self.bias.dtype)
 
     def scaled(self, scale: Tensor) -> list[Tensor | None]:
-        """The gradients times a scalar, each cast to its dtype. Works in place, so it can be called only once."""
+        """Return the gradients times a scalar, each cast to its dtype. Works in place, so call it only once."""
         if self.empty and self.weight is not None:
             self.weight.zero_()
         gradients = [self.rows, self.weight, self.bias]
@@ -210,15 +215,15 @@ class _Gradients:
 
 
 def cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
-    """The head restricted to the first `vocabulary` tokens, with rows and bias in the dtype of the weight."""
+    """Restrict a head to the first `vocabulary` tokens, with rows and bias in the dtype of the weight."""
     if head.weight is None:
         return head._replace(rows=head.rows[:, :vocabulary])
     bias_V = None if head.bias is None else head.bias[:vocabulary].to(head.weight.dtype)
     return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
 
 
-def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
-    """The logits of some rows, (n, V), written to the buffer."""
+def _compute_logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
+    """Write the logits of some rows, (n, V), to the buffer, and return them."""
     rows_NK = head.rows[here]
     out = buffer[: len(rows_NK)]
     if head.weight is None:
@@ -228,5 +233,5 @@ def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
     return torch.addmm(head.bias, rows_NK, head.weight.T, out=out)
 
 
-def _words(head: HeadInputs) -> int:
+def _vocabulary_size(head: HeadInputs) -> int:
     return head.rows.shape[1] if head.weight is None else len(head.weight)

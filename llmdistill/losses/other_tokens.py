@@ -1,8 +1,8 @@
 """Divergences from a teacher with another tokenizer, which has read the same text in its own tokens.
 
-Where both have a token of their own for the same bytes (a pair), a divergence of `losses.divergence` compares their
-distributions over the K tokens that both know, with all other tokens together as one more class. A span that they cut
-into other tokens is compared in one of two ways:
+Where both have a token for the same bytes (a pair), a divergence of `losses.divergence` compares their distributions
+over the K tokens that both know, with all other tokens together as one more class. A span that they cut into different
+tokens is compared by one of two losses:
 
     alm   the likelihood of the whole span (ALM, arXiv 2503.20083): with p and q for the product of the probabilities of
           its tokens in teacher and student, raised to the power 1/τ, τ (p log(p/q) + (1-p) log((1-p)/(1-q)));
@@ -33,7 +33,7 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class SpanRows:
-    """What is compared at some rows of the student; spans are measured whole, also where other rows are in them."""
+    """What is compared at some rows of the student; a span is measured as a whole, even if some rows are elsewhere."""
 
     teacher: OtherTokens
     classes: tuple[_Classes, _Classes]
@@ -56,8 +56,8 @@ class SpanRows:
         """Measure the likelihoods of the spans, if a term compares them; `dtype` is that of the losses."""
         values, pulls = (torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device) for _ in range(2))
         if teacher.num_spans > 0 and any(term.divergence is not None and term.spans == "alm" for term in terms):
-            log_p_S = _likelihoods(teacher.head, teacher.labels, teacher.spans, teacher.num_spans)
-            log_q_S = _likelihoods(student, labels_N, teacher.student_spans, teacher.num_spans)
+            log_p_S = _span_log_likelihoods(teacher.head, teacher.labels, teacher.spans, teacher.num_spans)
+            log_q_S = _span_log_likelihoods(student, labels_N, teacher.student_spans, teacher.num_spans)
             loss_S, derivative_S = likelihood_loss(log_p_S, log_q_S)
             inside = teacher.student_spans >= 0
             pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
@@ -70,33 +70,33 @@ class SpanRows:
         return cls(teacher, (ours, theirs), labels_N, teacher.pairs, teacher.starts, values, pulls)
 
     def at(self, here: slice) -> SpanRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         parts = (self.labels, self.pairs, self.starts, self.values, self.pulls)
-        return SpanRows(self.teacher, self.classes, *(each[here] for each in parts))
+        return SpanRows(self.teacher, self.classes, *(tensor[here] for tensor in parts))
 
 
 def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss `alm` of spans from their log-likelihoods in teacher and student, and its derivative by the latter."""
-    # The logarithm of 1 - p of a certain span would be infinite.
-    log_p, log_q = (each.double().clamp(max=-1e-6) for each in (log_p_S, log_q_S))
-    rest_p, rest_q = (-torch.expm1(each / TAU) for each in (log_p, log_q))
+    """Return the loss `alm` of spans from log-likelihoods in teacher and student, and its derivative by the latter."""
+    # For a span of probability 1 the logarithm of 1 - p would be infinite.
+    log_p, log_q = (log_likelihood.double().clamp(max=-1e-6) for log_likelihood in (log_p_S, log_q_S))
+    rest_p, rest_q = (-torch.expm1(log_likelihood / TAU) for log_likelihood in (log_p, log_q))
     loss_S = (log_p / TAU).exp() * (log_p - log_q) + TAU * rest_p * (rest_p / rest_q).log()
     return loss_S, (rest_p - rest_q) / rest_q
 
 
 @torch.no_grad()
-def _likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans: int) -> Tensor:
-    """(S,) fp64: the log-likelihood of each span, the sum over its tokens."""
-    found = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
+def _span_log_likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans: int) -> Tensor:
+    """Return the log-likelihood of each span, the sum over its tokens, (S,) fp64."""
+    log_likelihood_S = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
     for rows_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
         log_q_nV = exact_logits(head, rows_n).log_softmax(-1)
         log_q_n = log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].clamp(min=LOG_FLOOR)
-        found.index_add_(0, spans_N[rows_n], log_q_n.double())
-    return found
+        log_likelihood_S.index_add_(0, spans_N[rows_n], log_q_n.double())
+    return log_likelihood_S
 
 
 def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
-    """(n, V), at least fp32: the logits of some rows, whose dtype is that of the weight."""
+    """Return the logits of some rows, whose dtype is that of the weight, (n, V), at least fp32."""
     rows_nK = head.rows[here]
     logits_nV = rows_nK if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
     return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
@@ -105,7 +105,7 @@ def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
 def span_losses(
     student_NV: Tensor, teacher: SpanRows, terms: Sequence[TokenTerm], factors: Tensor, *, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of each divergence over the rows of a chunk, and the derivative of Σ factor · sum by the logits.
+    """Return the sum of each divergence over the rows of a chunk, and the derivative of Σ factor · sum by the logits.
 
     All terms have a divergence. The factors have the dtype of the results.
     """
@@ -113,16 +113,18 @@ def span_losses(
     gradient = torch.zeros_like(logits_NV) if with_gradient else None
     sums = torch.zeros_like(factors)
     for place, term in enumerate(terms):
-        for one in (_pairs, _sorted_starts if term.spans == "uld" else _likely_spans):
-            rows_n, value, derivative = one(logits_NV, teacher, term)
+        for compare in (_compare_pairs, _compare_sorted if term.spans == "uld" else _compare_likelihoods):
+            rows_n, value, derivative = compare(logits_NV, teacher, term)
             sums[place] += value
             if gradient is not None and len(rows_n) > 0:
                 gradient.index_add_(0, rows_n, derivative * factors[place])
     return sums, gradient
 
 
-def _pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows whose tokens both know: the rows, the sum of the divergence, and its derivative by their logits."""
+def _compare_pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare the rows whose tokens both know; return the rows, the sum of the divergence, and its derivative by their
+    logits.
+    """
     assert term.divergence is not None
     rows_n, t = (teacher.pairs >= 0).nonzero()[:, 0], term.temperature
     p_logits_nV = exact_logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
@@ -159,32 +161,32 @@ class _Classes:
         return len(self.rest) > 0
 
     def merged(self, log_q_nV: Tensor, *, has_rest: bool) -> Tensor:
-        """(n, K) or, with the rest as the last class, (n, K + 1): the log-probabilities of the classes."""
+        """Return the log-probabilities of the classes, (n, K), or (n, K + 1) with the rest as the last class."""
         shared_nK = log_q_nV.index_select(1, self.shared)
         if not has_rest:
             return shared_nK
-        # Of no token the mass is 0, and logsumexp of an empty row is -inf.
+        # If this vocabulary has no other tokens, the mass of the rest is 0: logsumexp of an empty row is -inf.
         return torch.cat([shared_nK, log_q_nV.index_select(1, self.rest).logsumexp(-1, keepdim=True)], dim=1)
 
     def spread(self, of_class_nC: Tensor, log_q_nV: Tensor, log_q_nC: Tensor) -> Tensor:
-        """(n, V): the derivative by log q of each token; a token's share of the rest is its share of the mass."""
-        found_nV = torch.zeros_like(log_q_nV).index_copy_(1, self.shared, of_class_nC[:, : len(self.shared)])
+        """Return the derivative by log q of each token, (n, V); the rest's is shared out by probability."""
+        derivative_nV = torch.zeros_like(log_q_nV).index_copy_(1, self.shared, of_class_nC[:, : len(self.shared)])
         if self.has_rest:
             share = (log_q_nV.index_select(1, self.rest) - log_q_nC[:, -1:]).exp()
-            found_nV.index_copy_(1, self.rest, share * of_class_nC[:, -1:])
-        return found_nV
+            derivative_nV.index_copy_(1, self.rest, share * of_class_nC[:, -1:])
+        return derivative_nV
 
 
-def _likely_spans(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows within spans, by the likelihood of the spans; results as in `_pairs`."""
+def _compare_likelihoods(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare rows within spans by the likelihood of the spans; results as in `_compare_pairs`."""
     rows_n = (teacher.pulls != 0).nonzero()[:, 0]
     derivative_nV = logits_NV[rows_n].softmax(-1).mul_(-teacher.pulls[rows_n, None])
     derivative_nV[torch.arange(len(rows_n)), teacher.labels[rows_n]] += teacher.pulls[rows_n]
     return rows_n, teacher.values.sum(), derivative_nV
 
 
-def _sorted_starts(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that predict the first token of a span, by their sorted distributions; results as in `_pairs`."""
+def _compare_sorted(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare rows that predict a span's first token by their sorted distributions; results as in `_compare_pairs`."""
     rows_n = (teacher.starts >= 0).nonzero()[:, 0]
     q_nV = logits_NV[rows_n].softmax(-1)
     p_nV = exact_logits(teacher.teacher.head, teacher.starts[rows_n]).to(logits_NV.dtype).softmax(-1)

@@ -27,7 +27,7 @@ def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
     assert logits.shape[:-1] == targets.shape, f"{tuple(logits.shape)}, {tuple(targets.shape)}"
     has_target = targets.flatten(1)[:, 0] != IGNORE_INDEX if targets.dim() > 1 else targets != IGNORE_INDEX
     loss = functional.cross_entropy(
-        _cleared(logits, has_target).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        _clear_unknown(logits, has_target).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return LossSum(loss / (targets.shape[1] if targets.dim() > 1 else 1), has_target.sum())
 
@@ -40,7 +40,7 @@ def sequence_mse(logits: Tensor, targets: Tensor) -> LossSum:
 def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
     """Squared error between the scores of student and teacher."""
     assert student.shape == teacher.shape == (len(has_target), 1), f"{tuple(student.shape)}, {tuple(teacher.shape)}"
-    error_B1 = _cleared(student, has_target) - _cleared(teacher, has_target)
+    error_B1 = _clear_unknown(student, has_target) - _clear_unknown(teacher, has_target)
     return LossSum(error_B1.square().sum(), has_target.sum())
 
 
@@ -62,7 +62,7 @@ def sequence_divergence(
         temperature: t, greater than 0.
     """
     log_p_NC, log_q_NC = (
-        log_softmax(_cleared(logits, has_target).flatten(0, -2) / temperature)
+        log_softmax(_clear_unknown(logits, has_target).flatten(0, -2) / temperature)
         for logits in (teacher_logits, student_logits)
     )
     values_B = divergence(log_p_NC, log_q_NC).view(len(has_target), -1).mean(1)
@@ -83,15 +83,17 @@ def sequence_soft_cross_entropy(
 def sequence_embedding_cosine(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
     """1 - cos between the embeddings of student and teacher, (B, W); an embedding of zeros has the cosine 0."""
     assert student.shape == teacher.shape, f"{tuple(student.shape)}, {tuple(teacher.shape)}"
-    # Zeros in place of an unknown embedding have a finite gradient, which the last line takes away.
-    cosine_B = functional.cosine_similarity(_cleared(student, has_target), _cleared(teacher, has_target), dim=-1)
+    # An unknown embedding, which may be NaN, becomes zeros with a finite gradient; the last line drops that gradient.
+    cosine_B = functional.cosine_similarity(
+        _clear_unknown(student, has_target), _clear_unknown(teacher, has_target), dim=-1
+    )
     return LossSum(torch.where(has_target, 1 - cosine_B, 0.0).sum(), has_target.sum())
 
 
 def sequence_embedding_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
     """Squared error between the embeddings of student and teacher, (B, W), as the mean over the width."""
     assert student.shape == teacher.shape, f"{tuple(student.shape)}, {tuple(teacher.shape)}"
-    error_BW = _cleared(student, has_target) - _cleared(teacher, has_target)
+    error_BW = _clear_unknown(student, has_target) - _clear_unknown(teacher, has_target)
     return LossSum(error_BW.square().mean(-1).sum(), has_target.sum())
 
 
@@ -106,20 +108,20 @@ def sequence_margin_mse(student: Tensor, teacher: Tensor, place: Tensor) -> Loss
         place: (B,), 0, 1 and 2 in a triple; 0 for a sentence without one, and IGNORE_INDEX for one that does not count.
     """
     is_positive = place == 1
-    error_B = _margins(student, is_positive) - _margins(teacher, is_positive)
+    error_B = _compute_margins(student, is_positive) - _compute_margins(teacher, is_positive)
     # The count is that of all sentences, as of the other terms, and each triple has three.
     return LossSum(3 * error_B.square().sum(), (place != IGNORE_INDEX).sum())
 
 
-def _margins(embeddings_BW: Tensor, is_positive_B: Tensor) -> Tensor:
-    """The margins at the positives, 0 elsewhere, where the neighbors are no triple."""
+def _compute_margins(embeddings_BW: Tensor, is_positive_B: Tensor) -> Tensor:
+    """Return the margins at the positives, and 0 elsewhere, where the neighbors are no triple."""
     embeddings_BW = embeddings_BW.to(torch.promote_types(embeddings_BW.dtype, torch.float32))
     query_BW, negative_BW = embeddings_BW.roll(1, 0), embeddings_BW.roll(-1, 0)
     difference_BW = torch.where(is_positive_B[:, None], embeddings_BW - negative_BW, 0.0)
     return (torch.where(is_positive_B[:, None], query_BW, 0.0) * difference_BW).sum(-1)
 
 
-def _cleared(logits: Tensor, has_target: Tensor) -> Tensor:
-    """The logits in at least fp32, with zeros for sequences without a target, whose logits may be NaN."""
+def _clear_unknown(logits: Tensor, has_target: Tensor) -> Tensor:
+    """Return the logits in at least fp32, with zeros for sequences without a target, whose logits may be NaN."""
     known = has_target.view(-1, *[1] * (logits.dim() - 1))
     return torch.where(known, logits, 0.0).to(torch.promote_types(logits.dtype, torch.float32))

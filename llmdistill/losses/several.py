@@ -1,6 +1,6 @@
 """The distributions of several teachers as the logits of one: averaged, or for each position those of its own teacher.
 
-Of teachers with the weights w and the probabilities p, all at temperature 1:
+For teachers with the weights w and the probabilities p, all at temperature 1:
 
     probabilities       log Σ w p, the mixture
     log_probabilities   Σ w log p, the geometric mean; a softmax scales it to a distribution again
@@ -22,7 +22,7 @@ from llmdistill.losses.other_tokens import exact_logits
 
 
 def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
-    """(n, V), at least fp32: the logits of the average at some positions."""
+    """Return the logits of the average at some positions, (n, V), at least fp32."""
     if teachers.places is not None:
         # Each position has its own teacher. The places are in order, so a teacher's rows of a chunk are a slice.
         parts, order = [], []
@@ -33,14 +33,14 @@ def averaged_logits(teachers: SeveralHeads, here: slice) -> Tensor:
             order.append(places_n[first:end] - here.start)
         rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
         return torch.cat(parts).index_select(0, rows_n)
-    found: Tensor | None = None
+    average_nV: Tensor | None = None
     for head, weight in zip(teachers.heads, teachers.weights, strict=True):
         log_p_nV = exact_logits(head, here).log_softmax(-1)
         if teachers.average == "probabilities":
             weighted_nV = log_p_nV.add_(math.log(weight))
-            found = weighted_nV if found is None else torch.logaddexp(found, weighted_nV, out=found)
+            average_nV = weighted_nV if average_nV is None else torch.logaddexp(average_nV, weighted_nV, out=average_nV)
         else:
             weighted_nV = log_p_nV.mul_(weight)
-            found = weighted_nV if found is None else found.add_(weighted_nV)
-    assert found is not None, "there is no teacher"
-    return found
+            average_nV = weighted_nV if average_nV is None else average_nV.add_(weighted_nV)
+    assert average_nV is not None, "there is no teacher"
+    return average_nV

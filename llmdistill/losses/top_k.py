@@ -1,17 +1,17 @@
-"""Divergences from the k most likely tokens of a teacher, with all other tokens together as one more class, the tail.
+"""Divergences from the k most likely tokens of a teacher, with all other tokens together as one more class, the rest.
 
 Both distributions are merged into k + 1 classes, so each is still a proper distribution, and a divergence of
 `losses.divergence` compares the merged ones. By the data-processing inequality the result is a lower bound of the
 divergence over all tokens (KL in both directions, Jensen-Shannon, skew KL, total variation). With T' and S' for the two
-models' distributions within the tail, and p and q for its mass, what is missing is
+models' distributions within the rest, and p and q for its mass, the bound lacks
 
     KL(T‖S):              p KL(T'‖S')
     KL(S‖T):              q KL(S'‖T')
     total variation:      at most min(p, q) TV(T', S')
     soft cross-entropy:   p (KL(T'‖S') + the entropy of T'), of which the student changes only the first
 
-at the temperature of the term. The gradient is the exact one of the merged divergence: it moves the tail as a whole and
-keeps the proportions within the tail.
+at the temperature of the term. The gradient is the exact one of the merged divergence: it moves the rest as a whole and
+keeps the proportions within it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmdistill.batch import TopK
 
 
 def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> TopK:
-    """The k most likely tokens of each row, and the mass of the tail at each temperature, from (N, V) logits."""
+    """Return the k most likely tokens of each row, and the mass of the rest at each temperature, from (N, V) logits."""
     exact = torch.promote_types(logits_NV.dtype, torch.float32)
     log_p_NV = logits_NV.to(exact).log_softmax(-1)
     log_p_Nk, tokens_Nk = log_p_NV.topk(k, dim=-1)
@@ -34,23 +34,23 @@ def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> Top
 
 
 def softened(teacher: TopK, temperature: float) -> Tensor:
-    """(N, k + 1): the teacher's log-probabilities at a temperature, one of `TopK.tails`; the last class is the tail."""
-    tail_N = teacher.tails[temperature]
-    return torch.cat([teacher.log_probs / temperature, tail_N[:, None]], dim=1).log_softmax(-1)
+    """Return the teacher's log-probabilities at a temperature of `TopK.tails`, (N, k + 1); the rest comes last."""
+    rest_N = teacher.tails[temperature]
+    return torch.cat([teacher.log_probs / temperature, rest_N[:, None]], dim=1).log_softmax(-1)
 
 
 def merged(log_q_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
-    """(N, k + 1): the student's log-probabilities of these tokens, and last that of all other tokens together."""
+    """Return the student's log-probabilities of these tokens, and last that of all others together, (N, k + 1)."""
     rest_NV = log_q_NV.scatter(1, tokens_Nk, float("-inf"))
     return torch.cat([log_q_NV.gather(1, tokens_Nk), rest_NV.logsumexp(-1, keepdim=True)], dim=1)
 
 
 def spread(derivative_NC: Tensor, log_q_NV: Tensor, merged_NC: Tensor, tokens_Nk: Tensor) -> Tensor:
-    """(N, V): the derivative with respect to log q of each token, from that with respect to log q of each class.
+    """Return the derivative with respect to log q of each token, (N, V), from that with respect to log q of each class.
 
-    A token's share of its class is its share of the probability: 1 for a class of one token, q / Σ q in the tail.
+    A token's share of its class is its share of the probability: 1 for a class of one token, q / Σ q in the rest.
     `merged_NC` is what `merged` makes of `log_q_NV`.
     """
-    # The tokens outside the tail may overflow here; they are overwritten.
-    tail_NV = (log_q_NV - merged_NC[:, -1:]).exp_().mul_(derivative_NC[:, -1:])
-    return tail_NV.scatter_(1, tokens_Nk, derivative_NC[:, :-1])
+    # The exponentials of the k tokens may overflow here; they are overwritten.
+    derivative_NV = (log_q_NV - merged_NC[:, -1:]).exp_().mul_(derivative_NC[:, -1:])
+    return derivative_NV.scatter_(1, tokens_Nk, derivative_NC[:, :-1])

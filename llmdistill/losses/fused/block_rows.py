@@ -65,7 +65,7 @@ def hidden_keys(
     *,
     like: Tensor,
 ) -> Hidden | None:
-    """The keys that a block's queries do not see; None if they see all keys.
+    """Return the keys that a block's queries do not see; None if they see all keys.
 
     Args:
         segments_ST: of `visibility`, for the sequences of the block; None if all tokens are in one segment. Padding
@@ -106,7 +106,7 @@ def row_losses(
     *,
     derivative: bool,
 ) -> RowLosses:
-    """The loss of each row, from the scaled scores of both models; all three buffers are overwritten.
+    """Compute the loss of each row from the scaled scores of both models; all three buffers are overwritten.
 
     `student_SHLJ` then holds the derivative; without `derivative`, its final content is undefined.
     """
@@ -120,20 +120,20 @@ def row_losses(
         squares = torch.mul(error, error, out=spare_SHLJ).sum(-1, keepdim=True)
         return RowLosses(squares / seen, torch.full_like(squares, 2.0) / seen)
     if kind == "student_teacher":
-        return _student_teacher(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
-    return _teacher_student(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
+        return _student_teacher_rows(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
+    return _teacher_student_rows(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
 
 
-# Distributions are kept unnormalized, as exponentials e and their sum z. A factor that is constant in a row is applied
-# to the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
+# Distributions stay unnormalized, as exponentials e and their sum z. A factor that is constant in a row is applied to
+# the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
 
 
-def _student_teacher(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
+def _student_teacher_rows(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
     """KL(S‖T) = Σ_j p_j d_j - log Z_S + log Z_T with d = s - t; its derivative is p (d - Σ p d)."""
     most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
-    e, z_student = _exponentials(s, most_student, out=spare)
+    e, z_student = _exponentiate(s, most_student, out=spare)
     d = s.sub_(t)
-    _, z_teacher = _exponentials(t, most_teacher, out=t)
+    _, z_teacher = _exponentiate(t, most_teacher, out=t)
     mean = d.mul_(e).sum(-1, keepdim=True) / z_student
     if derivative:
         s.addcmul_(e, mean, value=-1)
@@ -141,12 +141,12 @@ def _student_teacher(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -
     return RowLosses(value, z_student.reciprocal())
 
 
-def _teacher_student(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
+def _teacher_student_rows(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
     """KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's attention; its derivative is p - q."""
     most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
     d = torch.sub(t, s, out=spare)
-    _, z_student = _exponentials(s, most_student, out=s)
-    e, z_teacher = _exponentials(t, most_teacher, out=t)
+    _, z_student = _exponentiate(s, most_student, out=s)
+    e, z_teacher = _exponentiate(t, most_teacher, out=t)
     mean = d.mul_(e).sum(-1, keepdim=True) / z_teacher
     if derivative:
         s.addcmul_(e, z_student / z_teacher, value=-1)
@@ -154,8 +154,8 @@ def _teacher_student(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -
     return RowLosses(value, z_student.reciprocal())
 
 
-def _exponentials(scores: Tensor, most: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - maximum of the row), and its sum over the row."""
-    # Exponentials and products that underflow are many times slower on CPUs than others, hence the clamp.
+def _exponentiate(scores: Tensor, most: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return exp(score - maximum of the row), and its sum over the row."""
+    # Clamp, because exponentials and products that underflow (denormals) are many times slower on CPUs.
     torch.sub(scores, most, out=out).clamp_(min=_NOTHING).exp_()
     return out, out.sum(-1, keepdim=True)

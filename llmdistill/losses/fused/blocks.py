@@ -74,7 +74,7 @@ def block_loss(
     key_grad: bool,
     shape: BlockShape | None = None,
 ) -> BlockLoss:
-    """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
+    """Compute the loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
     Padded positions may hold any value, even NaN: they add nothing to the loss and their gradient is zero. Student and
     teacher have the same number of query heads H; G and D may differ. If the student's queries and keys are the same
@@ -97,15 +97,15 @@ def block_loss(
     if total.is_meta:  # without values only the shapes of the results matter
         return BlockLoss(total, of_query, None if both else of_key)
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
-    for sequences in _slices(batch, shape.sequences):
+    for sequences in _split(batch, shape.sequences):
         segments_ST = None if segments_BT is None else segments_BT[sequences]
         visible_until_ST = None if visibility.visible_until_BT is None else visibility.visible_until_BT[sequences]
-        for at in _slices(heads, shape.heads):
+        for at in _split(heads, shape.heads):
             ours, theirs = (_Strip(inputs, sequences, at, segments_ST, dtype) for inputs in (student, teacher))
             gradient = None
             if query_grad or key_grad:
                 gradient = _StripGradient(ours, sequences, at, of_query, of_key)
-            for rows in _slices(tokens, shape.rows):
+            for rows in _split(tokens, shape.rows):
                 # The keys that any of these queries can see.
                 first = 0 if visibility.window is None else max(0, rows.start - visibility.window + 1)
                 keys = slice(first, rows.stop if visibility.causal else tokens)
@@ -126,7 +126,7 @@ def block_loss(
 
 
 def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility) -> BlockShape:
-    """The size of a block with which the three buffers of scores stay in cache."""
+    """Return the size of a block with which the three buffers of scores stay in cache."""
     batch, heads, tokens, _ = student.query.shape
     # A block contains only complete groups of query heads of both models.
     group = math.lcm(heads // student.key.shape[1], heads // teacher.key.shape[1])
@@ -136,14 +136,14 @@ def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: 
         most = max(_LEAST_DIAGONAL, tokens // 8)  # Smaller blocks waste less above the diagonal.
     if visibility.causal and visibility.window is not None:
         keys = min(tokens, most + visibility.window)
-    rows = _even(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
-    at = _even(heads // group, budget // (rows * keys * group)) * group
-    sequences = _even(batch, budget // (rows * keys * heads)) if at == heads else 1
+    rows = _even_size(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
+    at = _even_size(heads // group, budget // (rows * keys * group)) * group
+    sequences = _even_size(batch, budget // (rows * keys * heads)) if at == heads else 1
     return BlockShape(sequences, at, rows)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right of two batches of matrices of any dtype, accumulated and returned in `dtype`."""
+    """Return left @ right of two batches of matrices of any dtype, accumulated and returned in `dtype`."""
     if left.dtype == dtype:
         return torch.bmm(left, right)
     return torch.bmm(left, right, out_dtype=dtype)
@@ -167,11 +167,11 @@ class _Strip:
         accumulates = inputs.query.is_cuda and is_bf16 and dtype == torch.float32
         self.operands = torch.bfloat16 if accumulates else dtype
         self.real_S1T1 = None if segments_ST is None else (segments_ST != 0)[:, None, :, None]
-        self.key_NTD = self._cleared(inputs.key[sequences, self.groups], slice(None)).flatten(0, 1)
+        self.key_NTD = self._clear_padding(inputs.key[sequences, self.groups], slice(None)).flatten(0, 1)
 
     def queries(self, rows: slice) -> Tensor:
-        """The queries of some rows: (N, X, D)."""
-        query_SHLD = self._cleared(self.query_SHTD[:, :, rows], rows)
+        """Return the queries of some rows, (N, X, D)."""
+        query_SHLD = self._clear_padding(self.query_SHTD[:, :, rows], rows)
         return query_SHLD.reshape(len(self.key_NTD), -1, query_SHLD.shape[-1])
 
     def scores(self, queries_NXD: Tensor, keys: slice, *, out: Tensor) -> None:
@@ -183,7 +183,7 @@ class _Strip:
         else:
             torch.mul(product(queries_NXD, key_NDJ, self.dtype), self.scaling, out=out_NXJ)
 
-    def _cleared(self, heads_SHLD: Tensor, rows: slice) -> Tensor:
+    def _clear_padding(self, heads_SHLD: Tensor, rows: slice) -> Tensor:
         if self.real_S1T1 is not None:
             heads_SHLD = torch.where(self.real_S1T1[:, :, rows], heads_SHLD, 0.0)
         return heads_SHLD.to(self.operands)
@@ -233,10 +233,10 @@ class _StripGradient:
             self.of_key_SGTD.copy_(by_key_SGTD)
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
+def _split(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _even(total: int, most: int) -> int:
-    """The part size, at most `most`, that splits a total into parts as equal as possible."""
+def _even_size(total: int, most: int) -> int:
+    """Return the part size, at most `most`, that splits a total into parts as equal as possible."""
     return math.ceil(total / math.ceil(total / max(1, most)))

@@ -32,7 +32,7 @@ def chunk_losses(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """The sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
+    """Return the sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
 
     With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits. The
     logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
@@ -42,7 +42,7 @@ def chunk_losses(
     if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
         return torch.zeros_like(factors)
     if isinstance(teacher_NV, SpanRows):
-        return _in_spans(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
+        return _span_chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     fits = known and available(student_NV.device) and student_NV.element_size() <= 4
     if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
@@ -50,7 +50,7 @@ def chunk_losses(
 
         return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     size, few_exponentials = max(1, len(labels_N)), None
-    # It reads its values to check that they are valid; on CUDA the host would have to wait for them.
+    # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
         few_exponentials = _FewExponentials.of(terms, factors)
         row_bytes = max(1, student_NV.shape[1] * factors.element_size())
@@ -74,7 +74,7 @@ def chunk_losses(
     return sums
 
 
-def _in_spans(
+def _span_chunk_losses(
     student_NV: Tensor,
     teacher: SpanRows,
     labels_N: Tensor,
@@ -114,24 +114,24 @@ def _block_losses(
         floored_log_q = log_q.clamp(min=LOG_FLOOR)
         here = [i for i in range(len(terms)) if temperatures[i] == temperature]
         kinds = {divergence.of_labels for i in here if (divergence := terms[i].divergence) is not None}
-        found = {
-            of_labels: _compared(teacher, labels if of_labels else None, log_q, floored_log_q, temperature)
+        compared_by_kind = {
+            of_labels: _compare(teacher, labels if of_labels else None, log_q, floored_log_q, temperature)
             for of_labels in kinds
         }
         derivatives = torch.zeros_like(student) if with_gradient else None
         for i in here:
             term = terms[i]
             if term.divergence is None:
-                kept = 1 - term.smoothing
-                sums[i] = -kept * log_q.gather(1, labels[:, None]).sum()
+                label_share = 1 - term.smoothing
+                sums[i] = -label_share * log_q.gather(1, labels[:, None]).sum()
                 if term.smoothing > 0:
                     sums[i] -= term.smoothing * floored_log_q.mean(-1).sum()
                 if derivatives is not None:
-                    derivatives.scatter_add_(1, labels[:, None], (-kept * factors[i]).expand(len(labels), 1))
+                    derivatives.scatter_add_(1, labels[:, None], (-label_share * factors[i]).expand(len(labels), 1))
                     if term.smoothing > 0:
                         derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
                 continue
-            compared = found[term.divergence.of_labels]
+            compared = compared_by_kind[term.divergence.of_labels]
             sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
             if derivatives is not None:
                 derivative = term.divergence.derivative(compared.log_p, compared.log_q)
@@ -155,10 +155,10 @@ class _Compared(NamedTuple):
     """(n, k), the tokens that are classes of their own; None if every token is."""
 
 
-def _compared(
+def _compare(
     teacher: Tensor | TopK | None, labels: Tensor | None, log_q: Tensor, floored_log_q: Tensor, temperature: float
 ) -> _Compared:
-    """With labels, two classes are compared, each label and all other tokens."""
+    """Return what a divergence compares: all tokens; with labels two classes, each label and all other tokens."""
     assert teacher is not None, "a divergence needs a teacher"
     if isinstance(teacher, TopK):
         assert labels is None, "a label may be none of the most likely tokens"
@@ -168,7 +168,7 @@ def _compared(
     if labels is None:
         return _Compared(log_p.clamp_(min=LOG_FLOOR), floored_log_q, None)
     tokens = labels[:, None]
-    log_p, log_q = (merged(each, tokens).clamp_(min=LOG_FLOOR) for each in (log_p, log_q))
+    log_p, log_q = (merged(log_probs, tokens).clamp_(min=LOG_FLOOR) for log_probs in (log_p, log_q))
     return _Compared(log_p, log_q, tokens)
 
 
@@ -190,7 +190,7 @@ class _FewExponentials:
 
     @classmethod
     def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _FewExponentials | None:
-        """The computation for these terms; None if it does not support a term, or if the temperatures differ."""
+        """Return the computation for these terms; None if it does not support a term, or if the temperatures differ."""
         soft = [term for term in terms if term.divergence is not None]
         temperatures = {term.temperature for term in soft} or {1.0}
         if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):
@@ -208,7 +208,7 @@ class _FewExponentials:
     def __call__(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor, *, with_gradient: bool
     ) -> Tensor | None:
-        """The same result as `chunk_losses`, or None if LOG_FLOOR may affect the result.
+        """Return the same result as `chunk_losses`, or None if LOG_FLOOR may affect it.
 
         If it returns None, the logits of both models differ from the input only by a constant in each row, which does
         not change their softmax.
@@ -221,14 +221,14 @@ class _FewExponentials:
         if kinds != {None}:
             assert teacher is not None, "a divergence needs a teacher"
             teacher.sub_(teacher.amax(-1, keepdim=True))
-            p, p_total = _exp(teacher, self.temperature, out=for_p)
+            p, p_total = _exponentiate(teacher, self.temperature, out=for_p)
             if FORWARD_KL in kinds:
                 mean_gap = torch.sub(teacher, student, out=for_q).mul_(p).sum(-1, keepdim=True) / p_total
                 values[FORWARD_KL] = mean_gap / self.temperature - p_total.log()
             if SOFT_CROSS_ENTROPY in kinds:
                 mean = torch.mul(p, student, out=for_q).sum(-1, keepdim=True) / p_total
                 values[SOFT_CROSS_ENTROPY] = -mean / self.temperature
-            q, q_total = _exp(student, self.temperature, out=for_q)
+            q, q_total = _exponentiate(student, self.temperature, out=for_q)
             for kind in values:
                 values[kind] += q_total.log()
                 if not (values[kind] < _DOUBTFUL).all():
@@ -236,7 +236,7 @@ class _FewExponentials:
         shared = kinds != {None} and self.temperature == 1
         if None in kinds:
             free = for_q if teacher is None or kinds == {None} else teacher
-            label_q, label_total = (q, q_total) if shared else _exp(student, 1.0, out=free)
+            label_q, label_total = (q, q_total) if shared else _exponentiate(student, 1.0, out=free)
             values[None] = label_total.log() - student.gather(1, labels[:, None])
         if with_gradient:
             if kinds == {None}:
@@ -252,7 +252,7 @@ class _FewExponentials:
         return torch.stack([values[term.divergence].sum() * x for term, x in zip(self.terms, scales, strict=True)])
 
 
-def _exp(logits: Tensor, temperature: float, *, out: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logits / t) and its sums, (n, 1)."""
+def _exponentiate(logits: Tensor, temperature: float, *, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return exp(logits / t) and its sums, (n, 1)."""
     exps = torch.exp(logits, out=out) if temperature == 1 else torch.mul(logits, 1 / temperature, out=out).exp_()
     return exps, exps.sum(-1, keepdim=True)

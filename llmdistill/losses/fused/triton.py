@@ -11,7 +11,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether the kernels run on a device: CUDA of compute capability 8.0 (A100) or later, and Triton installed."""
+    """Return whether the kernels run on a device: CUDA of compute capability 8.0 (A100) or later, with Triton."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
@@ -20,7 +20,8 @@ def available(device: torch.device | str) -> bool:
 
 @cache
 def _has_triton() -> bool:
-    # By import: builds of PyTorch bring Triton as packages of other names, and an installed one may not load.
+    # Import instead of asking importlib.metadata: builds of PyTorch bring Triton as packages of other names, and an
+    # installed one may not load.
     try:
         import triton
     except ImportError:

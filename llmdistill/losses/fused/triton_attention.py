@@ -25,7 +25,7 @@ def attention_loss(
     key_grad: bool,
     blocks: tuple[int, int] | None = None,
 ) -> BlockLoss:
-    """The loss of one layer and, if requested, its gradients; the arguments are those of `blocks.block_loss`.
+    """Compute the loss of one layer and, if requested, its gradients; arguments are those of `blocks.block_loss`.
 
     For one row, let p be the student's and q the teacher's attention, and s and t their scores. Then ∂KL(p‖q)/∂s =
     p (log p - log q - KL), ∂KL(q‖p)/∂s = p - q, and the derivative of the mean squared error is 2 (s - t) / visible
@@ -37,7 +37,7 @@ def attention_loss(
     """
     both = student.key is student.query
     assert not (both and key_grad), "one tensor has one gradient"
-    student, teacher = _prepared(student), _prepared(teacher)
+    student, teacher = _prepare(student), _prepare(teacher)
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
@@ -51,8 +51,8 @@ def attention_loss(
     statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
     groups = student.key.shape[1]
     common = {
-        "student": _model(student),
-        "teacher": _model(teacher),
+        "student": _make_model(student),
+        "teacher": _make_model(teacher),
         "segments_ptr": segments_BT,
         "visible_until_ptr": visible_until,
         "statistics_ptr": statistics,
@@ -66,8 +66,8 @@ def attention_loss(
         "BOUNDED": visible_until_BT is not None,
         "ROWS": rows,
         "COLUMNS": columns,
-        "STUDENT_PADDED": _padded(student),
-        "TEACHER_PADDED": _padded(teacher),
+        "STUDENT_PADDED": _padded_width(student),
+        "TEACHER_PADDED": _padded_width(teacher),
     }
     factor = student.scaling / heads
     of_query = of_key = None
@@ -88,7 +88,7 @@ def attention_loss(
     return BlockLoss(statistics[0].sum() / heads, of_query, of_key)
 
 
-def _prepared(sides: AttentionInputs) -> AttentionInputs:
+def _prepare(sides: AttentionInputs) -> AttentionInputs:
     heads, groups = sides.query.shape[1], sides.key.shape[1]
     assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
     assert sides.query.dtype == sides.key.dtype, f"queries in {sides.query.dtype}, keys in {sides.key.dtype}"
@@ -98,19 +98,20 @@ def _prepared(sides: AttentionInputs) -> AttentionInputs:
 
 
 def _block_sizes(student: AttentionInputs, teacher: AttentionInputs) -> tuple[int, int]:
-    """Block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more registers."""
-    width = max(_padded(student), _padded(teacher))
+    """Return block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more."""
+    width = max(_padded_width(student), _padded_width(teacher))
     if torch.float32 in (student.query.dtype, teacher.query.dtype):
         return (32, 32) if width <= 64 else (16, 16)
     return (64, 64) if width <= 128 else (32, 32)
 
 
-def _padded(sides: AttentionInputs) -> int:
-    """The head width, padded as the matrix products require."""
+def _padded_width(sides: AttentionInputs) -> int:
+    """Return the head width, padded as the matrix products require."""
+    # tl.dot takes sides of at least 16, and tl.arange powers of two.
     return max(16, triton.next_power_of_2(sides.query.shape[-1]))
 
 
-def _model(sides: AttentionInputs) -> Model:
+def _make_model(sides: AttentionInputs) -> Model:
     *query_strides, _ = sides.query.stride()
     *key_strides, _ = sides.key.stride()
     groups, width = sides.key.shape[1], sides.key.shape[-1]
