@@ -61,7 +61,7 @@ def read_provenance(data: str | Path) -> dict[str, Any] | None:
 
 
 def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
-    """Check that the teacher wrote the answers in `data`; returns a warning if that is not certain, else None.
+    """Check that the teacher wrote the answers in `data`; return a warning if that is not certain, else None.
 
     Raises UserError if the teacher is not a model folder, or the record beside the data cannot be read.
     """
@@ -72,20 +72,20 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
             f"{data}: there is no {side_file(path).name} beside it, so nothing says which model wrote its answers; "
             "`llmdistill generate` makes both."
         )
-    said = []
+    warnings = []
     own, recorded = fingerprint(downloaded(locate(str(teacher)))), record.get("teacher_fingerprint")
     if own != recorded:
-        said.append(
+        warnings.append(
             f"{data}: its answers were written by {record.get('teacher')} ({recorded}), not by the teacher "
             f"{teacher} ({own})."
         )
     now = file_sha256(path) if path.is_file() else "missing"
     if now != record.get("output_sha256"):
-        said.append(
+        warnings.append(
             f"{data}: it changed after it was generated (sha256 {record.get('output_sha256')} then, {now} now), "
             f"so {side_file(path).name} does not tell who wrote what it holds."
         )
-    return " ".join(said) or None
+    return " ".join(warnings) or None
 
 
 def parts_folder(output: Path) -> Path:
@@ -94,13 +94,13 @@ def parts_folder(output: Path) -> Path:
 
 
 def claim_output(output: Path, request: dict[str, Any]) -> bool:
-    """Check that an output is unused or belongs to this request; returns True if it is already finished.
+    """Check that an output is unused or belongs to this request; return whether it is already finished.
 
     `request` is everything that determines the answers, as plain JSON values. Raises UserError if the output or its
     parts belong to another request, or the output was changed.
     """
     parts = parts_folder(output)
-    asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
+    earlier_request = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
     if output.exists():
         record = read_provenance(output) if output.is_file() else None
         if record is not None:
@@ -111,15 +111,15 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
                 raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
             shutil.rmtree(parts, ignore_errors=True)
             return True
-        if asked is None:
+        if earlier_request is None:
             raise UserError(
                 f"{output} exists and has no {side_file(output).name}: `llmdistill generate` did not write it; "
                 "choose another --output"
             )
-    if asked is not None:
+    if earlier_request is not None:
         subject = f"{parts} holds batches of another request"
         remedy = "choose another --output, or remove that folder"
-        compare_records(asked, request, subject=subject, remedy=remedy)
+        compare_records(earlier_request, request, subject=subject, remedy=remedy)
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
@@ -127,9 +127,9 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
     side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
         content = file.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # an interrupted write leaves half a line; its batch is generated again
-            os.truncate(file, whole)
+        end_of_lines = content.rfind(b"\n") + 1
+        if end_of_lines < len(content):  # an interrupted write left half a line; its batch is generated again
+            os.truncate(file, end_of_lines)
     return False
 
 

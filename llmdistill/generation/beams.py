@@ -1,8 +1,9 @@
 """Beam search for encoders that learned to write (UniLM §2.3): a mask token is predicted, replaced, and appended anew.
 
-The source and the tokens written so far do not see the mask, so their keys and values are computed once and kept. A
-step computes two tokens of each beam: the newest one, whose keys and values are kept, and the mask. For a source of 464
-tokens, 5 beams and a text of 48 tokens these are 464 + 48 * 5 * 2 = 944 tokens; rows computed anew would be 117,000.
+The source and the tokens written so far do not see the mask, so their keys and values are computed once and cached. A
+step computes two tokens of each beam: the newest one, whose keys and values are cached, and the mask. For a source of
+464 tokens, 5 beams and a text of 48 tokens these are 464 + 48 * 5 * 2 = 944 tokens; without a cache they would be
+117,000.
 
 Letters in addition to the legend: S tokens of the source, K beams, N = B x K rows, Q tokens of a step.
 """
@@ -26,15 +27,15 @@ from llmdistill.runtime.distributed import largest_number
 
 
 def penalty(length: int, alpha: float) -> float:
-    """GNMT's divisor for a text of this length, which counts the end token (Wu et al. 2016, eq. 14, no coverage)."""
+    """Return GNMT's divisor for a text of this length, end token included (Wu et al. 2016, eq. 14, no coverage)."""
     return float(((5 + length) / 6) ** alpha)
 
 
 Step = Callable[[Tensor | None, Tensor | None], Tensor]
-"""Predicts the next token of each beam, and keeps what it knows of the beams from step to step.
+"""Predicts the next token of each beam, and keeps the state of the beams from step to step.
 
-It takes the row of the last step that each row continues, (N,), and the token that each row got since, (N,), both None
-in the first step; and returns the log-probabilities of the next tokens, (N, V), at least fp32.
+It takes the row of the last step that each row continues, (N,), and the token that was appended to each row, (N,), both
+None in the first step; and returns the log-probabilities of the next tokens, (N, V), at least fp32.
 """
 
 
@@ -56,8 +57,8 @@ def search(
         batch_size: B.
         end: the end token.
         forbidden: (V,), true at tokens that are never written; also determines the device.
-        all_done: called with whether this search is done; returns whether it stops. A search that goes on keeps its
-            result: none of its beams can become better than the best text.
+        all_done: takes whether this search is done, and returns whether it stops. A search that goes on after it is
+            done has the same result, because none of its beams can become better than the best text.
 
     Returns:
         The tokens of each text; the end token is the last one unless the text was cut.
@@ -77,7 +78,7 @@ def search(
         log_probs_NV = log_probs_NV.masked_fill(forbidden, -torch.inf)
         if length <= settings.min_length:
             log_probs_NV[:, end] = -torch.inf
-        # Of the best 2 K continuations of each source's beams, best first, at most K are end tokens.
+        # 2 K continuations of each source's beams are enough: at most K of them are end tokens, one for each beam.
         words = log_probs_NV.shape[1]
         every_BC = (live_BK[:, :, None] + log_probs_NV.view(batch_size, beams, words)).flatten(1)
         scores_BC, flat_BC = every_BC.topk(2 * beams)
@@ -89,10 +90,10 @@ def search(
         for b in (top_B > best_B).nonzero()[:, 0].tolist():
             texts[b] = [*tokens_NT[b * beams + parent_BC[b, where_B[b]]].tolist(), end]
         best_B = torch.maximum(best_B, top_B)
-        live_BK, kept_BK = scores_BC.masked_fill(is_end_BC, -torch.inf).topk(beams)
-        parents_N = (first_B1 + parent_BC.gather(1, kept_BK)).flatten()
-        tokens_NT = torch.cat([tokens_NT[parents_N], token_BC.gather(1, kept_BK).reshape(-1, 1)], dim=1)
-        # Log-probabilities only fall, and the largest divisor makes the most of them.
+        live_BK, chosen_BK = scores_BC.masked_fill(is_end_BC, -torch.inf).topk(beams)
+        parents_N = (first_B1 + parent_BC.gather(1, chosen_BK)).flatten()
+        tokens_NT = torch.cat([tokens_NT[parents_N], token_BC.gather(1, chosen_BK).reshape(-1, 1)], dim=1)
+        # The bound of what a beam can reach: log-probabilities only fall, and the largest divisor shrinks them most.
         reachable_B = live_BK[:, 0] / penalty(settings.max_length, alpha)
         if all_done(bool((best_B >= reachable_B).all())):
             break
@@ -102,14 +103,14 @@ def search(
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:
-    """The argument in which an encoder takes the keys and values of earlier tokens, as BERT does; None without one."""
-    taken = inspect.signature(model.base_model.forward).parameters
+    """Return the argument by which an encoder takes the keys and values of earlier tokens, as BERT does, or None."""
+    parameters = inspect.signature(model.base_model.forward).parameters
     # transformers 5.24 renamed past_key_values.
-    return next((name for name in ("cache", "past_key_values") if name in taken), None)
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 class MaskedSteps:
-    """The steps of an encoder, with the keys and values of the source and of all tokens written so far kept."""
+    """The steps of an encoder, which cache the keys and values of the source and of all tokens written so far."""
 
     def __init__(self, model: PreTrainedModel, sources: Sequence[Sequence[int]], marks: Marks, beams: int) -> None:
         """Compute the keys and values of the sources, each given with its special tokens."""
@@ -121,7 +122,7 @@ class MaskedSteps:
         self._first = first_position(model.config)
         real_BS = padding_mask(sources).bool().to(model.device)
         batch, width = real_BS.shape
-        self._run(
+        self._run_model(
             model.base_model,
             padded(sources, marks.padding).to(model.device),
             real_BS[:, None, None, :].expand(batch, 1, width, width),
@@ -147,12 +148,12 @@ class MaskedSteps:
         place_Q = self._written + torch.arange(count, device=tokens_NQ.device)
         before_QT = torch.arange(self._written + count, device=tokens_NQ.device) <= place_Q[:, None]
         seen_NQT = torch.cat([self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)], dim=2)
-        result = self._run(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
+        result = self._run_model(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
         self._written += count - 1
         logits_NV = result.logits[:, -1]
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(-1)
 
-    def _run(self, part: Any, tokens_NQ: Tensor, seen_N1QT: Tensor, place_NQ: Tensor, *, segment: int) -> Any:
+    def _run_model(self, part: Any, tokens_NQ: Tensor, seen_N1QT: Tensor, place_NQ: Tensor, *, segment: int) -> Any:
         segments = {"token_type_ids": torch.full_like(tokens_NQ, segment)} if self._marks.has_segments else {}
         return part(
             input_ids=tokens_NQ,
@@ -186,10 +187,10 @@ def write_targets(
         sharded: whether the model's forward pass needs every rank (ZeRO-3).
     """
     batches = plan_batches(sources, batch_size)
-    never = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
-    never[list(forbidden)] = True
+    is_forbidden = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
+    is_forbidden[list(forbidden)] = True
 
-    def everyone(done: bool) -> bool:
+    def all_ranks_done(done: bool) -> bool:
         return largest_number(int(not done)) == 0
 
     answers: dict[int, list[int]] = {}
@@ -202,8 +203,8 @@ def write_targets(
             settings,
             batch_size=len(batch),
             end=marks.end,
-            forbidden=never,
-            all_done=everyone if sharded else bool,
+            forbidden=is_forbidden,
+            all_done=all_ranks_done if sharded else bool,
         )
         if not is_extra:
             answers.update(zip(batch, texts, strict=True))

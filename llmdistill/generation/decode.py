@@ -131,7 +131,7 @@ def generate_passes(
         rows = answer_batch(engine, prompt_ids, batches, number, seeds[turn])
         if not is_extra:
             answers.update({(turn, index): row for index, row in rows.items()})
-    if model.device.type == "cuda":
+    if model.device.type == "cuda":  # kernels run asynchronously, and the seconds should include all of them
         torch.cuda.synchronize(model.device)
     gathered, seconds = gather_answers(answers, time.perf_counter() - started)
     results = []
@@ -156,7 +156,7 @@ def shared_jobs(count: int, *, synced: bool) -> Iterator[tuple[int, bool]]:
 
 
 def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Divide prompts into batches of similar length, which need little padding; returns the prompts' indices per batch.
+    """Divide prompts into batches of similar length, which need little padding; return the prompts' indices per batch.
 
     The batches depend only on the prompts, so any number of ranks can share them or resume with them.
     """
@@ -169,13 +169,14 @@ def answer_batch(
 ) -> dict[int, list[int]]:
     """Generate one batch as {index of the prompt: token ids}; its random states depend only on (seed, number)."""
     batch = batches[number]
+    # Shifted to 63 bits below, because a seed has to fit into int64.
     states = np.random.SeedSequence((seed, number)).generate_state(len(batch), np.uint64)
     rows = engine.answer([prompt_ids[index] for index in batch], [int(state >> np.uint64(1)) for state in states])
     return dict(zip(batch, rows, strict=True))
 
 
 def check_context(config: PreTrainedConfig, max_length: int) -> None:
-    """Raises UserError if max_length, the limit of prompt and answer together, exceeds the model's context."""
+    """Raise a UserError if max_length, the limit of prompt and answer together, exceeds the model's context."""
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and max_length > context:
         raise UserError(f"data.max_length={max_length} is beyond the model's context of {context} tokens; lower it")
@@ -227,6 +228,6 @@ def new_tokens(
 
 
 def gather_answers(answers: dict[Key, list[int]], seconds: float) -> tuple[dict[Key, list[int]], float]:
-    """The answers of all ranks by their key, and the wall time of the slowest rank; every rank must call it."""
+    """Return the answers of all ranks by their key, and the wall time of the slowest; every rank must call this."""
     parts = gather_objects((answers, seconds))
     return {key: ids for part, _ in parts for key, ids in part.items()}, max(slowest for _, slowest in parts)

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's protocol, as vLLM does, seen by a training that asks it ahead of a step."""
+"""The client of a server that speaks OpenAI's protocol, as vLLM does, for a training run that asks ahead of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelServer:
     """A server of models. Its methods may be called in any thread."""
 
     def __init__(self, url: str, *, key: str, wait: float, requests: int) -> None:
-        """Nothing is asked yet.
+        """Store the settings; nothing is sent yet.
 
         Args:
             url: where the protocol's paths begin, with or without /v1; `key` is its setting, for messages.
@@ -45,12 +45,12 @@ class ModelServer:
         self._loss: str | None = None  # why the server is lost
 
     def models(self, remedy: str) -> Mapping[str, Any]:
-        """Return what the server says of its models, by their names.
+        """Return the server's descriptions of its models, by their names.
 
         Raises UserError, whose message ends with the remedy, if there is no such server.
         """
         try:
-            return {each["id"]: each for each in self.send("/v1/models")["data"]}
+            return {model["id"]: model for model in self.send("/v1/models")["data"]}
         except HTTPError as error:
             raise UserError(f"{self.name}: it answers {words_of(error)}; {remedy}") from error
         except (OSError, HTTPException) as error:
@@ -70,17 +70,17 @@ class ModelServer:
     def complete(
         self, body: Mapping[str, Any], read: Callable[[Any], Answer], *, what: str, remedy: str
     ) -> Future[Answer]:
-        """Ask for a completion, which is there later as `read` makes it of the answer, and so are the exceptions.
+        """Request a completion; the future has what `read` makes of the answer, or raises.
 
-        These are ServerLost if the server has not answered for too long, a UserError if it refuses the request, which
-        the message calls `what`, and what `read` raises.
+        It raises ServerLost if the server has not answered for too long, a UserError if the server refuses the request,
+        which the message calls `what`, and what `read` raises.
         """
         return self._threads.submit(lambda: read(self.insist("/v1/completions", body, what=what, remedy=remedy)))
 
     def insist(self, path: str, body: Mapping[str, Any], *, what: str, remedy: str, final: int = 500) -> Any:
-        """Send a request again and again until it is answered; raises as `complete` does.
+        """Repeat a request until the server answers; raises as `complete` does.
 
-        `final` is the first HTTP code after which it is sent again; a smaller one refuses the request.
+        `final` is the lowest HTTP code after which the request is repeated; a lower one means that it is refused.
         """
         began, pause = time.monotonic(), _PAUSES[0]
         while self._loss is None:
@@ -89,13 +89,13 @@ class ModelServer:
                 self._answered = time.monotonic()
                 return answer
             except (OSError, HTTPException, json.JSONDecodeError) as error:
-                said = words_of(error)
+                reason = words_of(error)
                 if isinstance(error, HTTPError) and error.code < final and error.code not in _AGAIN:
-                    raise UserError(f"{self.name}: it refuses {what}: {said}; {remedy}") from error
-            # A signal, or the end of the program, is not kept waiting for the server.
+                    raise UserError(f"{self.name}: it refuses {what}: {reason}; {remedy}") from error
+            # Give up at once on a signal, or at the end of the program: other ranks and the shell wait for this one.
             is_over = signals.caught() != 0 or not threading.main_thread().is_alive()
             if time.monotonic() - max(began, self._answered) >= self._wait or is_over:
-                self._loss = said
+                self._loss = reason
                 break
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
@@ -103,21 +103,21 @@ class ModelServer:
         raise ServerLost(f"{self.name}: {silent}: start it again")
 
     def send(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request once, with a body by POST; raises what urllib does."""
+        """Send a request once, by POST if it has a body; raises what urllib does."""
         headers = {"Content-Type": "application/json"}
         key = os.environ.get("VLLM_API_KEY")  # the variable from which vLLM's server takes it
         headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
         data = None if body is None else json.dumps(body).encode()
         with urlopen(Request(self._base + path, data, headers), timeout=self._wait) as answer:
-            said = answer.read()
-        return json.loads(said) if said else None
+            content = answer.read()
+        return json.loads(content) if content else None
 
 
 def words_of(error: Exception) -> str:
-    """Say what has happened to a request, with the first words of the server."""
+    """Describe why a request failed, with the first words of the server's answer."""
     if isinstance(error, HTTPError):
-        said = error.read(2000).decode(errors="replace")
+        text = error.read(2000).decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
-            said = json.loads(said)["error"]["message"]
-        return f"HTTP {error.code}: {said[:300]}"
+            text = json.loads(text)["error"]["message"]
+        return f"HTTP {error.code}: {text[:300]}"
     return str(getattr(error, "reason", error)) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a model has written, as the messages that its chat template reads again: the answer, and its reasoning."""
+"""Turns the text that a model has written into messages for its chat template: the answer, and its reasoning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def final_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase,
     ended = [row[:-1] if row and row[-1] in ends else row for row in rows]
     texts = [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
     for place, ids in enumerate(ended if tokenizer.chat_template else ()):
-        reply = read_reply(_decoded(ids, tokenizer), tokenizer)
+        reply = read_reply(_decode(ids, tokenizer), tokenizer)
         if reply.is_read:
             special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
             texts[place] = re.sub("|".join(map(re.escape, special)), "", reply.content).strip()
@@ -34,7 +34,7 @@ def final_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase,
 
 
 def without_answers(example: Example) -> Example:
-    """Return an example whose earlier answers are not learned, because another than the teacher wrote them."""
+    """Return an example whose earlier answers are not learned, because the teacher did not write them."""
     turns = (turn if turn.role != "assistant" else replace(turn, is_learned=False) for turn in example.messages)
     return replace(example, messages=tuple(turns))
 
@@ -46,28 +46,32 @@ def readable_row(
     tokenizer: PreTrainedTokenizerBase,
     ends: Collection[int],
 ) -> dict[str, Any]:
-    """Return a chat with its answer as a row of which the tokens that were written are learned.
+    """Return a chat with its answer as a row from which exactly the generated tokens are learned.
 
-    That is the first of these that has them: the final answer `text`, beside its reasoning in the field that the
-    template reads; the same as it was written, with spaces around it; and all that was written as one text. If none has
-    them, and there are marks of the template in it, such as a call of a tool, the row is the rendered prompt and its
-    completion. Else it is the first one, as where the template always writes a block of reasoning.
+    The row is the first of these that gives those tokens: the final answer `text`, with its reasoning in the field that
+    the template reads; the same with the spaces that the model wrote around it; and everything as one text. If none
+    does, and the text contains marks of the template, such as a call of a tool, the row is the rendered prompt and its
+    completion. Otherwise it is the first one, as for a template that always writes a block of reasoning.
     """
     chat = as_chat(example)
-    raw = _decoded(ids[:-1] if ids[-1:] and ids[-1] in ends else ids, tokenizer)
+    raw = _decode(ids[:-1] if ids[-1:] and ids[-1] in ends else ids, tokenizer)
     reply = read_reply(raw, tokenizer, chat)
     replies = [Reply(text, reply.fields), reply, Reply(raw)]
-    as_chats = [(replace(chat, outputs=(each.content,), answer_fields=each.fields), each) for each in replies]
-    # In some tokenizers the end of a prompt and the beginning of an answer are one token of the whole text.
+    as_chats = [
+        (replace(chat, outputs=(reply_form.content,), answer_fields=reply_form.fields), reply_form)
+        for reply_form in replies
+    ]
+    # Compare tokens first and texts second: with some tokenizers the end of the prompt and the beginning of the answer
+    # merge into one token of the chat.
     for is_written in (_has_tokens, _has_text):
-        for filled, each in as_chats:
+        for filled, reply_form in as_chats:
             if is_written(filled, ids, tokenizer):
-                return answered_row(example, each.content, each.fields)
+                return answered_row(example, reply_form.content, reply_form.fields)
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    if reply.is_read or any(each in raw and each in str(tokenizer.chat_template) for each in special):
+    if reply.is_read or any(reply_form in raw and reply_form in str(tokenizer.chat_template) for reply_form in special):
         [prompt] = render_chats([chat], tokenizer)
-        # Behind a completion stands the end token of the tokenizer.
-        completion = _decoded(ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids, tokenizer)
+        # Tokenizing a completion appends the end token again.
+        completion = _decode(ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids, tokenizer)
         as_it_is = Example("", "", (completion,), raw_prompt=prompt)
         if _has_tokens(as_it_is, ids, tokenizer):
             return answered_row(as_it_is, completion)
@@ -75,18 +79,18 @@ def readable_row(
 
 
 def _has_tokens(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether an example has the tokens of its prompt and then these, which only an end may follow."""
-    item = _encoded(example, tokenizer)
+    """Return whether an example has the tokens of its prompt and then these, which only an end may follow."""
+    item = _encode(example, tokenizer)
     return item is not None and [*item.asked, *ids] == item.ids[: len(item.asked) + len(ids)]
 
 
 def _has_text(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """The same for the text of the tokens."""
-    item = _encoded(example, tokenizer)
-    return item is not None and _decoded(item.ids, tokenizer).startswith(_decoded([*item.asked, *ids], tokenizer))
+    """Return the same for the text of the tokens."""
+    item = _encode(example, tokenizer)
+    return item is not None and _decode(item.ids, tokenizer).startswith(_decode([*item.asked, *ids], tokenizer))
 
 
-def _encoded(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
+def _encode(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:
     try:
         [item] = encode([example], tokenizer, _WHOLE).items
     except UserError:  # the template refuses an answer of this form
@@ -94,5 +98,5 @@ def _encoded(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | 
     return item
 
 
-def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -51,7 +51,7 @@ class _Job:
     settings: ResponseConfig
     """The settings, with engine, dtype, batch_size and prompt resolved where they were auto or None."""
     examples: list[Example]
-    """The examples whose prompts are kept, in order."""
+    """The examples whose prompts are within the limit, in order."""
     prompts: EncodedPrompts
     batches: list[list[int]]
     tokenizer: PreTrainedTokenizerBase
@@ -67,9 +67,10 @@ def generate_responses(
 ) -> dict[str, Any]:
     """Write the model's answer to every prompt of a set, in a file that can be used as data.train.
 
-    The file has one row per kept prompt, in the set's order and form: instruction, input, output; or prompt,
-    completion; or messages that end with the answer. It is written when all answers are generated; `answers_file` says
-    what is beside it, and until then in its place. If the finished file of this request exists, nothing is generated.
+    The file has one row per prompt within the limit, in the set's order and form: instruction, input, output; or
+    prompt, completion; or messages that end with the answer. It is written when all answers are generated;
+    `answers_file` describes the files beside it, and those before it exists. If the finished file of this request
+    exists, nothing is generated.
 
     Args:
         model: folder or hub name of a causal LM, or embedded:teacher.
@@ -168,12 +169,12 @@ def _answer(job: _Job, left: list[int]) -> None:
         lengths = {"max_new_tokens": room, "max_length": settings.max_length}
         engine = VllmEngine(folder, job.ends, decoding, dtype=dtype, seed=settings.seed, **lengths)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
-    # Rank 0 counts the prompts of all ranks, as their shares are similar.
+    # Rank 0 alone shows the progress, so it counts the prompts of all ranks, assuming that they are about as fast.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
-        for turn, number in enumerate(share):
+        for round_number, number in enumerate(share):
             rows = answer_batch(engine, job.prompts.ids, job.batches, number, settings.seed)
             answers_file.append_batch(job.output, World.current().rank, number, rows)
-            together = left[turn * World.current().size : (turn + 1) * World.current().size]
+            together = left[round_number * World.current().size : (round_number + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))
 
 

@@ -31,11 +31,11 @@ class Written(NamedTuple):
 
     ids: list[int]
     log_probs: list[float]
-    """Of each token, under the model that has written it; empty if it has not said them."""
+    """Of each token, under the model that wrote it; empty if unknown."""
 
 
 class Writer(Protocol):
-    """Writes the answers of the student, by samples of its distribution at temperature 1."""
+    """Writes the answers of the student: samples of its distribution at temperature 1."""
 
     def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
         """Return the answers of a step (from 0) to this rank's prompts. Every rank must call this function."""
@@ -60,7 +60,7 @@ class OnPolicyLoader:
     world_size: int
 
     def is_on_policy(self, step: int) -> bool:
-        """Whether the student generates the answers of this step, on every rank."""
+        """Return whether the student generates the answers of this step, on every rank."""
         return bool(np.random.default_rng((self.seed, step, _STEP_KIND)).random() < self.share)
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -68,11 +68,12 @@ class OnPolicyLoader:
         if not self.is_on_policy(step):
             return self.loader.micro_batches(step)
         micro_batches = [list(items) for items in self.loader.micro_batch_items(step)]
-        prompts = [self._prompts(step, number, items) for number, items in enumerate(micro_batches)]
+        prompts = [self._make_prompts(step, number, items) for number, items in enumerate(micro_batches)]
         answers = self.writer.write(step, prompts)
-        return [self._answered(items, written) for items, written in zip(micro_batches, answers, strict=True)]
+        return [self._collate_answers(items, written) for items, written in zip(micro_batches, answers, strict=True)]
 
-    def _prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
+    def _make_prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
+        # The index in the global batch, so that a row's random numbers do not depend on the number of ranks.
         first_row = (number * self.world_size + self.rank) * len(items)
         prompts = []
         for row, item in enumerate(items, first_row):
@@ -80,7 +81,7 @@ class OnPolicyLoader:
             prompts.append(Prompt(item.asked, int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))))
         return prompts
 
-    def _answered(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
+    def _collate_answers(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
         answered = [Encoded(item.asked, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
         log_probs = [value for row in written for value in row.log_probs]
         return replace(
@@ -104,10 +105,10 @@ class StudentWriter:
 
     def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
         """See Writer."""
-        return [self._write(prompts) for prompts in micro_batches]
+        return [self._generate(prompts) for prompts in micro_batches]
 
     @torch.no_grad()
-    def _write(self, prompts: Sequence[Prompt]) -> list[Written]:
+    def _generate(self, prompts: Sequence[Prompt]) -> list[Written]:
         model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
@@ -115,9 +116,9 @@ class StudentWriter:
             eos_token_id=self.end_token_ids,
             pad_token_id=self.pad_token_id,
         )
-        noise = RowNoise([each.seed for each in prompts], model.device)
+        noise = RowNoise([prompt.seed for prompt in prompts], model.device)
         with inference(model, settings):
-            rows = new_tokens(model, [each.ids for each in prompts], settings, synced=self.synced, noise=noise)
+            rows = new_tokens(model, [prompt.ids for prompt in prompts], settings, synced=self.synced, noise=noise)
         return [Written(row, []) for row in rows]
 
 
@@ -135,5 +136,6 @@ class RowNoise(LogitsProcessor):
         uniform_BV = torch.stack(
             [torch.rand(scores.shape[-1], generator=stream, device=scores.device) for stream in self._streams]
         )
+        # torch.rand may return 0, whose logarithm is -inf; both logarithms need an argument over 0.
         tiny = torch.finfo(torch.float32).tiny
         return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()

@@ -24,8 +24,8 @@ from llmdistill.runtime.distributed import on_every, on_main
 _REQUESTS = 64
 """Requests that a rank has under way at the same time: vLLM answers them together."""
 _TRIES = 30
-"""How often a server is told to forget its cache, a second apart."""
-_WHOSE = {"method": "weights_stamp"}
+"""How often a server is asked to clear its cache, a second apart."""
+_STAMP_REQUEST = {"method": "weights_stamp"}
 
 
 class RolloutServer:
@@ -34,7 +34,7 @@ class RolloutServer:
     def __init__(
         self, url: str, *, vocabulary: int, max_new_tokens: int, end_token_ids: Sequence[int], wait: float
     ) -> None:
-        """Nothing is asked yet; `url` and `wait` are as for `ModelServer`.
+        """Store the settings; nothing is sent yet. `url` and `wait` are as for `ModelServer`.
 
         Args:
             vocabulary: the number of the student's tokens.
@@ -45,7 +45,7 @@ class RolloutServer:
         self._vocabulary, self._longest, self._ends = vocabulary, max_new_tokens, list(end_token_ids)
 
     def check(self, longest: int) -> None:
-        """Raise a UserError if the server is not there, does not read so many tokens, or cannot take weights."""
+        """Raise a UserError if the server is not there, reads fewer tokens than `longest`, or cannot take weights."""
         start = (
             "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve STUDENT --worker-extension-cls "
             "llmdistill.generation.vllm_worker.StudentWeights`"
@@ -55,39 +55,39 @@ class RolloutServer:
             raise UserError(f"{self._server.name}: it serves no model; {start}")
         self._server.check_room(next(iter(models.values())), longest)
         try:
-            self._server.send("/collective_rpc", _WHOSE)
+            self._server.send("/collective_rpc", _STAMP_REQUEST)
         except HTTPError as error:
-            said = words_of(error)
-            raise UserError(f"{self._server.name}: it does not take weights ({said}); {start}") from error
+            reason = words_of(error)
+            raise UserError(f"{self._server.name}: it does not take weights ({reason}); {start}") from error
 
     def stamp(self) -> str | None:
-        """Return the stamp of the weights that it has; None if it was handed over none since its start."""
+        """Return the stamp of the server's weights; None if it has received none since its start."""
         what, remedy = "to say which weights it has", "start it as docs/methods.md says"
-        said = self._server.insist("/collective_rpc", _WHOSE, what=what, remedy=remedy)
-        return next(iter(said["results"]))
+        answer = self._server.insist("/collective_rpc", _STAMP_REQUEST, what=what, remedy=remedy)
+        return next(iter(answer["results"]))
 
     def take_weights(self, folder: Path, stamp: str) -> None:
-        """Have it load the weights of a folder; raises as `ModelServer.complete` does."""
+        """Have the server load the weights of a folder; raises as `ModelServer.complete` does."""
         body = {"method": "take_weights", "args": [str(folder.absolute()), stamp]}
         remedy = "let it see this folder, and serve the untrained student of this run, or one with the same shapes"
         what = f"the weights in {folder.absolute()}"
-        # It answers 500 where it cannot read them, which no repetition changes.
+        # It answers 500 if it cannot read them, and a repetition would not help; hence 501.
         self._server.insist("/collective_rpc", body, what=what, remedy=remedy, final=501)
-        # vLLM keeps its cache, with what older weights have computed, as long as it answers somebody else.
+        # The prefix cache holds keys and values of the old weights. vLLM refuses to clear it while requests run.
         for _ in range(_TRIES):
-            said = self._server.insist("/reset_prefix_cache", {}, what="to forget its cache", remedy=remedy)
-            if not isinstance(said, dict) or said.get("success", True):
+            answer = self._server.insist("/reset_prefix_cache", {}, what="to forget its cache", remedy=remedy)
+            if not isinstance(answer, dict) or answer.get("success", True):
                 return
             time.sleep(1)
         raise UserError(f"{self._server.name}: it goes on answering others; give the run a server of its own")
 
     def ask(self, prompt: Prompt) -> Future[Written]:
-        """Ask for an answer, which is there later; raises as `ModelServer.complete` does."""
+        """Request an answer; the future raises as `ModelServer.complete` does."""
         body = {
             "prompt": prompt.ids,
             "max_tokens": self._longest,
             "seed": prompt.seed,
-            # The student's own distribution: nothing of what the server or its generation_config.json prefer.
+            # The student's own distribution, without the defaults of the server or of its generation_config.json.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": -1,
@@ -99,26 +99,26 @@ class RolloutServer:
             "return_token_ids": True,
         }
         what, remedy = f"a prompt of {len(prompt.ids)} tokens", "serve the untrained student of this run"
-        return self._server.complete(body, self._written, what=what, remedy=remedy)
+        return self._server.complete(body, self._parse_answer, what=what, remedy=remedy)
 
-    def _written(self, answer: Any) -> Written:
+    def _parse_answer(self, answer: Any) -> Written:
         try:
             choice = answer["choices"][0]
             ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            found = Written([int(each) for each in ids], [float(each) for each in log_probs])
+            written = Written([int(token) for token in ids], [float(value) for value in log_probs])
         except (KeyError, IndexError, TypeError, ValueError):
-            found = Written([], [])
-        if not 0 < len(found.ids) == len(found.log_probs) <= self._longest:
+            written = Written([], [])
+        if not 0 < len(written.ids) == len(written.log_probs) <= self._longest:
             raise UserError(
                 f"{self._server.name}: it does not give the 1 to {self._longest} tokens of an answer with the "
                 "log-probability of each (return_token_ids and logprobs, as vLLM does): take a server that does"
             )
-        if not 0 <= min(found.ids) <= max(found.ids) < self._vocabulary:
+        if not 0 <= min(written.ids) <= max(written.ids) < self._vocabulary:
             raise UserError(
-                f"{self._server.name}: it names the token {max(found.ids)}, and the student has {self._vocabulary}: "
+                f"{self._server.name}: it names the token {max(written.ids)}, and the student has {self._vocabulary}: "
                 "serve the untrained student of this run"
             )
-        return found
+        return written
 
 
 @dataclass
@@ -130,18 +130,18 @@ class ServerWriter:
     """Saves the student in a folder; every rank must call it."""
     folder: Path
     every: int
-    """The weights are handed over in the first step of each so many that is on-policy."""
+    """The number of steps in a period; the weights are sent in the first on-policy step of each period."""
     _period: int | None = field(default=None, init=False)
     _stamp: str | None = field(default=None, init=False)
 
     def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
         """See Writer; raises a UserError, on every rank, as `RolloutServer` does."""
         if self._period != step // self.every:
-            self._hand_over()
+            self._send_weights()
         self._period = step // self.every
         while True:
-            asked = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
-            written = on_every(partial(_results, asked))
+            futures = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
+            written = on_every(partial(_collect, futures))
             stamp = on_main(self.server.stamp)
             if stamp == self._stamp:
                 return written
@@ -150,14 +150,14 @@ class ServerWriter:
                     "data.rollout.url: another training has handed its weights to this server: give each a server of "
                     "its own"
                 )
-            self._hand_over()  # it was started again since, and has answered with the weights of its start
+            self._send_weights()  # the server was restarted, and has answered with the weights of its start
 
-    def _hand_over(self) -> None:
+    def _send_weights(self) -> None:
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))
         self.save(self.folder)
         self._stamp = on_main(lambda: uuid.uuid4().hex)
         on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)))
 
 
-def _results(asked: Sequence[Sequence[Future[Written]]]) -> list[list[Written]]:
-    return [[each.result() for each in futures] for futures in asked]
+def _collect(futures: Sequence[Sequence[Future[Written]]]) -> list[list[Written]]:
+    return [[future.result() for future in of_batch] for of_batch in futures]

@@ -38,13 +38,13 @@ def choose_engine(
     """
     if wanted == "hf":
         return "hf"
-    reason = obstacle or _obstacle(model, no_repeat_ngram_size, world_size, key)
+    reason = obstacle or _find_obstacle(model, no_repeat_ngram_size, world_size, key)
     if reason is not None and wanted == "vllm":
         raise UserError(f"{key} vllm: {reason}")
     return "hf" if reason is not None else "vllm"
 
 
-def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key: str) -> str | None:
+def _find_obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key: str) -> str | None:
     """Return why vLLM cannot run this request and what the user can do, or None if vLLM can run it."""
     if world_size > 1:
         return f"vLLM drives all GPUs from one process; start the command without --num_gpus, or take {key} hf"
@@ -92,13 +92,13 @@ class VllmEngine:
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,
             "max_tokens": max_new_tokens,
-            # Those stop an answer, and not the end tokens that vLLM finds in the model's folder.
+            # These stop an answer, instead of the end tokens that vLLM reads from the model's folder.
             "stop_token_ids": list(ends),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "detokenize": False,
         }
-        self._llm = _load(model, dtype, max_length=max_length, seed=seed)
+        self._llm = _load_llm(model, dtype, max_length=max_length, seed=seed)
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine; each prompt has its own random stream."""
@@ -126,10 +126,12 @@ class VllmScorer:
             temperature=1.0, max_tokens=1, prompt_logprobs=k, logprobs=k, ignore_eos=True, detokenize=False
         )
         # Cached prefixes have no log-probabilities.
-        self._llm = _load(model, dtype, max_length=max_length + 1, seed=0, max_logprobs=k, enable_prefix_caching=False)
+        self._llm = _load_llm(
+            model, dtype, max_length=max_length + 1, seed=0, max_logprobs=k, enable_prefix_caching=False
+        )
 
     def score(self, token_ids: list[list[int]]) -> list[TopK]:
-        """Return the k most likely tokens after each of the T tokens of each text, (T, k), with the tail at 1.
+        """Return the k most likely tokens after each of the T tokens of each text, (T, k), and the rest at 1.
 
         Raises UserError if vLLM gives something else than documented.
         """
@@ -138,13 +140,13 @@ class VllmScorer:
             sampling_params=[self._params] * len(token_ids),
             use_tqdm=False,
         )
-        return [self._top_k(ids, result) for ids, result in zip(token_ids, results, strict=True)]
+        return [self._to_top_k(ids, result) for ids, result in zip(token_ids, results, strict=True)]
 
-    def _top_k(self, ids: list[int], result: Any) -> TopK:
-        # What vLLM says of a token is the distribution in which it was, so that after the token before it.
+    def _to_top_k(self, ids: list[int], result: Any) -> TopK:
+        # vLLM's entry of a token is the distribution from which it came, which is the one after the token before it.
         entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
-        found = [{token: each.logprob for token, each in (entry or {}).items()} for entry in entries]
-        top = to_top_k(found, self._k) if len(entries) == len(ids) else None
+        log_probs = [{token: value.logprob for token, value in (entry or {}).items()} for entry in entries]
+        top = to_top_k(log_probs, self._k) if len(entries) == len(ids) else None
         if top is None:
             raise UserError(
                 f"--cache.engine vllm: this vLLM does not give the {self._k} most likely tokens after each of "
@@ -154,27 +156,28 @@ class VllmScorer:
 
 
 def to_top_k(entries: Sequence[Mapping[int, float]], k: int) -> TopK | None:
-    """Return the k most likely tokens of vLLM's log-probabilities, (N, k), with the tail at 1.
+    """Return the k most likely tokens of vLLM's log-probabilities, (N, k), and the rest at temperature 1.
 
     Each of the N entries has the log-probabilities of at least k tokens, the most likely ones and any others, in any
     order. None if an entry has fewer.
     """
-    lengths = np.array([len(each) for each in entries])
+    lengths = np.array([len(entry) for entry in entries])
     if not len(lengths) or lengths.min() < k:
         return None
-    is_given = np.arange(lengths.max()) < lengths[:, None]
-    values, ids = np.full(is_given.shape, -np.inf), np.full(is_given.shape, -1)
-    values[is_given] = [value for each in entries for value in each.values()]
-    ids[is_given] = [token for each in entries for token in each]
+    # Entries differ in length, because vLLM adds the actual token to the k most likely ones unless it is among them.
+    is_filled = np.arange(lengths.max()) < lengths[:, None]
+    values, ids = np.full(is_filled.shape, -np.inf), np.full(is_filled.shape, -1)
+    values[is_filled] = [value for entry in entries for value in entry.values()]
+    ids[is_filled] = [token for entry in entries for token in entry]
     order = np.lexsort((ids, values))[:, ::-1][:, :k]
     log_probs = torch.from_numpy(np.take_along_axis(values, order, axis=1))
     tokens = torch.from_numpy(np.take_along_axis(ids, order, axis=1))
-    # Rounding may leave nothing, or less, to a tail that has little.
-    tail = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
-    return TopK(tokens, log_probs.float(), {1.0: tail.float()})
+    # If the k tokens have nearly all of the mass, rounding may make the rest zero or negative.
+    rest = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
+    return TopK(tokens, log_probs.float(), {1.0: rest.float()})
 
 
-def _load(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, **options: Any) -> Any:
+def _load_llm(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, **options: Any) -> Any:
     import vllm
 
     return vllm.LLM(
@@ -192,11 +195,13 @@ def _load(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, 
 
 def shares(config: PreTrainedConfig, gpus: int) -> int:
     """Return the number of GPUs over which a model's heads can be split evenly (vLLM's tensor parallelism)."""
-    heads = [n or 1 for n in layer_values(config, "num_attention_heads")]
-    groups = [n for n in layer_values(config, "num_key_value_heads") if n] or heads
+    head_counts = [count or 1 for count in layer_values(config, "num_attention_heads")]
+    group_counts = [count for count in layer_values(config, "num_key_value_heads") if count] or head_counts
+    # vLLM copies key-value heads where there are fewer of them than GPUs.
     fitting = [
         n
         for n in range(1, gpus + 1)
-        if all(each % n == 0 for each in heads) and all(each % n == 0 or n % each == 0 for each in groups)
+        if all(heads % n == 0 for heads in head_counts)
+        and all(groups % n == 0 or n % groups == 0 for groups in group_counts)
     ]
     return max(fitting, default=1)

@@ -1,4 +1,4 @@
-"""What a vLLM server's worker has besides its own methods, so that it takes the weights of a student in training.
+"""Extends the worker of a vLLM server by methods that take the weights of a student in training.
 
 vLLM loads this module by its option --worker-extension-cls, and nothing else does: it needs vLLM.
 """
@@ -21,8 +21,8 @@ class StudentWeights:
         """Load the weights in a folder, of a model with the shapes of the one that is served."""
         self.reload_weights(weights_path=folder)
         for module in self.get_model().modules():
-            # On a CPU vLLM packs the LM head, and packs it again only if the folder has a weight of its own for it,
-            # which it has not where the head is tied to the embedding.
+            # On a CPU vLLM packs the LM head. It packs it again only if the folder has a separate weight for it, which
+            # is not the case if the head is tied to the embedding.
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
         self.stamp = stamp
