@@ -39,7 +39,10 @@ _SYSTEMS = ("system", "system_prompt", "system_message")
 _TOOLS = ("tools", "functions")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
-FORMS = (*_ASKS, *_CHATS, "prompt", "chosen")
+_CHOSEN = "chosen_messages"
+"""What newer sets of LLaMA-Factory call `chosen`."""
+
+FORMS = (*_ASKS, *_CHATS, "prompt", "chosen", _CHOSEN)
 """The keys of which a row has one at least."""
 
 _REFUSED = {
@@ -174,6 +177,8 @@ def parse_row(
             what the row means and is not read; the message begins with `source`, the place of the row.
     """
     row = {key: value for key, value in row.items() if value is not None}
+    if _CHOSEN in row and "chosen" not in row:
+        row["chosen"] = row.pop(_CHOSEN)
     is_plain = _SPECIAL.isdisjoint(row)
     if not is_plain:
         check_refused(row, _REFUSED, source)

@@ -46,8 +46,10 @@ _NAMES = {"role", "from"}
 """Keys of which a message has one."""
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 
-LEARNED = ("weight", "train", "training", "trainable", "loss")
-"""Keys that say whether a message, or a whole row, is learned: OpenAI, axolotl, xtuner, ms-swift."""
+LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_weight")
+"""Keys that say whether a message, or a whole row, is learned: OpenAI, axolotl, xtuner, ms-swift, LLaMA-Factory."""
+_MASKED = "masked"
+"""The key of torchtune, which says the opposite."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "objects")
 """Keys of what a text model cannot read."""
 IN_WORDS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
@@ -59,6 +61,13 @@ _REFUSED = {
     "refusal": "stands beside the content; write what the assistant said as its content",
 }
 
+
+_PARTS = {
+    "text": ("text", "input_text", "output_text"),
+    "reasoning": ("reasoning", "thinking"),
+    "call": ("tool_call",),
+}
+"""The types of a message's parts."""
 
 _OPENS = re.compile(r"\s*[\[{]")
 _TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
@@ -125,6 +134,8 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     check_refused(fields, _REFUSED, where)
     kind = _ROLE_OF[role]
     learned = [_parse_flag(fields.pop(key), key, where) for key in LEARNED if key in fields]
+    if _MASKED in fields:
+        learned.append(not _parse_flag(fields.pop(_MASKED), _MASKED, where))
     if any(learned) and kind not in ("assistant", _CALL):
         raise UserError(f"{where} is a {kind} turn that is to be learned, and only answers are; take its weight out")
     listed = fields.pop("tool_calls", None)
@@ -144,8 +155,11 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
         content = ""
     elif content is None and calls:
         content = ""
-    text = _join_texts(content, where)
+    text, reasoning, calls_in_parts = _parse_content(content, where)
+    calls += calls_in_parts
     template_fields = {key: value for key, value in fields.items() if _is_json(value)}
+    if reasoning:
+        template_fields.setdefault("reasoning_content", reasoning)
     if calls:
         template_fields["tool_calls"] = calls
     return kind, Turn("assistant" if kind == _CALL else kind, text, template_fields, is_learned=all(learned))
@@ -173,20 +187,32 @@ def check_refused(fields: Mapping[str, Any], refused: Mapping[str, str], where: 
             raise UserError(f'{where}: "{key}" ({shown(value)}) {why}; take it out, or the whole row')
 
 
-def _join_texts(content: object, where: str) -> str:
-    """Return the content of a message: a text, or the texts of its parts one after the other."""
+def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return the text of a message, its reasoning, and its calls of tools; where it has parts, those of each kind.
+
+    OpenAI's parts have their text under the key `text`, LLaMA-Factory's under `value`, and TRL's reasoning under
+    `thinking`.
+    """
     if isinstance(content, str):
-        return content
+        return content, "", []
     if not is_list(content) or not len(content):
         raise UserError(f"{where} has the content {shown(content)}, not a string; quote it or leave the row out")
-    texts = []
+    texts: dict[str, list[str]] = {kind: [] for kind in _PARTS}
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        values = part if isinstance(part, Mapping) else {"text": part}
+        given = values.get("type", "text")
+        kind = next((kind for kind, names in _PARTS.items() if given in names), None)
+        text = next((values[key] for key in ("text", "value", "thinking") if values.get(key) is not None), None)
+        if kind is None or not isinstance(text, str):
             raise UserError(f"{where} has the part {shown(part)}, and only texts are read; leave the row out")
-        texts.append(text)
-    return "".join(texts)
+        texts[kind].append(text)
+    values_of_calls = [from_json(text, "tool_call", where) for text in texts["call"]]
+    calls = [
+        _parse_call(call, "tool_call", where)
+        for value in values_of_calls
+        for call in (value if is_list(value) else [value])
+    ]
+    return "".join(texts["text"]), "".join(texts["reasoning"]), calls
 
 
 def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:

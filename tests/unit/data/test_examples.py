@@ -196,7 +196,7 @@ class TestKeysThatChangeARow:
             assert learned({**row, "chat_template_kwargs": options}).template_options == {"enable_thinking": False}
 
     @pytest.mark.parametrize("no", [0, 0.0, False])
-    @pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+    @pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "loss_weight"])
     def test_turns_that_are_not_learned(self, key, no):
         bad = {"role": "assistant", "content": "bad", key: no}
         found = learned({"messages": [USER, {**ANSWER, key: 1}, USER, bad]})
@@ -205,6 +205,13 @@ class TestKeysThatChangeARow:
         assert found.messages[1] == Turn("assistant", "bad", is_learned=False)
         with pytest.raises(LeftOut, match="x:1: the row is not learned, because none of its turns is learned"):
             learned({"messages": [USER, bad]})
+
+    def test_masked_turns_are_not_learned(self):
+        """Torchtune's messages say which are left out of the loss."""
+        masked, user = {"role": "assistant", "content": "bad", "masked": True}, {**USER, "masked": True}
+        found = learned({"messages": [user, masked, user, {**ANSWER, "masked": False}]})
+        assert [turn.is_learned for turn in found.messages] == [False, False, False]
+        assert found.outputs == ("Hello.",)
 
     def test_assistant_turns_of_a_prompt_are_given(self):
         found = learned({"prompt": [USER, AGAIN, USER], "completion": [ANSWER]})
@@ -290,17 +297,38 @@ class TestKeysThatChangeARow:
                 Example("", "", ("Hello.",), messages=TURNS[:1]),
             ),
             ({"conversations": SHARED[:2], "chosen": SHARED[2], "rejected": SHARED[2]}, CHAT),
+            (
+                {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, AGAIN]},
+                Example("", "", ("Hello.",), messages=TURNS[:1]),
+            ),
             ({"instruction": "Hi.", "chosen": "Hello.", "rejected": "No."}, Example("Hi.", "", ("Hello.",))),
         ],
     )
     def test_of_a_preference_the_chosen_answer_is_learned(self, row, example):
         left_out = Counter[str]()
         assert parse_row(row, "x:1", left_out=left_out) == example
-        assert describe_left_out(left_out) == " Left out: rejected of 1 rows (only the chosen answer is learned)."
+        [key] = (key for key in row if key.startswith("rejected"))
+        assert describe_left_out(left_out) == f" Left out: {key} of 1 rows (only the chosen answer is learned)."
 
     def test_parts_of_a_content_are_their_texts(self):
         parts = [{"type": "text", "text": "Hel"}, {"text": "lo"}, "."]
         assert learned({"messages": [USER, {**ANSWER, "content": parts}]}).outputs == ("Hello.",)
+
+    @pytest.mark.parametrize("key", ["value", "text"])
+    def test_parts_of_other_types(self, key):
+        """LLaMA-Factory's newer sets have reasoning and calls as parts, with their text under `value`."""
+        call = json.dumps({"name": CALL["function"]["name"], "arguments": CALL["function"]["arguments"]})
+        parts = [{"type": "reasoning", key: "Hm."}, {"type": "text", key: "Hello."}, {"type": "tool_call", key: call}]
+        found = learned({"messages": [{**USER, "content": parts[1:2]}, {**ANSWER, "content": parts}]})
+        assert found == learned(
+            {"messages": [{**USER, "content": "Hello."}, {**ANSWER, "reasoning_content": "Hm.", "tool_calls": [CALL]}]}
+        )
+        thinks = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Hello."}]
+        assert learned({"messages": [USER, {**ANSWER, "content": thinks}]}).answer_fields == {
+            "reasoning_content": "Hm."
+        }
+        broken = [{"type": "tool_call", key: "f("}]
+        refuses('"tool_call" is "f(", not JSON', learned, {"messages": [USER, {**ANSWER, "content": broken}]})
 
     def test_fields_that_are_no_json_are_left_out(self):
         for field in ({1: "a"}, {"a": {2: "b"}}, [pd.Timestamp(0)]):
