@@ -50,8 +50,8 @@ def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = 
 
 def task_class(key: str) -> type[Task]:
     """Return the class of a task by its key in TASKS."""
-    found = TASKS[key]
-    return resolve_name(found) if isinstance(found, str) else found
+    entry = TASKS[key]
+    return resolve_name(entry) if isinstance(entry, str) else entry
 
 
 def task_key(name: str, *, key: str = "data.task.name") -> str:
@@ -60,11 +60,14 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
     Raises:
         UserError: the task does not exist.
     """
-    plain = plain_name(name)
+    normalized = plain_name(name)
     if not is_task(name):
-        known = [each for each in TASKS if each not in _KINDS]
-        raise UserError(f"{key}: there is no task {name!r}{did_you_mean(plain, known)} (there are {', '.join(known)})")
-    return plain
+        # The names of data.kind are keys of TASKS too, but data.task.name does not take them.
+        known = [task for task in TASKS if task not in _KINDS]
+        raise UserError(
+            f"{key}: there is no task {name!r}{did_you_mean(normalized, known)} (there are {', '.join(known)})"
+        )
+    return normalized
 
 
 def is_task(name: str) -> bool:
@@ -74,8 +77,8 @@ def is_task(name: str) -> bool:
 
 def task_folder(folder: str, name: str) -> str:
     """Return the folder of a task in data.task.dir, in any spelling; return data.task.dir itself if there is none."""
-    inside = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
-    return str(next((each for each in inside if each.is_dir() and plain_name(each.name) == plain_name(name)), folder))
+    paths = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    return str(next((path for path in paths if path.is_dir() and plain_name(path.name) == plain_name(name)), folder))
 
 
 def plain_name(name: str) -> str:
@@ -83,4 +86,5 @@ def plain_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-TASKS |= {plain_name(each.name): each.value for each in plugins("llmdistill.tasks", TASKS, key=plain_name)}
+# Below the functions that it needs: the keys of other packages are normalized as the names that users type are.
+TASKS |= {plain_name(plugin.name): plugin.value for plugin in plugins("llmdistill.tasks", TASKS, key=plain_name)}

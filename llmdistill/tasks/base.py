@@ -88,7 +88,7 @@ class TaskData(ABC):
         """Return the loader of a rank's training batches."""
 
     def taught_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
-        """Return all examples whose outputs a run asks of its teacher, and the function that collates them.
+        """Return all examples for which a run needs the outputs of its teacher, and the function that collates them.
 
         Each has a `sample_id` and a length in tokens. Called only if the task has no `changing_examples`.
         """
@@ -117,7 +117,7 @@ class TaskData(ABC):
         return self.tokenizer
 
     def teacher_prompts(self) -> dict[int, list[int]] | None:
-        """Return the teacher's tokens of each prompt, and between answers, by the student's, for other tokenizers.
+        """Map the student's tokens of each prompt, and those between answers, to the teacher's, if tokenizers differ.
 
         The keys are those of `parts_before`. None if the sequences are plain text. Called only if the task
         `translates`.
@@ -190,10 +190,11 @@ class Task(TaskData):
         self.trains = trains
         self.teacher_writes = teacher_writes
 
-    def having(self, **found: Any) -> Any:
+    def having(self, **attributes: Any) -> Any:
         """Return a copy of the task with other attributes, such as its examples."""
+        # A shallow copy: the examples, which are mapped files, are shared.
         task = copy.copy(self)
-        vars(task).update(found)
+        vars(task).update(attributes)
         return task
 
     @property
@@ -212,14 +213,14 @@ class Task(TaskData):
         return 1
 
     def changing_examples(self, *, causal: bool) -> str | None:
-        """Return why the examples of decoders (`causal`) or encoders change while they are learned, as a clause.
+        """Return why the examples of decoders (`causal`) or encoders change during training, as a clause.
 
         None if there is a list of examples that are the same in every epoch.
         """
         return None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """Check the configuration of a model, which the setting `key` names as `reference`.
+        """Check the configuration of the model `reference`, the value of the setting `key`.
 
         Raises:
             UserError: a model of this kind cannot learn or teach the task.
@@ -227,7 +228,7 @@ class Task(TaskData):
         return
 
     def check_positions(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """Check that a model, which the setting `key` names as `reference`, has a position for each token.
+        """Check that the model `reference`, the value of the setting `key`, has a position for each token.
 
         Raises:
             UserError: data.max_length is beyond the model's positions.
@@ -252,8 +253,9 @@ class Task(TaskData):
         return
 
     def check_files(self, *, thorough: bool = True) -> None:
-        """Check the files that the data will be read from: that they are there, and their rows, unless `thorough` the
-        first one, as far as that takes a second or two.
+        """Check that the files of the data exist and that their rows are well-formed.
+
+        Only the first row of a file is checked; if `thorough`, as many rows as a second or two allow.
 
         Raises:
             UserError: a file does not exist, or a row is malformed.

@@ -1,4 +1,4 @@
-"""What a study of fine-tuning asks of a task: its title, its metrics on dev, and the models that are fine-tuned on it.
+"""What a study of fine-tuning needs from a task: its title, its metrics on dev, and its fine-tuned models.
 
 One class of `Benchmark` may serve several tasks, which differ in their names.
 """
@@ -29,7 +29,7 @@ _HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
     "span": ("head for spans", ("ForQuestionAnswering",)),
     "lm_head": ("language-model head", ("ForMaskedLM", "ForPreTraining")),
 }
-"""What the heads of tasks are called, and how the names of the classes end that have them, the usual one first."""
+"""The heads of tasks as messages call them, and the endings of the class names that have them, the usual one first."""
 
 
 class Benchmark(StoredTask):
@@ -46,7 +46,7 @@ class Benchmark(StoredTask):
     """Whether the targets are classes or scores of whole examples, which a figure may color."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Find the task and its files; raise UserError if there is none."""
+        """Find the task and its files; raise UserError if they do not exist."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.key = task_key(str(config.data.task.name))
         self.check_folder(config.data.task.dir, self.key, setting="data.task.dir")
@@ -86,8 +86,8 @@ class Benchmark(StoredTask):
         return None if folder is None else self.files_in(folder, self.key, setting="data.task.dir")
 
     @classmethod
-    def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
-        """Check the sets of other data on which models are scored too (data.task.out_of_domain), and that they exist.
+    def check_further(cls, settings_by_name: Mapping[str, Mapping[str, Any]], key: str) -> None:
+        """Check the settings of the out-of-domain sets (data.task.out_of_domain), and that their data exist.
 
         Only a task with classes has such sets.
 
@@ -214,11 +214,11 @@ def find_benchmarks(names: Iterable[str], *, setting: str) -> list[str]:
     Raises:
         UserError: a task does not exist, or is named twice.
     """
-    found = [task.title(key) for task, key in (named_benchmark(name, setting=setting) for name in names)]
-    twice = next((name for name in found if found.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{setting}: {twice} is named twice; name each task once")
-    return found
+    titles = [task.title(key) for task, key in (named_benchmark(name, setting=setting) for name in names)]
+    repeated = next((name for name in titles if titles.count(name) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{setting}: {repeated} is named twice; name each task once")
+    return titles
 
 
 def named_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type[Benchmark], str]:
@@ -228,9 +228,9 @@ def named_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type
         UserError: the task does not exist.
     """
     key = task_key(name, key=setting)
-    found = task_class(key)
-    assert issubclass(found, Benchmark), f"{key} is no benchmark"
-    return found, key
+    task = task_class(key)
+    assert issubclass(task, Benchmark), f"{key} is no benchmark"
+    return task, key
 
 
 def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
@@ -239,10 +239,10 @@ def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
     Raises:
         UserError: a task does not exist, or the tasks need different heads.
     """
-    found = {named_benchmark(name, setting="data")[0] for name in names}
-    if len({each.head for each in found}) > 1:
+    classes = {named_benchmark(name, setting="data")[0] for name in names}
+    if len({benchmark.head for benchmark in classes}) > 1:
         raise UserError("data holds tasks that need different heads: evaluate them one by one")
-    return found.pop()
+    return classes.pop()
 
 
 def score_task(
@@ -263,21 +263,21 @@ def score_task(
     Raises:
         UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
     """
-    found, key = named_benchmark(task, setting="data")
-    found.check_folder(data_dir, key, setting="data_dir")
-    head, (ending, *_) = _HEADS[found.head]
+    task_type, key = named_benchmark(task, setting="data")
+    task_type.check_folder(data_dir, key, setting="data_dir")
+    head, (ending, *_) = _HEADS[task_type.head]
     if not type(model).__name__.endswith(ending):
         raise UserError(
-            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
+            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {task_type.title(key)}"
         )
-    found.check_fine_tuned(model.config, key, named="model")
+    task_type.check_fine_tuned(model.config, key, named="model")
     with TemporaryDirectory() as scratch:
-        asked = TaskConfig(name=key, dir=data_dir)
-        settings = DataConfig(kind="task", max_length=max_length, task=asked, cache_dir=scratch)
+        task_settings = TaskConfig(name=key, dir=data_dir)
+        settings = DataConfig(kind="task", max_length=max_length, task=task_settings, cache_dir=scratch)
         train, scoring = TrainConfig(micro_batch_size=batch_size), GenerationConfig(batch_size=batch_size)
-        benchmark = found(RunConfig(ds_config="", data=settings, train=train, scoring=scoring), trains=False)
+        benchmark = task_type(RunConfig(ds_config="", data=settings, train=train, scoring=scoring), trains=False)
         benchmark.only_scores = True
-        if found.head == "lm_head":  # the name of a class does not tell whether a model can write
+        if task_type.head == "lm_head":  # the name of a class does not tell whether a model can write
             benchmark.check_model("model", "in memory", model.config)
         data = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
         scored = ScoredModel(
@@ -286,6 +286,7 @@ def score_task(
             predictions=Path(scratch) / "predictions" if predictions is None else predictions,
             sharded=False,
         )
+        # In a distributed program of the user, every rank scores its own model: no rank waits for another.
         with World(rank=0, size=1, device=model.device).entered():
             return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))
 

@@ -49,10 +49,11 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
     including Matthews's, is undefined if the predictions or the targets are constant or not finite; F1 is undefined if
     class 1 is neither predicted nor a target. An undefined metric is 0, without a warning.
     """
-    return {name: 100 * _metric(name, predictions, targets) for name in GLUE_TASKS[task_name].metrics}
+    return {name: 100 * _compute_metric(name, predictions, targets) for name in GLUE_TASKS[task_name].metrics}
 
 
-def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float:
+def _compute_metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float:
+    # Imported here, because a training that computes no metric need not wait for the two libraries.
     from scipy import stats
     from sklearn import metrics
 
@@ -60,19 +61,22 @@ def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float
         return float(metrics.accuracy_score(targets, predictions))
     if name == "f1":
         return float(metrics.f1_score(targets, predictions, pos_label=1, zero_division=0))
+    # scipy and scikit-learn return nan or raise for such values, depending on the metric and the version.
     if not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (predictions, targets)):
         return 0.0
     if name == "matthews":
         return float(metrics.matthews_corrcoef(targets, predictions))
     correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
     with warnings.catch_warnings():
+        # Early in training a model predicts nearly the same score for every pair; scipy would warn in each validation.
         warnings.simplefilter("ignore", stats.NearConstantInputWarning)
+        # scipy computes in the precision of its inputs, and predictions come in fp32.
         return float(correlation(predictions.astype(np.float64), targets.astype(np.float64)).statistic)
 
 
 def rank_correlation(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Return Spearman's rank correlation, -1 to 1; 0 if either side is constant or not finite."""
-    return _metric("spearman", predictions, targets)
+    return _compute_metric("spearman", predictions, targets)
 
 
 def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
@@ -82,8 +86,8 @@ def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
 
 def chance_score(task: str, examples: Sequence[PairExample | EncodedPair], metric: Metric) -> float:
     """Return the metric of the best constant prediction."""
-    named, targets = GLUE_TASKS[task], targets_of(examples)
-    constants = range(len(named.classes)) if named.classes else [0.0]
+    glue_task, targets = GLUE_TASKS[task], targets_of(examples)
+    constants = range(len(glue_task.classes)) if glue_task.classes else [0.0]
     return max(task_metrics(task, np.full_like(targets, value), targets)[metric] for value in constants)
 
 
@@ -108,10 +112,10 @@ def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention
         if there are any, the average cannot be compared with the paper's.
     """
     columns = CONVENTIONS[convention]
-    there = {name: scores[name][metric] for name, metric in columns.items() if metric in scores.get(name, {})}
-    glue = [score for name, score in there.items() if name != SQUAD2]
+    available = {name: scores[name][metric] for name, metric in columns.items() if metric in scores.get(name, {})}
+    glue = [score for name, score in available.items() if name != SQUAD2]
     return {
         "glue": fmean(glue) if glue else None,
-        "overall": fmean(there.values()) if SQUAD2 in there else None,
-        "missing": [name for name in columns if name not in there],
+        "overall": fmean(available.values()) if SQUAD2 in available else None,
+        "missing": [name for name in columns if name not in available],
     }

@@ -1,4 +1,4 @@
-"""What a model says of each of some items, which the ranks share."""
+"""The outputs of a model for each of some items, which the ranks share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 def scoring_forward(
     model: PreTrainedModel, taps: TapRequest | None = None, *, pooling: Pooling | None = None
 ) -> Iterator[Forward]:
-    """Block with the forward pass of a model in evaluation mode; `pooling` makes embeddings of its hidden states."""
+    """Yield the forward pass of a model in evaluation mode; `pooling` makes embeddings of its hidden states."""
     tapped = TappedModel(model, Recorder(model, taps or {}), pooling=pooling)
     try:
         yield tapped
@@ -47,16 +47,16 @@ def values_of(
 ) -> list[Value]:
     """Return a value for each item, in order and on every rank, for any number of items.
 
-    Every rank must call this function, and the model must be in evaluation mode. `take` makes the values of a batch of
-    its `sequence_logits` and of the indices of its items.
+    Every rank must call this function, and the model must be in evaluation mode. `take` turns
+    the `sequence_logits` of a batch and the indices of its items into their values.
     """
     world = World.current()
     batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
-    mine: list[tuple[int, Value]] = []
+    own_values: list[tuple[int, Value]] = []
     for indices, batch in progress(batches, "Scoring", "batches"):
         logits = forward(batch.to(world.device)).sequence_logits
         assert logits is not None, "the model has no head for sequences"
         if indices:  # a batch that only keeps the ranks in step has none
-            mine += zip(indices, take(logits, indices), strict=True)
-    found = dict(chain.from_iterable(gather_objects(mine)))
-    return [found[index] for index in range(len(items))]
+            own_values += zip(indices, take(logits, indices), strict=True)
+    values = dict(chain.from_iterable(gather_objects(own_values)))
+    return [values[index] for index in range(len(items))]

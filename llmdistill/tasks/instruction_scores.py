@@ -64,9 +64,9 @@ def score_sets(
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
-    The ranks share the batches of all passes , and rank 0 saves the answers to the set
-    NAME in predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with
-    one line per pass.
+    The ranks share the batches of all passes, and rank 0 saves the answers to the set NAME in
+    predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with one line
+    per pass.
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``rouge_words`` (how
@@ -80,7 +80,7 @@ def score_sets(
         UserError: as in `encode_sets`, before any answer is generated.
     """
     world = World.current()
-    seeds, scores = _passes(settings), {}
+    seeds, scores = _list_passes(settings), {}
     decoding = Decoding(
         sample=settings.decoding == "sample",
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
@@ -89,12 +89,12 @@ def score_sets(
     for name, prompts in encode_sets(sets, tokenizer, settings, limits).items():
         examples = [sets[name][index] for index in prompts.kept]
         references = [example.outputs for example in examples]
-        # Of the whole set, so that it is the same for models that drop some of it, and with a limit.
+        # Chosen by the complete set, so that models that drop some prompts, and runs with a limit, choose the same.
         words = reference_words([example.outputs for example in sets[name]])
         passes: dict[str, GenerationResult] = {}
         rouges = []
         # Several ranks share all passes, so that few batches keep many ranks busy; one rank can report each in turn.
-        for together in [list(seeds)] if world.size > 1 else [[label] for label in seeds]:
+        for labels in [list(seeds)] if world.size > 1 else [[label] for label in seeds]:
             results = generate_passes(
                 model,
                 tokenizer,
@@ -102,15 +102,15 @@ def score_sets(
                 decoding,
                 max_prompt_length=limits.max_prompt_length,
                 max_length=limits.max_length,
-                seeds=[seeds[label] for label in together],
+                seeds=[seeds[label] for label in labels],
                 synced=synced,
             )
-            for label, result in zip(together, results, strict=True):
+            for label, result in zip(labels, results, strict=True):
                 passes[label] = result
                 rouges.append(rouge_l(result.texts, references, words))
                 if log is not None:
-                    found = f"ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples"
-                    log(f"{name}, {label}: {found}, {result.tokens / result.seconds:.0f} tokens/s")
+                    score = f"ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples"
+                    log(f"{name}, {label}: {score}, {result.tokens / result.seconds:.0f} tokens/s")
         if predictions_dir is not None and world.is_main:
             _write_predictions(predictions_dir / f"{name}.jsonl", examples, passes)
         tokens = sum(result.tokens for result in passes.values())
@@ -130,8 +130,8 @@ def score_sets(
     return scores
 
 
-def _passes(settings: GenerationConfig) -> dict[str, int]:
-    """The seed of each pass by the name of the pass."""
+def _list_passes(settings: GenerationConfig) -> dict[str, int]:
+    """Return the seed of each pass by the name of the pass."""
     return {"greedy": 0} if settings.decoding == "greedy" else {f"seed {seed}": seed for seed in settings.seeds}
 
 
@@ -168,28 +168,29 @@ def evaluate_model(
         UserError: a file is missing or malformed; this is raised before the model is loaded.
     """
     world = World.current()
-    sets = {name: read_examples(each) for name, each in data.items() if isinstance(each, str)}
-    texts = {name: each for name, each in data.items() if isinstance(each, TextSet)}
+    sets = {name: read_examples(reference) for name, reference in data.items() if isinstance(reference, str)}
+    texts = {name: text for name, text in data.items() if isinstance(text, TextSet)}
     folder = locate(model_path)
     tokenizer = load_tokenizer(folder)
     limits = replace(limits, prompt=resolve_prompt(prompt, [tokenizer]))
+    # Only for its errors: they come before the model is loaded, which may take minutes. `score_sets` encodes again.
     encode_sets(sets, tokenizer, settings, limits)
     windows = windows_of(texts, tokenizer, load_config(folder), settings)
-    if log is not None and any(each.instruction for examples in sets.values() for each in examples):
+    if log is not None and any(example.instruction for examples in sets.values() for example in examples):
         log(f"instructions are asked by {describe_prompt(limits.prompt)}")
     model = load_model(folder, dtype=dtype, device=world.device)
     scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, log=log)
     of_texts = {
-        name: score_windows(model, each, batch_size=settings.batch_size, name=name) for name, each in windows.items()
+        name: score_windows(model, cut, batch_size=settings.batch_size, name=name) for name, cut in windows.items()
     }
-    made = origin(folder)
+    made_from = origin(folder)
     result = {
         "model": model_path,
-        **({} if made is None else {"origin": made}),
+        **({} if made_from is None else {"origin": made_from}),
         "params": count_parameters(model),
         "dtype": str(dtype).removeprefix("torch."),
         "decoding": settings.decoding,
-        "passes": list(_passes(settings)),
+        "passes": list(_list_passes(settings)),
         "no_repeat_ngram_size": settings.no_repeat_ngram_size,
         "max_prompt_length": limits.max_prompt_length,
         "max_length": limits.max_length,

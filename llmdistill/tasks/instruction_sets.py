@@ -39,12 +39,12 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
         if name in TEXTS:
             text: str | Path | None = TEXTS[name]
             if folder is not None:
-                places = [
+                candidates = [
                     folder,
                     folder / f"{name}.txt",
-                    *(place / file for place in (folder, folder / name) for file in _TEXT_FILES),
+                    *(parent / file for parent in (folder, folder / name) for file in _TEXT_FILES),
                 ]
-                text = next((place for place in places if place.is_file()), None)
+                text = next((path for path in candidates if path.is_file()), None)
             if text is None:
                 raise UserError(
                     f"--data_dir {folder}: it has neither {name}.txt nor {_TEXT_FILES[0]}; add one or name the file"
@@ -56,16 +56,16 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
             there = f"there are {', '.join(known)}; --data takes any file"
             raise UserError(f"--suite: there is no set {name!r}{did_you_mean(name, known)} ({there})")
         is_embedded = SETS[name].startswith("embedded:")
-        references[name] = SETS[name] if is_embedded or folder is None else str(_file(name, folder))
+        references[name] = SETS[name] if is_embedded or folder is None else str(_find_file(name, folder))
     return references
 
 
-def _file(name: str, folder: Path) -> Path:
+def _find_file(name: str, folder: Path) -> Path:
     exact = folder / f"{name}.jsonl"
-    found = [exact] if exact.is_file() else sorted(folder.glob(f"{name}*.jsonl"))
-    if len(found) != 1:
+    matches = [exact] if exact.is_file() else sorted(folder.glob(f"{name}*.jsonl"))
+    if len(matches) != 1:
         there = ", ".join(sorted(file.name for file in folder.glob("*.jsonl"))) or "no JSONL file"
         raise UserError(
             f"--data_dir {folder}: it has no {name}.jsonl (there is {there}); add it or name it with --data"
         )
-    return found[0]
+    return matches[0]

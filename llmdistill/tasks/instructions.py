@@ -94,9 +94,9 @@ class Instructions(Task):
     def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
         texts = text_tests(data.tests)
-        asked = (reference for name, reference in data.tests.items() if name not in texts)
+        sets = (reference for name, reference in data.tests.items() if name not in texts)
         train = [part.reference for part in parts_of(data.train)] if self.trains else []
-        for reference in (*train, data.valid, *asked):
+        for reference in (*train, data.valid, *sets):
             if reference is not None:
                 check_rows(reference, thorough=thorough)
         check_texts(texts)
@@ -121,13 +121,13 @@ class Instructions(Task):
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
         settings, teacher = self.config.data, self.config.teacher
-        valid, tests, warning = on_main(self._read)
-        valid_items = self._stored(settings.valid).items if settings.valid is not None else ()
+        valid, tests, warning = on_main(self._read_scored_sets)
+        valid_items = self._open_stored(settings.valid).items if settings.valid is not None else ()
         train, mixture, report = None, None, "not read, as nothing is trained"
         if settings.streaming:
             report = "streamed while training"
         elif self.trains:
-            train, mixture, report = self._training_set()
+            train, mixture, report = self._open_training_set()
             if teacher.average == "rows" and not self.teacher_writes:  # the answers of SeqKD name no teacher
                 named = set(train.distinct("teacher"))
                 for name in sorted(named - {"", *teacher.others}):
@@ -150,83 +150,85 @@ class Instructions(Task):
             data_warnings=[] if warning is None else [warning],
         )
 
-    def _training_set(self) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
+    def _open_training_set(self) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
         """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
         parts = parts_of(self.config.data.train)
-        stored = [self._stored(part.reference) for part in parts]
+        stored = [self._open_stored(part.reference) for part in parts]
         counts, left_out = stored[0].counts, Counter(stored[0].left_out)
-        for each in stored[1:]:
-            counts, left_out = counts.plus(each.counts), left_out + Counter(each.left_out)
+        for examples in stored[1:]:
+            counts, left_out = counts.plus(examples.counts), left_out + Counter(examples.left_out)
         report = counts.report() + describe_left_out(left_out)
-        items = [each.items for each in stored]
+        items = [examples.items for examples in stored]
         train = items[0] if len(items) == 1 else Joined(items)
         weights = [part.weight for part in parts if part.weight is not None]
         if not weights:
             return train, None, report
-        mixture = Mixture.of([len(each) for each in items], weights)
+        mixture = Mixture.of([len(encoded) for encoded in items], weights)
         drawn = zip(mixture.counts, mixture.sizes, parts, strict=True)
         shares = ", ".join(f"{count:,} examples from the {size:,} of {part.reference}" for count, size, part in drawn)
         return train, mixture, f"{report} Each epoch has {shares}."
 
-    def _read(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
+    def _read_scored_sets(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
         data = self.config.data
         valid = [] if data.valid is None else read_examples(data.valid)
-        asked = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
-        tests = {name: read_examples(path) for name, path in asked.items()}
+        references = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
+        tests = {name: read_examples(path) for name, path in references.items()}
         scored = {**({VALID: valid} if valid else {}), **tests}
         shared = self.tokenizer is self.teachers_tokenizer
-        for each in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
-            encode_sets(scored, each, self.config.scoring, self.limits)
+        # The teacher is scored on the same sets: a prompt must fit both tokenizers before anything is trained.
+        for tokenizer in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
+            encode_sets(scored, tokenizer, self.config.scoring, self.limits)
         self.texts.check(self.tokenizer, self.teachers_tokenizer)
         if data.streaming:
             check_stream(data.train, self.tokenizer, self.limits)
         warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
         return valid, tests, warning
 
-    def _stored(self, reference: str) -> StoredExamples:
+    def _open_stored(self, reference: str) -> StoredExamples:
         make = partial(store_examples, reference, self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir)
         folder = made_once(make)
         return on_every(lambda: open_examples(folder))
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        return {**{name: self._asked(name) for name in self._examples()}, **self.texts.sets}
+        return {**{name: self._score_settings(name) for name in self._scored_examples()}, **self.texts.sets}
 
-    def _examples(self) -> dict[str, Sequence[Example]]:
+    def _scored_examples(self) -> dict[str, Sequence[Example]]:
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
 
-    def _generation(self, name: str) -> GenerationConfig:
+    def _generation_settings(self, name: str) -> GenerationConfig:
         scoring = self.config.scoring
         return replace(scoring, seeds=scoring.seeds[:1]) if name == VALID else scoring
 
-    def _asked(self, name: str) -> dict[str, Any]:
+    def _score_settings(self, name: str) -> dict[str, Any]:
         reference = self.config.data.valid if name == VALID else self.config.data.tests[name]
-        settings = {key: value for key, value in asdict(self._generation(name)).items() if key != "models"}
-        # Scores of before other scripts had words are not taken for those of now.
-        words = {"rouge_words": words} if (words := self._words(name)) != "stemmed" else {}
+        settings = {key: value for key, value in asdict(self._generation_settings(name)).items() if key != "models"}
+        # Older versions cut every script into stems of a-z; their scores of other scripts must not be reused.
+        words = {"rouge_words": words} if (words := self._choose_words(name)) != "stemmed" else {}
         return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **words}
 
-    def _words(self, name: str) -> Words:
-        return reference_words([example.outputs for example in self._examples()[name]])
+    def _choose_words(self, name: str) -> Words:
+        return reference_words([example.outputs for example in self._scored_examples()[name]])
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
 
     def teacher_prompts(self) -> dict[int, list[int]]:
-        """See Task. Each model is asked by its own chat template, if the prompt is that of a chat."""
+        """See Task. If the prompt is that of a chat, each model reads it in its own chat template."""
         sets = [read_examples(part.reference) for part in parts_of(self.config.data.train)]
-        examples, found = [example for examples in sets for example in examples], dict[int, list[int]]()
+        examples, prompts = [example for examples in sets for example in examples], dict[int, list[int]]()
+        # Without limits, so that both tokenizers keep the same examples, whatever their numbers of tokens.
         ours = encode(examples, self.tokenizer, replace(self.limits, max_length=NO_LIMIT))
         limits = replace(self.limits, max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT)
         theirs = encode([examples[index] for index in ours.kept], self.teachers_tokenizer, limits)
         for our, their in zip(ours.items, theirs.items, strict=True):
             before_ours, before_theirs = parts_before(our), parts_before(their)
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
-                found |= dict(zip(before_ours, before_theirs.values(), strict=True))
+                prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
             if self.config.data.on_policy > 0 or len(before_ours) == 1:
-                found[sample_id(our.asked)] = their.asked
-        return found
+                prompts[sample_id(our.asked)] = their.asked
+        return prompts
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.config.data
@@ -278,8 +280,8 @@ class Instructions(Task):
         return score_sets(
             scored.model,
             scored.tokenizer,
-            {name: self._examples()[name]},
-            self._generation(name),
+            {name: self._scored_examples()[name]},
+            self._generation_settings(name),
             self.limits,
             predictions_dir=scored.predictions,
             synced=scored.sharded,
@@ -297,6 +299,7 @@ class Instructions(Task):
         """
         texts = self.texts.summary(scores)
         scores = {name: score for name, score in scores.items() if name not in self.texts.texts}
+        # Time adds up over sets, and rates do not.
         seconds = sum(score["tokens"] / score["tokens_per_second"] for score in scores.values())
         tokens = sum(score["tokens"] for score in scores.values())
         summary: dict[str, Any] = {
@@ -337,16 +340,18 @@ class Instructions(Task):
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         measured = any("perplexity" in result for result in results.values())
-        rows = {name: [f"{result['rougeL'][each]:.1f}" for each in self.tests] for name, result in results.items()}
+        rows = {name: [f"{result['rougeL'][test]:.1f}" for test in self.tests] for name, result in results.items()}
         if measured:
             for name, result in results.items():
-                found = result.get("perplexity")
-                rows[name].append(show_perplexity(None if found is None else mean_perplexity(found)))
-        counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
-        words: Mapping[str, Words] = next(
-            (each["rouge_words"] for each in results.values() if "rouge_words" in each), {}
+                by_set = result.get("perplexity")
+                rows[name].append(show_perplexity(None if by_set is None else mean_perplexity(by_set)))
+        counts: Mapping[str, Any] = next(
+            (result["examples"] for result in results.values() if "examples" in result), {}
         )
-        numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
+        words: Mapping[str, Words] = next(
+            (result["rouge_words"] for result in results.values() if "rouge_words" in result), {}
+        )
+        numbered = (f"{test} (n = {counts[test]['scored']})" if test in counts else test for test in self.tests)
         table = ScoreTable(
             title="ROUGE-L (0-100) on each set",
             columns=[*self.tests, *(["perplexity"] if measured else [])],

@@ -38,7 +38,7 @@ class SentenceEncoder:
 
     @property
     def mteb_model_meta(self) -> Any:
-        """MTEB's record of a model, which is empty, because results of ours are kept under the content of the model."""
+        """MTEB's record of a model, which is empty, because we file results by the content of the model."""
         from mteb.models.model_meta import ModelMeta
 
         return ModelMeta.create_empty()
@@ -56,11 +56,11 @@ class SentenceEncoder:
 
         The name and the type of the task, and "query" or "document" where it has these, choose the prompt.
         """
-        # The names under which a model may keep the prompt of a task, the most special first, in MTEB's order.
+        # The names by which a model may define the prompt of a task, the most specific first, in MTEB's order.
         names = [str(task_metadata.name), str(task_metadata.type)]
         if prompt_type is not None:
             kind = str(prompt_type.value)
-            names = [each for name in names for each in (f"{name}-{kind}", name)]
+            names = [key for name in names for key in (f"{name}-{kind}", name)]
             names += _DOCUMENTS if kind == "document" else [kind]
         prompts = self._settings.prompts
         prompt = next((prompts[name] for name in names if name in prompts), self._settings.prompt)
@@ -73,15 +73,15 @@ class SentenceEncoder:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Return the cosine of each embedding of (N, W) with each of (M, W), as (N, M)."""
-        first, second = (functional.normalize(_rows(each), dim=-1) for each in (embeddings1, embeddings2))
+        first, second = (functional.normalize(_to_rows(side), dim=-1) for side in (embeddings1, embeddings2))
         return first @ second.T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Return the cosine of each embedding of (N, W) with its neighbor of (N, W), as (N,)."""
-        return functional.cosine_similarity(_rows(embeddings1), _rows(embeddings2), dim=-1)
+        return functional.cosine_similarity(_to_rows(embeddings1), _to_rows(embeddings2), dim=-1)
 
 
-def _rows(embeddings: Any) -> Tensor:
+def _to_rows(embeddings: Any) -> Tensor:
     rows = torch.as_tensor(embeddings).float()
     return rows[None] if rows.dim() == 1 else rows
 
@@ -103,15 +103,15 @@ class MtebTask:
 
         parts = [
             [str(part.metadata.name), str(part.metadata.revision), list(part.eval_splits), list(part.hf_subsets)]
-            for part in _parts(self.task)
+            for part in _list_parts(self.task)
         ]
         return {"task": self.name, "data": parts, "mteb": str(mteb.__version__)}
 
     def check_data(self) -> None:
-        """Load the data, into the cache of the datasets library; raise UserError if that fails."""
+        """Load the data into the cache of the datasets library; raise UserError if that fails."""
         # The library loads data through others that raise any exception of the network and of their readers.
         try:
-            for part in _parts(copy.deepcopy(self.task)):
+            for part in _list_parts(copy.deepcopy(self.task)):
                 part.load_data()
         except Exception as error:
             raise UserError(
@@ -130,41 +130,41 @@ class MtebTask:
         """
         import mteb
 
-        # A task draws examples from its own generators, which would go on from one model to the next.
+        # A task draws examples from its own generators. A copy starts them anew, so that all models see the same draws.
         task = copy.deepcopy(self.task)
         encoding = {"batch_size": batch_size, "show_progress_bar": False}
         # Without its cache: the library keeps results under the name of a model, and not its content.
-        found = mteb.evaluate(
+        results = mteb.evaluate(
             encoder, task, cache=None, co2_tracker=False, show_progress_bar=False, encode_kwargs=encoding
         )
-        (result,) = found.task_results
+        (result,) = results.task_results
         return {
             "type": str(task.metadata.type),
             "metric": str(task.metadata.main_score),
             "revision": str(task.metadata.revision),
-            "score": _finite(result.get_score()),
-            "scores": [_entry(split, values) for split, each in result.scores.items() for values in each],
+            "score": _finite_or_zero(result.get_score()),
+            "scores": [_make_entry(split, values) for split, subsets in result.scores.items() for values in subsets],
         }
 
 
-def _parts(task: Any) -> list[Any]:
-    """Return the tasks that have data: an aggregate, such as CQADupstackRetrieval, is the mean of others."""
-    return [part for each in getattr(task, "tasks", None) or [] for part in _parts(each)] or [task]
+def _list_parts(task: Any) -> list[Any]:
+    """List the tasks that have data: an aggregate, such as CQADupstackRetrieval, is the mean of others."""
+    return [part for subtask in getattr(task, "tasks", None) or [] for part in _list_parts(subtask)] or [task]
 
 
-def _entry(split: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {key: _finite(value) for key, value in values.items() if isinstance(value, int | float)}
+def _make_entry(split: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {key: _finite_or_zero(value) for key, value in values.items() if isinstance(value, int | float)}
     return {"split": split, "subset": str(values["hf_subset"]), **numbers}
 
 
-def _finite(value: float) -> float:
+def _finite_or_zero(value: float) -> float:
     return float(value) if math.isfinite(value) else 0.0
 
 
 def find_mteb(
     names: Sequence[str] | None, benchmark: str | None, languages: Sequence[str] | None = None
 ) -> list[MtebTask]:
-    """Find tasks by name, or those of a benchmark; no data are read.
+    """Find tasks by name, or those of a benchmark, without reading data.
 
     Raises:
         UserError: the library is not installed, a task or benchmark does not exist, a task is not scored in the
@@ -176,11 +176,11 @@ def find_mteb(
         raise UserError(f"tasks of MTEB need its library ({error}): {to_install('mteb')}") from error
     logging.getLogger("mteb").setLevel(logging.ERROR)
     if benchmark is not None:
-        tasks = list(_known(mteb.get_benchmark, "--benchmark", benchmark).tasks)
+        tasks = list(_find_known(mteb.get_benchmark, "--benchmark", benchmark).tasks)
     else:
-        tasks = [_task(name, languages) for name in names or []]
+        tasks = [_find_task(name, languages) for name in names or []]
     for task in tasks:
-        others = sorted({str(each) for each in task.metadata.modalities} - {"text"})
+        others = sorted({str(modality) for modality in task.metadata.modalities} - {"text"})
         if others:
             raise UserError(
                 f"{task.metadata.name} is a task of {', '.join(others)}, and an encoder of sentences reads text alone: "
@@ -189,23 +189,24 @@ def find_mteb(
     return [MtebTask(task=task) for task in tasks]
 
 
-def _task(name: str, languages: Sequence[str] | None) -> Any:
+def _find_task(name: str, languages: Sequence[str] | None) -> Any:
     import mteb
 
     def find(name: str) -> Any:
         try:
             return mteb.get_task(name, languages=languages, exclusive_language_filter=languages is not None)
         except ValueError as error:
-            asked = ",".join(languages or [])
-            raise UserError(f"--languages {asked}: {name} is not scored in them ({error}); name others") from error
+            named = ",".join(languages or [])
+            raise UserError(f"--languages {named}: {name} is not scored in them ({error}); name others") from error
 
-    return _known(find, "--tasks", name)
+    return _find_known(find, "--tasks", name)
 
 
-def _known(find: Callable[[str], Any], key: str, name: str) -> Any:
+def _find_known(find: Callable[[str], Any], key: str, name: str) -> Any:
     try:
         return find(name)
     except KeyError as error:
+        # The message of mteb ends with its own suggestion, which knows more names than we do.
         near = str(error.args[0]).partition("Did you mean: ")[2].strip("'?")
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{key}: MTEB has no {name!r}{hint} (mteb available-tasks lists its tasks)") from error

@@ -20,8 +20,8 @@ _KEY = "data.task.out_of_domain"
 _FIELDS = ("task", "data", "sentences", "label", "labels")
 
 
-def sets_of(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of the sets that belong to a task of GLUE_TASKS, with what is known of them.
+def sets_of(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of the sets that belong to a task of GLUE_TASKS, completed from KNOWN_SETS.
 
     A task without classes has no such sets.
 
@@ -31,43 +31,43 @@ def sets_of(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict
     sets: dict[str, dict[str, Any]] = {}
     if not GLUE_TASKS[task].classes:
         return sets
-    for name, given in asked.items():
-        unknown = [key for key in given if key not in _FIELDS]
+    for name, settings in settings_by_name.items():
+        unknown = [key for key in settings if key not in _FIELDS]
         if unknown:
             raise UserError(f"{_KEY}.{name}.{unknown[0]}: there is no such setting; there are {', '.join(_FIELDS)}")
-        whole = {**KNOWN_SETS.get(name, {}), **given}
-        missing = [key for key in _FIELDS if key not in whole]
+        completed = {**KNOWN_SETS.get(name, {}), **settings}
+        missing = [key for key in _FIELDS if key not in completed]
         if missing:
             raise UserError(
                 f"{_KEY}.{name} lacks {', '.join(missing)}: give them, or take a known set "
                 f"({', '.join(KNOWN_SETS)}), which needs at most data"
             )
-        if plain_name(str(whole["task"])) == plain_name(task):
-            sets[name] = whole
+        if plain_name(str(completed["task"])) == plain_name(task):
+            sets[name] = completed
     return sets
 
 
-def check_set(name: str, given: Mapping[str, Any], task: GlueTask) -> None:
+def check_set(name: str, settings: Mapping[str, Any], task: GlueTask) -> None:
     """Check the settings of a set of `sets_of`, and that its file exists; nothing is read.
 
     Raises:
         UserError: a map leaves out a class, or the file does not exist.
     """
-    _labels(name, given, task)
-    table_rows(str(given["data"]))
+    _number_labels(name, settings, task)
+    table_rows(str(settings["data"]))
 
 
-def read_set(name: str, given: Mapping[str, Any], task: GlueTask) -> PairSet:
+def read_set(name: str, settings: Mapping[str, Any], task: GlueTask) -> PairSet:
     """Read a set of `sets_of`.
 
     Raises:
         UserError: a map leaves out a class, or the data are missing or malformed.
     """
-    spellings, of_classes = _labels(name, given, task)
-    columns = list(given["sentences"])
+    spellings, class_labels = _number_labels(name, settings, task)
+    columns = list(settings["sentences"])
     examples = []
-    needed = [*columns, str(given["label"])]
-    for number, (row, place) in enumerate(table_rows(str(given["data"]))):
+    needed = [*columns, str(settings["label"])]
+    for number, (row, place) in enumerate(table_rows(str(settings["data"]))):
         lacking = [key for key in needed if row.get(key) is None]
         if lacking:
             raise UserError(
@@ -83,31 +83,38 @@ def read_set(name: str, given: Mapping[str, Any], task: GlueTask) -> PairSet:
         texts = [str(row[key]) for key in columns]
         examples.append(PairExample(texts[0], texts[1] if len(texts) > 1 else None, spellings[label], number))
     if not examples:
-        raise UserError(f"{given['data']}: holds no example; give at least one for {_KEY}.{name}")
-    return PairSet(examples, of_classes)
+        raise UserError(f"{settings['data']}: holds no example; give at least one for {_KEY}.{name}")
+    return PairSet(examples, class_labels)
 
 
-def _labels(name: str, given: Mapping[str, Any], task: GlueTask) -> tuple[dict[str, int], tuple[int, ...]]:
+def _number_labels(name: str, settings: Mapping[str, Any], task: GlueTask) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return the number of each label of a set by its spelling, and the label that each class stands for."""
-    columns, map_of_labels, classes = list(given["sentences"]), given["labels"], task.classes
+    columns, label_map, classes = list(settings["sentences"]), settings["labels"], task.classes
     if len(columns) != len(task.sentences):
         raise UserError(
-            f"{_KEY}.{name}.sentences is {columns}, but an example of {given['task']} has {len(task.sentences)}: name "
-            "as many"
+            f"{_KEY}.{name}.sentences is {columns}, but an example of {settings['task']} has {len(task.sentences)}: "
+            "name as many"
         )
-    if not isinstance(map_of_labels, Mapping) or set(map(str, map_of_labels)) != set(classes):
+    if not isinstance(label_map, Mapping) or set(map(str, label_map)) != set(classes):
         raise UserError(
-            f"{_KEY}.{name}.labels is {map_of_labels}: give a label of the set for each class of {given['task']}, "
+            f"{_KEY}.{name}.labels is {label_map}: give a label of the set for each class of {settings['task']}, "
             f"which are {', '.join(classes)}"
         )
-    spellings, of_classes = dict[str, int](), list[int]()
-    labels = {str(key): value for key, value in map_of_labels.items()}
-    for each in classes:
-        written = [str(label) for label in (labels[each] if isinstance(labels[each], list) else [labels[each]])]
-        number = next((spellings[label] for label in written if label in spellings), len(set(spellings.values())))
-        spellings.update(dict.fromkeys(written, number))
-        of_classes.append(number)
-    return spellings, tuple(of_classes)
+    spellings, class_labels = dict[str, int](), list[int]()
+    labels = {str(key): value for key, value in label_map.items()}
+    for class_name in classes:
+        spellings_of_class = [
+            str(label)
+            for label in (labels[class_name] if isinstance(labels[class_name], list) else [labels[class_name]])
+        ]
+        # Classes may share a label (HANS has one for neutral and contradiction); a label that is new gets the next
+        # number.
+        number = next(
+            (spellings[label] for label in spellings_of_class if label in spellings), len(set(spellings.values()))
+        )
+        spellings.update(dict.fromkeys(spellings_of_class, number))
+        class_labels.append(number)
+    return spellings, tuple(class_labels)
 
 
 def table_rows(reference: str) -> Rows:

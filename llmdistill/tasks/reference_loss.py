@@ -32,10 +32,10 @@ _LOGITS = 2**27
 
 @contextmanager
 def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Batch], tuple[float, int]]]:
-    """Block with a function that gives the sum of the cross-entropy in nats over a batch's labels, and their number.
+    """Yield a function that returns the sum of the cross-entropy in nats over a batch's labels, and their number.
 
-    Only the logits of some rows are there at a time, unless the model's logits are more than the product of the LM
-    head's last linear. shift: each position predicts the next label (decoders).
+    Only the logits of some rows exist at a time, unless the model changes its logits after the last linear of the LM
+    head. shift: each position predicts the next label (decoders).
     """
     head, config = LMHead(model), model.config
     in_chunks = head.is_there and has_family(config) and has_plain_logits(config)
@@ -51,15 +51,17 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
             inputs["use_cache"] = False
         labels_N, sums = located.row_labels(shift=shift), list[Tensor]()
 
-        def use(inner: HeadInputs) -> Tensor:
-            one = torch.ones(1, device=inner.rows.device)
-            sums.append(token_losses(inner, None, labels_N, [TokenTerm("labels", None)], one).sums)
+        def sum_losses(inner: HeadInputs) -> Tensor:
+            weight = torch.ones(1, device=inner.rows.device)
+            sums.append(token_losses(inner, None, labels_N, [TokenTerm("labels", None)], weight).sums)
             return inner.rows
 
-        with head.taken_over(located.label_rows, use) if in_chunks else nullcontext():
-            result = model(**inputs)
+        # Logits of all positions would take T * V floats; the head is called with the rows of the labels alone, in
+        # chunks.
+        with head.taken_over(located.label_rows, sum_losses) if in_chunks else nullcontext():
+            outputs = model(**inputs)
         if not in_chunks:
-            use(HeadInputs(result.logits.flatten(0, 1).index_select(0, located.label_rows), None, None))
+            sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_rows), None, None))
         return float(sums[0]), len(labels_N)
 
     try:
@@ -88,6 +90,7 @@ def score_references(
     world = World.current()
     if tokenizer.eos_token_id is None:
         return {}
+    # Padding is masked, so that any token will do for a tokenizer without one of its own.
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = model.config.get_text_config().vocab_size
     batches = scoring_batches(
@@ -99,6 +102,7 @@ def score_references(
     )
     with label_loss(model, shift=True) as loss_of:
         pairs = [loss_of(batch) for _, batch in progress(batches, "Perplexity of the references", "batches")]
+    # fsum rounds once, so that the order of the batches leaves no trace.
     sums = [math.fsum(loss for loss, _ in pairs), sum(number for _, number in pairs)]
     total, count = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     loss = total / count if count else math.nan

@@ -31,7 +31,7 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]
 
 def reference_words(references: Sequence[str | Sequence[str]]) -> Words:
     """Return how the texts of a set are cut into words; see `words_for`."""
-    return words_for(chain.from_iterable([each] if isinstance(each, str) else each for each in references))
+    return words_for(chain.from_iterable([texts] if isinstance(texts, str) else texts for texts in references))
 
 
 def rouge_scores(
@@ -49,11 +49,11 @@ def rouge_scores(
     from rouge_score.rouge_scorer import RougeScorer
 
     words = words or reference_words(references)
-    own: Any = {"tokenizer": SimpleNamespace(tokenize=unicode_words)} if words == "unicode" else {}
-    scorer = RougeScorer([kind], use_stemmer=True, **own)
+    tokenizer: Any = {"tokenizer": SimpleNamespace(tokenize=unicode_words)} if words == "unicode" else {}
+    scorer = RougeScorer([kind], use_stemmer=True, **tokenizer)
     scores = []
-    for index, (prediction, given) in enumerate(zip(predictions, references, strict=True)):
-        targets = [given] if isinstance(given, str) else list(given)
+    for index, (prediction, texts) in enumerate(zip(predictions, references, strict=True)):
+        targets = [texts] if isinstance(texts, str) else list(texts)
         if not targets:
             raise ValueError(f"prediction {index} has no reference")
         scores.append(100 * scorer.score_multi(targets, prediction)[kind].fmeasure)
@@ -85,10 +85,12 @@ def measure_chance(
     """
     size = len(predictions)
     assert size == len(references) > 1
+    # A set, because fewer than SHIFTS other questions give the same distance twice; never 0, the own question.
     distances = sorted({1 + (size - 2) * shift // SHIFTS for shift in range(SHIFTS)})
     words = words or reference_words(references)
     own = rouge_scores(predictions, references, words=words)
     shifted = [rouge_scores(predictions, [*references[far:], *references[:far]], words=words) for far in distances]
     other = [statistics.fmean(scores) for scores in zip(*shifted, strict=True)]
+    # Paired differences: easy and hard questions would otherwise dominate the standard error.
     differences = [mine - others for mine, others in zip(own, other, strict=True)]
     return Chance(statistics.fmean(own), statistics.fmean(other), statistics.stdev(differences) / size**0.5)

@@ -42,11 +42,12 @@ class ScoreBook:
         """
         file = self.folder / "scores" / f"{name}.json"
         predictions = self.folder / "predictions" / name
-        kept = on_main(lambda: self._kept(file, predictions))
+        records = on_main(lambda: self._read_records(file, predictions))
+        # Loaded at the first set without a score, and once: a run whose sets are all scored loads no model.
         model = cache(load)
         sets = on_main(lambda: dict(self.data.sets))  # rank 0 alone reads the files for their fingerprints
-        for set_name, asked in progress(sets.items(), f"Scoring the {name}", "sets"):
-            if set_name in kept and not differences(kept[set_name]["asked"], asked):
+        for set_name, settings in progress(sets.items(), f"Scoring the {name}", "sets"):
+            if set_name in records and not differences(records[set_name]["asked"], settings):
                 continue
             scored = ScoredModel(
                 model=model(),
@@ -54,25 +55,27 @@ class ScoreBook:
                 predictions=predictions,
                 sharded=sharded,
             )
-            kept.pop(set_name, None)
+            records.pop(set_name, None)
             score = self.data.score_set(set_name, scored)
             if World.current().is_main:
-                others = {file for each in kept.values() for file in each["files"]}
+                # The folder holds the files of all sets; those that no other record lists are new.
+                others = {path for record in records.values() for path in record["files"]}
                 files = (path.relative_to(predictions).as_posix() for path in predictions.rglob("*") if path.is_file())
-                own = entries_of(predictions, [each for each in files if each not in others])
-                kept[set_name] = {"asked": asked, "score": score, "files": own}
-                write_json(file, kept)
-        kept = broadcast_object(kept)
-        summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
+                own = entries_of(predictions, [path for path in files if path not in others])
+                records[set_name] = {"asked": settings, "score": score, "files": own}
+                # After each set, because scoring a set may take hours: a run that is killed goes on with the next one.
+                write_json(file, records)
+        records = broadcast_object(records)
+        summary = self.data.summary({set_name: records[set_name]["score"] for set_name in sets})
         if World.current().is_main:
             say(self.data.sentence(name, summary))
         return {"params": params, **summary}
 
-    def _kept(self, file: Path, predictions: Path) -> dict[str, Any]:
-        """Return what is kept of each set, or nothing if a file of it was changed; a warning names that."""
-        kept, damage = find_record(file)
-        for each in (kept or {}).values():
-            damage = damage or entries_damage(predictions, each["files"])
+    def _read_records(self, file: Path, predictions: Path) -> dict[str, Any]:
+        """Return the record of each scored set; none, with a warning, if one of their files was changed."""
+        records, damage = find_record(file)
+        for record in (records or {}).values():
+            damage = damage or entries_damage(predictions, record["files"])
         if damage is not None:
             warn_main(f"{damage}: the model is scored again")
-        return {} if damage is not None or kept is None else dict(kept)
+        return {} if damage is not None or records is None else dict(records)

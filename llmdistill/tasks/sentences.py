@@ -56,19 +56,19 @@ class Sentences(StoredTask):
     def settings(self) -> SentenceSettings:
         """How embeddings are made: as the run's settings say, else as the files beside the teacher do."""
         model, own = self.config.teacher.model or self.config.student.model, self.config.data.sentences
-        found = read_sentence_settings(locate(str(model))) or SentenceSettings(pooling=Pooling(), max_length=None)
+        stored = read_sentence_settings(locate(str(model))) or SentenceSettings(pooling=Pooling(), max_length=None)
         if self.config.teacher.model is not None and has_dense(locate(str(model))):
             raise UserError(
                 f"teacher.model {model} ends in a Dense, and a student learns the embeddings of Transformer, Pooling "
                 "and perhaps Normalize: take a teacher without it"
             )
-        pooling = found.pooling
+        pooling = stored.pooling
         if own.pooling is not None:
             pooling = replace(pooling, modes=(own.pooling,))
         if own.normalize is not None:
             pooling = replace(pooling, normalize=own.normalize)
         longest = self.config.data.max_length
-        return replace(found, pooling=pooling, max_length=min(longest, found.max_length or longest))
+        return replace(stored, pooling=pooling, max_length=min(longest, stored.max_length or longest))
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         if is_causal(config):
@@ -77,8 +77,8 @@ class Sentences(StoredTask):
                 "encoders: take an encoder"
             )
         path, settings = locate(reference), self.config.method_settings.get("embedding")
-        is_kept = "embedding" not in self.config.methods() or getattr(settings, "projection", "drop") == "keep"
-        if key == "student.model" and not is_kept and path.is_dir() and has_dense(path):
+        is_trained_on = "embedding" not in self.config.methods() or getattr(settings, "projection", "drop") == "keep"
+        if key == "student.model" and not is_trained_on and path.is_dir() and has_dense(path):
             raise UserError(
                 f"student.model {reference} ends in a Dense: set embedding.projection to keep, which trains it on, or "
                 "take a student without it"
@@ -95,19 +95,19 @@ class Sentences(StoredTask):
         return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
-        parts = [part.reference for reference in self._references().values() for part in parts_of(reference)]
+        parts = [part.reference for reference in self._list_references().values() for part in parts_of(reference)]
         paths = [locate_data(part) for part in parts]
         return paths if all(map(os.path.isfile, paths)) else None
 
-    def _references(self) -> dict[str, str]:
-        """Return the data sets: train if the run trains, the validation set, and the test sets."""
+    def _list_references(self) -> dict[str, str]:
+        """List the references of the data sets: train if the run trains, the validation set, and the test sets."""
         data = self.config.data
-        given = {"train": data.train if self.trains else None, VALID: data.valid}
-        return {**{name: each for name, each in given.items() if each is not None}, **data.tests}
+        references = {"train": data.train if self.trains else None, VALID: data.valid}
+        return {**{name: reference for name, reference in references.items() if reference is not None}, **data.tests}
 
     def check_files(self, *, thorough: bool = True) -> None:
-        """See Task: the small files that score are read whole."""
-        for name, reference in self._references().items():
+        """See Task: the files of scored sets, which are small, are read completely."""
+        for name, reference in self._list_references().items():
             is_file = os.path.isfile(locate_data(reference))
             if name != "train" and is_file:
                 read_pairs(locate_data(reference))
@@ -115,7 +115,7 @@ class Sentences(StoredTask):
                 open_rows(reference, streaming=True)
 
     def read_files(self) -> TaskFiles[str, list[SentencePair]]:
-        references = self._references()
+        references = self._list_references()
         read = read_triples if self.config.data.sentences.triples else read_sentences
         train = read(references.pop("train")) if self.trains else []
         return TaskFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
@@ -127,23 +127,23 @@ class Sentences(StoredTask):
             "prompt": settings.prompt,
             "lower_case": settings.lower_case,
             "triples": self.config.data.sentences.triples,
-            "sets": list(self._references()),
+            "sets": list(self._list_references()),
         }
 
     def write(
         self, files: TaskFiles[str, list[SentencePair]], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
-        """See StoredTask. The sentences of a pair follow each other; the similarities are kept too."""
+        """See StoredTask. The sentences of a pair follow each other; their similarities are stored beside them."""
         sets = {
             name: [text for pair in pairs for text in (pair.sentence1, pair.sentence2)]
             for name, pairs in files.sets.items()
         }
         for name, texts in {"train": files.train, **sets}.items():
             if texts:
-                # The target is the place in a triple. Any target makes the sentence one to learn.
-                size = self.rows_per_example if name == "train" else 1
+                # A row without a target would count as one that is only predicted; ours is the place in the triple.
+                sentences_per_example = self.rows_per_example if name == "train" else 1
                 rows = [
-                    PairExample(self.settings.text(text), None, number % size, number)
+                    PairExample(self.settings.text(text), None, number % sentences_per_example, number)
                     for number, text in enumerate(texts)
                 ]
                 length = int(self.settings.max_length or 0)
@@ -163,8 +163,8 @@ class Sentences(StoredTask):
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         pooling = self.settings.pooling
-        asked = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
-        return dict.fromkeys(self.meta["sets"], asked)
+        settings = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
+        return dict.fromkeys(self.meta["sets"], settings)
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(Grouped(self.train, self.rows_per_example)) // global_batch_size)
@@ -220,8 +220,8 @@ class Sentences(StoredTask):
             title="Spearman x 100 on each set",
             columns=[f"{name} (n = {len(scores):,})" for name, scores in self.similarities.items()],
             rows={
-                name: [f"{result['spearman'][each]:.2f}" for each in self.similarities]
-                for name, result in results.items()
+                model: [f"{result['spearman'][name]:.2f}" for name in self.similarities]
+                for model, result in results.items()
             },
             legend=(
                 "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
@@ -242,8 +242,8 @@ def embeddings_of(
     padding: Any = tokenizer.pad_token_id
     collate = partial(collate_pairs, pad_token_id=padding)
 
-    def take(embeddings_BW: Tensor, _: Sequence[int]) -> Iterable[Tensor]:
+    def to_cpu(embeddings_BW: Tensor, _: Sequence[int]) -> Iterable[Tensor]:
         return embeddings_BW.float().cpu()
 
     with scoring_forward(model, pooling=pooling) as forward:
-        return torch.stack(values_of(forward, items, collate, take, batch_size=batch_size))
+        return torch.stack(values_of(forward, items, collate, to_cpu, batch_size=batch_size))

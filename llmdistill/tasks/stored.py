@@ -1,4 +1,4 @@
-"""Tasks whose examples are read and tokenized once, kept on disk and mapped into memory by every rank."""
+"""Tasks whose examples are read and tokenized once, stored on disk and mapped into memory by every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredTask(Task):
     key: str
     """The key of the task in `tasks.TASKS`."""
     layout: ClassVar[Layout[Any]]
-    """How its encoded examples are kept."""
+    """How its encoded examples are stored."""
     only_scores: bool = False
     """Whether neither a training set nor a test split without targets is read, because a model is scored in memory."""
     encoded: Mapping[str, MappedItems[Any]]
@@ -94,7 +94,7 @@ class StoredTask(Task):
 
     @abstractmethod
     def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenize what `read_files` has read, and write it; return what else is needed as plain JSON values.
+        """Tokenize the result of `read_files`, and write it; return everything else that `opened` needs as plain JSON.
 
         Raises:
             UserError: the examples cannot be tokenized.
@@ -137,6 +137,8 @@ class StoredTask(Task):
         if paths is not None:
             with suppress(OSError):  # `read_files` says which file cannot be read, and why
                 hashes = [[str(path), file_sha256(path)] for path in paths]
+        # Reading and parsing takes longer than hashing, so local files are only read if their tokens are not stored
+        # yet.
         files = self.read_files() if hashes is None else None
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
@@ -150,8 +152,8 @@ class StoredTask(Task):
 
         def write(folder: Path) -> dict[str, Any]:
             writer = SplitWriter(folder, tokenizer)
-            found = self.write(self.read_files() if files is None else files, tokenizer, writer)
-            return {**found, "splits": writer.splits}
+            meta = self.write(self.read_files() if files is None else files, tokenizer, writer)
+            return {**meta, "splits": writer.splits}
 
         return store(self.config.data.cache_dir, "tasks", request, write)
 
@@ -165,7 +167,7 @@ class StoredTask(Task):
         encoded = {split: stored.items(split, self.layout) for split in stored.meta["splits"]}
         positions = min(max_positions(config, limit) for config in configs)
         # The lengths are read only if a model may lack a position.
-        if positions < limit and (longest := max(each.longest for each in encoded.values())) > positions:
+        if positions < limit and (longest := max(items.longest for items in encoded.values())) > positions:
             raise UserError(
                 f"data.max_length is {limit}: an example of {self.key} has {longest} tokens, but a model has "
                 f"positions for {positions}; give {positions} or less"

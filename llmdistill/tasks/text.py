@@ -68,6 +68,8 @@ class Text(Task):
         wanted = settings.next_sentence
         next_sentence = family_of(teacher).next_sentence if has_family(teacher) else None
         if wanted is None:
+            # A checkpoint saved as a masked LM alone has no weights for the next-sentence head, even in a family that
+            # has one.
             has_head = next_sentence is not None and (teacher.architectures or [""])[0] == next_sentence
             wanted = uses_output and has_head and settings.pairs is not False
         if wanted and next_sentence is None:
@@ -80,9 +82,9 @@ class Text(Task):
 
     def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
-        for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
+        for reference in (*(_list_parts(data).values() if self.trains else ()), data.valid):
             if reference is not None and text_files(reference) is None:
-                open_rows(reference, streaming=True)  # which asks the hub for nothing yet
+                open_rows(reference, streaming=True)  # it does not contact the hub yet
         check_texts(text_tests(data.tests))
 
     def read(self, models: Models) -> Text:
@@ -92,7 +94,7 @@ class Text(Task):
             UserError: the parts of the training text cannot be told apart.
         """
         if self.trains:
-            _parts(self.config.data)
+            _list_parts(self.config.data)
         tokenizer, teachers_tokenizer = load_tokenizer(models.tokenizer_path), load_tokenizer(models.teacher_path)
         return self.having(
             models=models,
@@ -104,9 +106,9 @@ class Text(Task):
     @property
     def pairs(self) -> bool:
         """Whether the sequences are pairs of segments: as the settings say, else if the student can use them."""
-        given, models = self.config.data.text.pairs, self.models
-        if given is not None:
-            return given
+        setting, models = self.config.data.text.pairs, self.models
+        if setting is not None:
+            return setting
         return self.next_sentence or (not models.causal and has_segments(models.student))
 
     @property
@@ -146,7 +148,7 @@ class Text(Task):
         settings = self.config.data
         on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer))
 
-        def tokenized(reference: str, fraction: float) -> Corpus:
+        def tokenize(reference: str, fraction: float) -> Corpus:
             make = partial(
                 store_corpus,
                 reference,
@@ -156,18 +158,21 @@ class Text(Task):
                 fraction=fraction,
                 seed=self.config.seed,
             )
+            # One process tokenizes, and the others wait for the folder: each mapping the same file costs no memory
+            # twice.
             folder = made_once(make)
             return on_every(lambda: open_corpus(folder))
 
         fraction = settings.text.fraction
-        train = {name: tokenized(part, fraction) for name, part in _parts(settings).items()}
-        valid = None if settings.valid is None else tokenized(settings.valid, 1.0)
+        train = {name: tokenize(part, fraction) for name, part in _list_parts(settings).items()}
+        valid = None if settings.valid is None else tokenize(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         counts = (f"{name}: {text.report()}" if name else text.report() for name, text in train.items())
         report = "; ".join(counts)
         data = self.having(train=train, valid=valid)
         if self.trains:
-            sequences = data._train_sequences()  # raises UserError if the text is too short, also if steps are given
+            # Raises UserError if the text is too short, even if the number of steps is given.
+            sequences = data._make_train_sequences()
             if isinstance(sequences, MixedSequences):
                 report = sequences.report()
         begin = begin_tokens(self.tokenizer) if self.models.causal else []
@@ -175,29 +180,30 @@ class Text(Task):
         return data.having(report=f"{share}{report}{spelled}")
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        return -(-epochs * len(self._train_sequences()) // global_batch_size)
+        return -(-epochs * len(self._make_train_sequences()) // global_batch_size)
 
     def loader(self, share: Share) -> SequenceLoader:
-        return SequenceLoader(self._train_sequences(), share)
+        return SequenceLoader(self._make_train_sequences(), share)
 
     def taught_examples(self) -> tuple[Sequence[TextSequence], Callable[[list[TextSequence]], Batch]]:
         """See Task: the sequences of the training text, and those that are validated by the same loss."""
         assert self.train is not None, "the text is not tokenized yet"
-        texts = [self._sequences(text) for text in self.train.values()]
+        texts = [self._make_sequences(text) for text in self.train.values()]
         parts: list[Any] = [*texts]
         if self.valid is not None:
-            valid: Any = self._sequences(self.valid)
+            valid: Any = self._make_sequences(self.valid)
+            # The cache must hold what `validation` reads: only the first valid_sequences.
             parts.append(Subset(valid, range(min(len(valid), self.config.data.text.valid_sequences))))
         sequences: Any = ConcatDataset(parts)
         return sequences, texts[0].collate
 
-    def _train_sequences(self) -> TextSequences | MixedSequences:
+    def _make_train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenized yet"
-        exponent, weights = self.config.data.text.sampling_exponent, _weights(self.config.data)
+        exponent, weights = self.config.data.text.sampling_exponent, _read_weights(self.config.data)
         try:
             if exponent is None and weights is None:
-                return self._sequences(self.train[""])
-            parts = {name: self._part(name, text) for name, text in self.train.items()}
+                return self._make_sequences(self.train[""])
+            parts = {name: self._make_part_sequences(name, text) for name, text in self.train.items()}
             return MixedSequences(parts, exponent or 0.0, weights)
         except UserError as error:
             fraction = self.config.data.text.fraction
@@ -205,9 +211,9 @@ class Text(Task):
                 raise
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
 
-    def _part(self, name: str, text: Corpus) -> TextSequences:
+    def _make_part_sequences(self, name: str, text: Corpus) -> TextSequences:
         try:
-            return self._sequences(text)
+            return self._make_sequences(text)
         except UserError as error:
             raise UserError(f"the part {name} of data.train {self.config.data.train}: {error}") from error
 
@@ -215,14 +221,14 @@ class Text(Task):
         if self.valid is None:
             return []
         return validation_batches(
-            self._sequences(self.valid),
+            self._make_sequences(self.valid),
             limit=self.config.data.text.valid_sequences,
             batch_size=share.micro_batch_size,
             rank=share.rank,
             world_size=share.world_size,
         )
 
-    def _sequences(self, corpus: Corpus) -> TextSequences:
+    def _make_sequences(self, corpus: Corpus) -> TextSequences:
         return TextSequences(
             corpus,
             self.tokenizer,
@@ -240,12 +246,13 @@ class Text(Task):
         """See Task: the validation loss before and after training, None without a validation text; and texts."""
         losses = [row["valid_loss"] for row in log if "valid_loss" in row]
         params = sizes["student_params"]
-        found: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
-        started = bool(log) and log[0]["step"] == 0
-        found["untrained"] = {"params": params, "valid_loss": losses[0] if started else None}
+        entries: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
+        # Only the row of step 0 was logged before the first update.
+        has_initial_loss = bool(log) and log[0]["step"] == 0
+        entries["untrained"] = {"params": params, "valid_loss": losses[0] if has_initial_loss else None}
         if log:
-            found["student"] = {"params": params, "valid_loss": losses[-1] if losses else None}
-        return {name: {**result, **summaries.get(name, {})} for name, result in found.items()}
+            entries["student"] = {"params": params, "valid_loss": losses[-1] if losses else None}
+        return {name: {**result, **summaries.get(name, {})} for name, result in entries.items()}
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         losses = {name: result["valid_loss"] for name, result in results.items()}
@@ -265,21 +272,23 @@ class Text(Task):
         return self.texts.added(table, results)
 
 
-def _parts(settings: DataConfig) -> dict[str, str]:
-    """Return the parts of the training text by name, which weights or `sampling_exponent` sample; else one, named "".
+def _list_parts(settings: DataConfig) -> dict[str, str]:
+    """Return the references of the parts of the training text by name; a text that is not sampled is one part "".
+
+    Parts are sampled by their weights or by `sampling_exponent`.
 
     Raises:
         UserError: the training text is no folder, or has no part.
     """
     exponent = settings.text.sampling_exponent
-    if exponent is None and _weights(settings) is not None:
+    if exponent is None and _read_weights(settings) is not None:
         return {part.reference: part.reference for part in parts_of(settings.train)}
     if exponent is None:
         return {"": settings.train}
     folder = Path(settings.train)
-    found = [each for each in sorted(folder.iterdir()) if not each.name.startswith(".")] if folder.is_dir() else []
-    parts = {each.stem: str(each) for each in found}
-    if len(parts) < max(2, len(found)):
+    paths = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")] if folder.is_dir() else []
+    parts = {path.stem: str(path) for path in paths}
+    if len(parts) < max(2, len(paths)):
         why = "has two parts of one name" if len(parts) > 1 else f"has {len(parts)} parts"
         raise UserError(
             f"data.text.sampling_exponent is {exponent}, but data.train {settings.train} "
@@ -289,7 +298,7 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     return parts
 
 
-def _weights(settings: DataConfig) -> list[float] | None:
+def _read_weights(settings: DataConfig) -> list[float] | None:
     """Return the weights of the parts of data.train, None if it has none."""
     weights = [part.weight for part in parts_of(settings.train) if part.weight is not None]
     return weights or None
@@ -308,6 +317,8 @@ def score_masked(
     total, count = 0.0, 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = data if isinstance(data, str | Path) else write_rows(data, Path(folder))
+        # Through the same store as training, so that masking and cutting are the same code; it lives as long as the
+        # block.
         corpus = open_corpus(store_corpus(reference, tokenizer, cache_dir=folder))
         sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):

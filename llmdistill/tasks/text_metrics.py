@@ -1,4 +1,4 @@
-"""Metrics of written texts, by the libraries that are kept for them: sacrebleu, nltk's METEOR, rouge-score."""
+"""Metrics of written texts, by well-kept libraries: sacrebleu, nltk's METEOR, rouge-score."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_metrics(
 
             most = max(map(len, references))
             # sacrebleu takes the first references of all texts, then the second ones; None where a text has fewer.
-            columns = [[each[number] if number < len(each) else None for each in references] for number in range(most)]
+            columns = [[texts[place] if place < len(texts) else None for texts in references] for place in range(most)]
             bleu = BLEU(lowercase=True, tokenize="13a").corpus_score(list(predictions), cast("Any", columns))
             return float(bleu.score)
         if metric == "meteor":
@@ -61,11 +61,16 @@ def meteor_scores(predictions: Sequence[str], references: Sequence[Sequence[str]
     # In place of WordNet: no word has a synonym.
     synonyms = {} if has_synonyms() else {"wordnet": SimpleNamespace(synsets=lambda _word: [])}
 
-    def words(text: str) -> list[str]:
+    def split_words(text: str) -> list[str]:
         return str(tokenize(text)).split()
 
     return [
-        100 * float(meteor_score([words(each) for each in several], words(prediction), **cast("Any", synonyms)))
+        100
+        * float(
+            meteor_score(
+                [split_words(reference) for reference in several], split_words(prediction), **cast("Any", synonyms)
+            )
+        )
         for prediction, several in zip(predictions, references, strict=True)
     ]
 

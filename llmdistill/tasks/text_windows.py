@@ -103,6 +103,7 @@ def cut_windows(
     begin = begin_tokens(tokenizer)
     tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
     check_rows(tokenizer, [tokens], lambda _, token: name if data is None else find_words(token, data))
+    # Each window gets the begin tokens of its own, in `collate`.
     tokens = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     least = len(begin) + (1 if begin else 2)  # with one token to predict
     most = max(least, len(begin) + len(tokens))
@@ -139,7 +140,7 @@ def score_windows(
     """Return the perplexity of a decoder in evaluation mode on the windows of a text.
 
     The ranks share the windows, and every rank must call this function; the result does not depend on their number. A
-    forward pass reads at most batch_size windows and about 8,192 tokens; `name` is the text's in the signs of life.
+    forward pass reads at most batch_size windows and about 8,192 tokens; the progress bar shows `name`.
 
     Returns:
         ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
@@ -155,9 +156,9 @@ def score_windows(
             # A sharded model needs all ranks in each pass: a rank without a part of its own repeats the first one.
             number = first + world.rank
             part = parts[number if number < len(parts) else 0]
-            found = loss_of(windows.collate(part))
+            loss_and_count = loss_of(windows.collate(part))
             if number < len(parts):
-                sums[number] = torch.tensor(found, dtype=torch.float64)
+                sums[number] = torch.tensor(loss_and_count, dtype=torch.float64)
     sums = all_reduce_sum(sums.to(world.device)).cpu()
     # Summed in one order, and exactly, so that the ranks leave no trace in the last digits.
     tokens = int(sums[:, 1].sum())
@@ -181,9 +182,9 @@ def windows_of(
     settings: GenerationConfig,
 ) -> dict[str, Windows]:
     """Read texts and cut them into windows, as the settings say; see `TextSet.read` and `cut_windows`."""
-    given: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
+    cut: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
     return {
-        name: cut_windows(text.read(), tokenizer, config, name=name, data=text.data, **given)
+        name: cut_windows(text.read(), tokenizer, config, name=name, data=text.data, **cut)
         for name, text in texts.items()
     }
 
@@ -220,9 +221,9 @@ class TextTests:
 
         The tokenizers are those of student and teacher.
         """
-        usual = min(max_positions(each, USUAL_WINDOW) for each in (models.teacher, models.student))
+        usual = min(max_positions(model, USUAL_WINDOW) for model in (models.teacher, models.student))
         settings = replace(config.scoring, window=config.scoring.window or usual)
-        begins = [begin_tokens(each) for each in tokenizers]
+        begins = [begin_tokens(tokenizer) for tokenizer in tokenizers]
         return cls(texts=text_tests(config.data.tests), settings=settings, models=models, begins=begins)
 
     def check(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
@@ -233,7 +234,7 @@ class TextTests:
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         settings: dict[str, Any] = {key: getattr(self.settings, key) for key in ("window", "stride", "limit")}
-        # Scores of before windows began with these tokens are not taken for those of now.
+        # Scores of older versions, whose windows did not begin with these tokens, must not be reused.
         if any(self.begins):
             settings["begin"] = self.begins
         return {
@@ -252,22 +253,25 @@ class TextTests:
     def sentence(self, summary: Mapping[str, Any]) -> str:
         """Return the texts' part of `TaskData.sentence`."""
         texts = summary.get("texts", {})
-        return "  ".join(f"{name} {show_perplexity(each['perplexity'])}" for name, each in texts.items())
+        return "  ".join(f"{name} {show_perplexity(score['perplexity'])}" for name, score in texts.items())
 
     def added(self, table: ScoreTable, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         """Return a table with a column for each text."""
         if not self.texts:
             return table
-        found = {name: result.get("texts", {}) for name, result in results.items()}
+        scores_by_model = {name: result.get("texts", {}) for name, result in results.items()}
         rows = {
-            name: [*row, *(show_perplexity(found[name].get(each, {}).get("perplexity")) for each in self.texts)]
+            name: [
+                *row,
+                *(show_perplexity(scores_by_model[name].get(text, {}).get("perplexity")) for text in self.texts),
+            ]
             for name, row in table.rows.items()
         }
-        read: Mapping[str, Any] = next(filter(None, found.values()), {})
-        counts = (f"{name} {each['windows']:,} of {each['total']:,}" for name, each in read.items())
+        read: Mapping[str, Any] = next(filter(None, scores_by_model.values()), {})
+        counts = (f"{name} {score['windows']:,} of {score['total']:,}" for name, score in read.items())
         stride = "" if self.settings.stride is None else f", {self.settings.stride:,} from one to the next"
-        texts = [each for result in found.values() for each in result.values()]
-        begin = " or ".join(dict.fromkeys(each["begin"] for each in texts if each.get("begin")))
+        scores = [score for by_text in scores_by_model.values() for score in by_text.values()]
+        begin = " or ".join(dict.fromkeys(score["begin"] for score in scores if score.get("begin")))
         legend = (
             f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens{stride}"
             f"{begin and f', each begins with {begin}'}; scored: {', '.join(counts)}."

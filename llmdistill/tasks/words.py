@@ -37,11 +37,12 @@ def words_for(references: Iterable[str]) -> Words:
                 other += 1
             elif _LETTER.search(word):
                 latin += 1
+    # A tie, such as a set of numbers alone, is scored as published.
     return "unicode" if other > latin else "stemmed"
 
 
 def describe_words(by_set: Mapping[str, Words]) -> str:
-    """Return how the texts of some sets are cut, as reports say it; by set if they differ."""
+    """Describe for reports how the texts of some sets are cut into words; set by set if they differ."""
     groups: dict[Words, list[str]] = {}
     for name, words in by_set.items():
         groups.setdefault(words, []).append(name)
@@ -56,8 +57,9 @@ def unicode_words(text: str) -> list[str]:
     Words are those of Unicode's UAX 29, with their combining marks, that have a letter or a digit. Of Han, Kana, Thai,
     Khmer and Lao, which put no spaces between words, each character is one.
     """
+    # Case folding decomposes some letters (U+0390 becomes three code points), so the text is composed again.
     text = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
-    found: list[str] = []
+    pieces: list[str] = []
     for place, part in enumerate(_CHARACTER.split(text)):
-        found += [part] if place % 2 else _BOUNDARY.split(part)  # the odd parts are the characters
-    return [each for each in found if _IS_WORD.search(each)]
+        pieces += [part] if place % 2 else _BOUNDARY.split(part)  # re.split puts the captured characters at odd places
+    return [piece for piece in pieces if _IS_WORD.search(piece)]

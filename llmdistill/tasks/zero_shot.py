@@ -29,7 +29,7 @@ class ZeroShotTasks:
     """The harness's TaskManager."""
 
     def check_data(self) -> None:
-        """Load the data of all tasks, into the cache of the datasets library; raise UserError if that fails."""
+        """Load the data of all tasks into the cache of the datasets library; raise UserError if that fails."""
         # The harness loads data through libraries that raise any exception of the network and of their readers.
         try:
             self.manager.load(list(self.names))
@@ -41,7 +41,7 @@ class ZeroShotTasks:
 
 
 def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
-    """Find tasks, groups or tags by name in the harness, and in a folder of one's own; no data are read.
+    """Find tasks, groups or tags by name in the harness and in the user's folder, without reading data.
 
     Raises:
         UserError: the harness is not installed, the folder does not exist, or a task does not exist.
@@ -53,7 +53,7 @@ def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
     if task_dir is not None and not Path(task_dir).is_dir():
         raise UserError(f"--task_dir {task_dir}: no such folder; give one with tasks in the harness's YAML, or none")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # To index the thousands of tasks that come with the harness takes seconds, which tasks of one's own need not wait.
+    # Indexing the thousands of tasks of the harness takes seconds; the user's own tasks need not wait for it.
     manager = None if task_dir is None else TaskManager(include_path=task_dir, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=task_dir)
@@ -98,37 +98,41 @@ def score_zero_shot(
         task_manager=tasks.manager,
     )
     assert scored is not None, "only the first rank gets results, and there is one rank"
-    return {name: _result(name, scored) for name in _shown(tasks.names, scored)}
+    return {name: _make_entry(name, scored) for name in _list_reported(tasks.names, scored)}
 
 
-def _shown(names: Sequence[str], scored: Mapping[str, Any]) -> list[str]:
-    """Return the tasks to report: groups have a score of their own, tags stand for their tasks."""
+def _list_reported(names: Sequence[str], scored: Mapping[str, Any]) -> list[str]:
+    """List the tasks to report: a group by its own score, a tag by the scores of its tasks."""
     subtasks = scored.get("group_subtasks", {})
-    found = [each for name in names for each in ([name] if _values(name, scored) else subtasks.get(name, []))]
-    # A tag is known to the manager alone, so that its tasks are those of the results that no name accounts for.
-    inside = {each for group in subtasks.values() for each in group}
-    rest = [name for name in scored["results"] if name not in found and name not in inside and _values(name, scored)]
-    return [*dict.fromkeys(found), *rest]
+    reported = [task for name in names for task in ([name] if _select_values(name, scored) else subtasks.get(name, []))]
+    # The results do not name tags, so the tasks of a tag are those that neither a name nor a group accounts for.
+    inside = {task for group in subtasks.values() for task in group}
+    rest = [
+        name
+        for name in scored["results"]
+        if name not in reported and name not in inside and _select_values(name, scored)
+    ]
+    return [*dict.fromkeys(reported), *rest]
 
 
-def _values(name: str, scored: Mapping[str, Any]) -> dict[str, float]:
+def _select_values(name: str, scored: Mapping[str, Any]) -> dict[str, float]:
     values = scored["results"].get(name, {})
     return {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
 
 
-def _result(name: str, scored: Mapping[str, Any]) -> dict[str, Any]:
+def _make_entry(name: str, scored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's entry; the harness's keys are METRIC,FILTER, and METRIC_stderr,FILTER."""
-    values, metrics, stderr = _values(name, scored), dict[str, float](), dict[str, float]()
+    values, metrics, stderr = _select_values(name, scored), dict[str, float](), dict[str, float]()
     for key, value in values.items():
-        metric, _, kind = key.partition(",")
-        of_error = metric.endswith("_stderr")
-        metric = metric.removesuffix("_stderr") + ("" if kind == "none" else f" ({kind})")
-        (stderr if of_error else metrics)[metric] = float(value)
-    samples = scored.get("n-samples", {}).get(name, {})
+        metric, _, filter_name = key.partition(",")
+        is_error = metric.endswith("_stderr")
+        metric = metric.removesuffix("_stderr") + ("" if filter_name == "none" else f" ({filter_name})")
+        (stderr if is_error else metrics)[metric] = float(value)
+    counts = scored.get("n-samples", {}).get(name, {})
     return {
         "metrics": metrics,
         "stderr": stderr,
-        "examples": samples.get("effective"),
+        "examples": counts.get("effective"),
         "num_fewshot": scored.get("n-shot", {}).get(name),
         "version": scored.get("versions", {}).get(name),
     }

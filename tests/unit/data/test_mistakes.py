@@ -18,7 +18,7 @@ from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.data.stream import check_stream
 from llmdistill.data.targets import Marks, TargetExample, encode_targets
-from llmdistill.tasks.text import _parts
+from llmdistill.tasks.text import _list_parts
 
 GOOD = '{"instruction": "Add.", "input": "1 2", "output": "3"}'
 ROWS: list[tuple[str, str]] = [
@@ -88,14 +88,14 @@ def test_a_text(tmp_path, word_tokenizer):
 def test_languages_are_files_and_folders_of_one_folder(tmp_path):
     folder = tmp_path / "corpus"
     settings = DataConfig(kind="text", train=str(folder), text=TextConfig(sampling_exponent=0.3))
-    refuses("is no folder", _parts, settings)
+    refuses("is no folder", _list_parts, settings)
     (folder / "en").mkdir(parents=True)
-    refuses("has 1 parts", _parts, settings)
+    refuses("has 1 parts", _list_parts, settings)
     for name in ("de.txt", ".cache"):
         (folder / name).touch()
-    assert sorted(_parts(settings)) == ["de", "en"]
+    assert sorted(_list_parts(settings)) == ["de", "en"]
     (folder / "de.jsonl").touch()
-    refuses("two parts of one name", _parts, settings)
+    refuses("two parts of one name", _list_parts, settings)
 
 
 MARKS = {"cls_token": "w1", "sep_token": "w2", "pad_token": "w0"}
