@@ -18,7 +18,8 @@ class NodeRanks:
     """The ranks of this node, of which one says why the run ends; the others only hear that their connection is lost.
 
     They share a file without a name, which stays when one of their processes ends and goes with the last one.
-    DeepSpeed's launcher tells neither which rank has failed nor that one was killed.
+    DeepSpeed's launcher tells neither which rank has failed nor that one was killed, and torch's `monitored_barrier`
+    names only the address of a connection that a killed rank has closed.
     """
 
     def __init__(self, group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import refused_by_system
@@ -102,6 +104,8 @@ def _ended_rank(error: BaseException) -> int:
         own = True
         traceback.print_exception(error)
         said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
+    if own or isinstance(error, UserError):
+        _record(said)
     if rank != 0 and isinstance(error, UserError | RankError):
         _wait_for_the_launcher()
     first = node is None or node.speaks_first()
@@ -117,6 +121,17 @@ def _ended_rank(error: BaseException) -> int:
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
         os._exit(code)
     return code
+
+
+def _record(said: str) -> None:
+    """Write why this rank ends to the file from which torchrun's report takes it; other launchers name no file.
+
+    `torch.distributed.elastic.multiprocessing.errors.record` would write a traceback, also for a UserError.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        about = {"py_callstack": said, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": about}}), encoding="utf-8")
 
 
 def _wait_for_the_launcher() -> None:

@@ -40,7 +40,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
-from llmdistill.runtime.turns import made_once
+from llmdistill.runtime.main_first import made_once
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity

@@ -21,7 +21,7 @@ from llmdistill.fingerprints import file_sha256
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import on_every
-from llmdistill.runtime.turns import made_once
+from llmdistill.runtime.main_first import made_once
 from llmdistill.tasks.base import Models, Task
 
 _FORMAT = 2

@@ -24,7 +24,7 @@ from llmdistill.models.families import FAMILIES, family_of, has_family, has_segm
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
-from llmdistill.runtime.turns import made_once
+from llmdistill.runtime.main_first import made_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss

@@ -114,5 +114,6 @@ def test_two_launchers_of_torchrun_end_with_the_rank_that_fails(nodes, settings,
     assert first.returncode != 0
     assert second.returncode != 0
     assert "error: rank 1 failed: ZeroDivisionError: broken on purpose" in second.stderr
+    assert "traceback : rank 1 failed: ZeroDivisionError: broken on purpose" in second.stderr, "torchrun's own report"
     # Without namespaces both ranks are on one node, where rank 0 knows that rank 1 says why.
     assert ("error: rank 0 lost its connection to a rank of another node" in first.stderr) == bool(nodes[0].enter)

@@ -6,6 +6,7 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 BEGIN = """
 import ctypes, os, signal, subprocess, sys, threading, time
@@ -155,3 +156,29 @@ thread.start(); thread.join()
 assert seen == [(0, before)], seen
 """)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("UserError('data.train is missing; name a file')", "data.train is missing; name a file (rank 1)"),
+        ("ZeroDivisionError('broken on purpose')", "rank 1 failed: ZeroDivisionError: broken on purpose"),
+        ("RankError('rank 0 failed with OSError')", None),
+    ],
+)
+def test_torchrun_s_report_tells_why_a_rank_has_failed(tmp_path, monkeypatch, error, said):
+    file = tmp_path / "error.json"
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file)}
+    program = f"""
+from llmdistill.errors import RankError, UserError
+from llmdistill.runtime import terminal
+terminal._HEARING_SECONDS = 0
+def job():
+    raise {error}
+sys.exit(exit_code(job))
+"""
+    assert run(program, **place).returncode != 0
+    # What torchrun makes of the file of a rank that has failed; without a file it can only tell its exit code.
+    failure = ProcessFailure(local_rank=1, pid=0, exitcode=1, error_file=str(file))
+    reported = ChildFailedError("run", {1: failure}).format_msg()
+    assert f"traceback : {said or 'To enable traceback see'}" in reported

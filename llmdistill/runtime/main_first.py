@@ -1,4 +1,4 @@
-"""Work on files that is done once for all ranks, or once for each node whose disk is its own."""
+"""Work on files that rank 0 does first, and the first rank of each node next, so that the other ranks find it done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmdistill.runtime.distributed import World, node_ranks, on_every, on_main
 Value = TypeVar("Value")
 
 
-def in_turns(job: Callable[[], Value]) -> Value:
+def main_first(job: Callable[[], Value]) -> Value:
     """Run a job on every rank: first on rank 0, then on the first rank of each other node, then on all others.
 
     So a job that keeps what it finds on the disk, such as a download, does its work once on a disk, and the later ranks
@@ -48,5 +48,5 @@ def made_once(make: Callable[[], Path]) -> Path:
                 f"{folder.name} in {folder.parent}): give data and a data.cache_dir that all nodes share"
             )
 
-    in_turns(see)
+    main_first(see)
     return folder

@@ -1,3 +1,4 @@
+import sys
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -7,9 +8,9 @@ import torch
 from hostile import refuses
 
 from llmdistill.errors import RankError, UserError
-from llmdistill.runtime import distributed, turns
+from llmdistill.runtime import distributed
 from llmdistill.runtime.distributed import World, is_there, on_main
-from llmdistill.runtime.turns import in_turns, made_once
+from llmdistill.runtime.main_first import made_once, main_first
 
 from support import ThreadRanks
 
@@ -22,7 +23,9 @@ def run(monkeypatch):
     ranks = ThreadRanks(len(NODES))
     ranks.replace_group(monkeypatch)
     monkeypatch.setattr(
-        turns, "node_ranks", lambda: [rank for rank, node in enumerate(NODES) if node == NODES[World.current().rank]]
+        sys.modules[made_once.__module__],
+        "node_ranks",
+        lambda: [rank for rank, node in enumerate(NODES) if node == NODES[World.current().rank]],
     )
     return lambda job: ranks.run(lambda _: job(World.current()))
 
@@ -40,7 +43,7 @@ def test_the_mistake_of_rank_0_reaches_all(run, error, said):
 
 def test_rank_0_comes_first_then_a_rank_of_each_node(run):
     order: list[int] = []
-    numbers = run(lambda world: in_turns(lambda: order.append(world.rank) or world.rank * 10))
+    numbers = run(lambda world: main_first(lambda: order.append(world.rank) or world.rank * 10))
     assert numbers == [0, 10, 20, 30, 40]
     assert order[0] == 0
     assert set(order[1:3]) == {2, 4}
@@ -56,7 +59,7 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run):
 
     def fail(world: World) -> None:
         with pytest.raises(UserError, match="rank 0 found a mistake") as error:
-            in_turns(lambda: job(world))
+            main_first(lambda: job(world))
         assert error.value.everywhere
 
     run(fail)
