@@ -23,6 +23,8 @@ _LONGEST_HEADER = 100_000_000
 """In bytes; the limit of the safetensors format."""
 _WHOLE_BYTES = 1 << 26
 """In bytes; data files up to this size are read completely."""
+_PLAIN = frozenset({".json", ".jsonl", ".tsv", ".txt", ".md", ".jinja"})
+"""Endings of text files, whose damage is seen when they are read; of them only a cut one is to be found before."""
 
 
 def fingerprint(reference: str | Path) -> str:
@@ -76,18 +78,25 @@ def file_sha256(path: Path) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What a manifest keeps of a file."""
-    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    """What a manifest keeps of a file: its size, and the sha256 unless it is text."""
+    size = {"bytes": path.stat().st_size}
+    return size if path.suffix in _PLAIN else {**size, "sha256": file_sha256(path)}
 
 
 def file_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a file, beginning with its path; None if it is as `file_entry` saw it."""
+    """Return what is wrong with a file, beginning with its path; None if it is as `file_entry` saw it.
+
+    Earlier versions kept the sha256 of text too; it is not compared.
+    """
+    if not isinstance(entry.get("bytes"), int) or not (path.suffix in _PLAIN or isinstance(entry.get("sha256"), str)):
+        return f"{path}: nothing tells its size and sha256"
     if not os.path.isfile(path):  # unlike is_file also for a name that no file can have
         return f"{path} is missing"
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{path} has {size:,} bytes and had {entry['bytes']:,} when it was written"
-    return None if file_sha256(path) == entry["sha256"] else f"{path} changed after it was written (another sha256)"
+    is_same = path.suffix in _PLAIN or file_sha256(path) == entry["sha256"]
+    return None if is_same else f"{path} changed after it was written (another sha256)"
 
 
 def content_fingerprint(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Every kind of file that the package writes and reads again, and damage to one of them.
 
 `kinds` lists the files of any folder by their kind, so that a test need not know what a run leaves: a new kind of file
-is found by itself. `damage` changes a file, and puts it back: plain JSON has no checksum, and is cut.
+is found by itself. `damage` changes a file, and puts it back: text has no checksum, and is cut.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def flip(file: Path, place: int, bit: int = 0) -> Iterator[None]:
 
 @contextmanager
 def damage(file: Path) -> Iterator[None]:
-    """Block in which a JSON file is cut in its middle, and a bit in the middle of any other file is another."""
-    before = file.read_bytes()
-    with _content(file, before[: len(before) // 2]) if file.suffix == ".json" else flip(file, len(before) // 2):
+    """Block in which a file of text is cut in its middle, and a bit in the middle of any other file is another."""
+    before, is_text = file.read_bytes(), file.suffix in (".json", ".jsonl", ".tsv", ".txt")
+    with _content(file, before[: len(before) // 2]) if is_text else flip(file, len(before) // 2):
         yield
 
 

@@ -175,7 +175,7 @@ def forged(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
         try:
             content = json.loads(path.read_bytes())
             for name, entry in content["files"].items():
-                if (path.parent / name).is_file() and entry.keys() == {"bytes", "sha256"}:
+                if (path.parent / name).is_file() and entry.keys() >= {"bytes"}:
                     entry.update(file_entry(path.parent / name))
             path.write_text(json.dumps(content), encoding="utf-8")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):

@@ -1,7 +1,7 @@
 """Tokens on disk: made once, found again by what they were made from, and mapped into memory by every process.
 
 CACHE/KIND/KEY/meta.json        what the tokens were made from, and their counts
-CACHE/KIND/KEY/manifest.json    size and sha256 of each file
+CACHE/KIND/KEY/manifest.json    size of each file, and sha256
 CACHE/KIND/KEY/...              the tokens: arrays of a text (`corpus`), or examples as columns of numbers:
                0.arrow          the first split; each piece that was tokenized together is one record batch
                0.json           what is not numbers, such as the texts of a split that is scored

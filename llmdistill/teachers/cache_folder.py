@@ -74,7 +74,7 @@ def entry_of(folder: Path, name: str, record: Mapping[str, Any] | None) -> dict[
     """
     file = folder / name
     # It is newer than the record if the file was lost.
-    entry = read_record(file.with_suffix(".json"), remedy=_REMEDY, keys={"bytes": int, "sha256": str})
+    entry = read_record(file.with_suffix(".json"), remedy=_REMEDY, keys={"bytes": int})
     if entry is None and record is not None:
         entry = record["files"].get(name)
     return entry if entry is not None and file.is_file() and file.stat().st_size == entry["bytes"] else None

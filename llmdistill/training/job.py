@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import MANIFEST, manifest_damage, write_manifest
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import folder_damage, load_model
-from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
+from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
@@ -81,7 +80,7 @@ def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
 
 
 def check_made(folder: Path) -> None:
-    """Check the student of a run's folder, trained and untrained, and its log, as far as they are there.
+    """Check the student of a run's folder, trained and untrained, as far as they are there.
 
     The files are read once and hashed, at about 1.8 GB/s on one core: 9 seconds for a student of 16 GB, while scoring
     or exporting it reads the same bytes. Sizes alone would miss a flipped byte. Raises UserError, with what makes the
@@ -92,11 +91,6 @@ def check_made(folder: Path) -> None:
         damage = folder_damage(made) if made.is_dir() else None
         if damage is not None:
             raise UserError(f"{damage}; remove {made}, and the same command {again}")
-    damage = manifest_damage(folder) if (folder / "student").is_dir() else None
-    if damage is not None:
-        raise UserError(
-            f"{damage}; put the log back as it was, or remove {folder / MANIFEST} to have it reported as it is"
-        )
 
 
 def execute(plan: Plan, data: TaskData) -> None:
@@ -212,7 +206,6 @@ def _training(
             yield trainer, start, callbacks
     if world.is_main:
         shutil.rmtree(plan.folder / HANDED_OVER, ignore_errors=True)
-        write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from llmdistill.artifacts import MANIFEST, compare_records, plain, read_record
+from llmdistill.artifacts import compare_records, plain, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
@@ -263,7 +263,7 @@ def _forget_end(folder: Path) -> None:
 
     Rank 0 only.
     """
-    for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json", MANIFEST):
+    for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "predictions" / "student", ignore_errors=True)
     best = read_best(folder)

@@ -14,7 +14,7 @@ from damage import flip
 from safetensors.torch import load_file, save_file
 
 from llmdistill import fingerprints
-from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder, read_record
+from llmdistill.artifacts import MANIFEST, entries_damage, manifest_damage, new_proven_folder, read_record
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size, new_folder, remove_abandoned, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
@@ -106,9 +106,18 @@ def test_a_manifest_names_the_first_file_that_changed(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     with new_proven_folder(folder) as part:
         (part / "sub").mkdir()
-        for name, text in (("a", "first"), ("sub/b", "second"), ("c", "third")):
+        for name, text in (("a", "first"), ("sub/b", "second"), ("c", "third"), ("d.jsonl", "fourth")):
             (part / name).write_text(text)
     assert manifest_damage(folder) is None
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    hashed = {name for name, entry in entries.items() if "sha256" in entry}
+    assert (entries.keys() - hashed, entries["d.jsonl"]) == ({"d.jsonl"}, {"bytes": 6})
+    with flip(folder / "d.jsonl", 0):  # damage of text is seen when it is read
+        assert manifest_damage(folder) is None
+    entries["d.jsonl"]["sha256"] = "of an earlier version"
+    assert entries_damage(folder, entries) is None
+    del entries["a"]["sha256"]
+    assert entries_damage(folder, entries) == f"{folder}/a: nothing tells its size and sha256"
     (folder / "new").write_text("of the user")
     assert manifest_damage(folder) is None
     with flip(folder / "a", 0):

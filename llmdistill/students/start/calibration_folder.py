@@ -53,7 +53,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     if not file.is_file():
         return None
     remedy = f"remove {file}, and it is measured again"
-    entry = read_record(file.with_suffix(".json"), remedy=remedy, keys={"bytes": int, "sha256": str})
+    entry = read_record(file.with_suffix(".json"), remedy=remedy)
     damage = f"{file} has no entry beside it" if entry is None else file_damage(file, entry)
     if damage is not None:
         raise UserError(f"{damage}; {remedy}")

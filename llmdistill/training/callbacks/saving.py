@@ -37,7 +37,7 @@ class Checkpoints:
     def after_step(self, state: TrainState) -> None:
         """See Callback; once the step is saved, raise Stopped after a signal, or the failure."""
         if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
-            assert state.is_logged, "a checkpoint has the hash of the log, and the figures of the next row alone"
+            assert state.is_logged, "a checkpoint has the size of the log, and the figures of the next row alone"
             keep, trainer = state.settings.keep_checkpoints, self.trainer
             figures = {name: each.figures() for name, each in self.accumulators.items()}
             kept = {"loss_modes": self.loss_modes, "figures": figures}

@@ -127,6 +127,7 @@ def test_a_manifest_knows_the_log_of_its_step(tmp_path) -> None:
     entry = checkpoints(tmp_path)[0].manifest["log"]
     log.write_text('{"step": 1}\n{"step": 2}\n{"st')
     check_log(tmp_path, 1, entry)
-    log.write_text('{"step": 7}\n{"step": 2}\n')
-    said = "metrics.jsonl: its rows up to step 1 changed after they were written; put"
+    check_log(tmp_path, 1, {**entry, "sha256": "of an earlier version"})
+    log.write_text('{"step"')
+    said = "metrics.jsonl: it lacks rows up to step 1, which it had; put"
     refuses(said, check_log, tmp_path, 1, entry)
