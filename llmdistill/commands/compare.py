@@ -18,6 +18,7 @@ from llmdistill.errors import Stopped, UserError
 from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
 from llmdistill.report.paper import table_names
+from llmdistill.runtime import signals
 from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.studies.variants import (
     Suite,
@@ -141,7 +142,8 @@ def compare(arguments: Sequence[str]) -> int:
     try:
         findings = conduct(study)
     except KeyboardInterrupt as stop:
-        logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", study.root)
+        begin = signals.line_start()
+        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
         return stop.code if isinstance(stop, Stopped) else 130
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
     results = write_comparison(study.root, comparison)

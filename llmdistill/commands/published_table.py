@@ -12,6 +12,7 @@ from llmdistill.config.overrides import flags, given_flags
 from llmdistill.errors import Stopped, UserError
 from llmdistill.messages import logger, print_result
 from llmdistill.methods import METHODS
+from llmdistill.runtime import signals
 from llmdistill.runtime.terminal import quiet_transformers
 
 _ANY_RECIPE = "minilm/6x384"
@@ -58,7 +59,8 @@ def compare_table(
     try:
         measured = conduct(study)
     except KeyboardInterrupt as stop:
-        logger.warning("Stopped; what is finished stays in %s, and the same command goes on.", root)
+        begin = signals.line_start()
+        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, root)
         return stop.code if isinstance(stop, Stopped) else 130
     record, limit = make_record(command, 1), study.tasks.limit
     protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")

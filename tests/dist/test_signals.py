@@ -1,6 +1,5 @@
 """A signal to a training: it finishes its step, saves, and ends with one line; the same command goes on."""
 
-import contextlib
 import fcntl
 import os
 import pty
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -61,46 +61,90 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+def interrupted_in_a_terminal(arguments: list[str], is_ready: Callable[[], bool]) -> tuple[int, list[str], int]:
+    """Start a command in a terminal of its own, press Ctrl-C when it is ready, and wait for its end.
+
+    Returns the exit code, the lines that the terminal shows after the ^C, and how many processes there were. All have
+    ended with the command, and the terminal has the modes and the cursor that it had.
+    """
+    ours, theirs = pty.openpty()
+    modes = termios.tcgetattr(ours)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "llmdistill.cli", *arguments],
+        cwd=ROOT,
+        env=environment() | {"TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+    )
+    shown, patience = bytearray(), time.monotonic() + PATIENCE
+
+    def read(seconds: float) -> None:
+        nonlocal shown
+        assert time.monotonic() < patience, shown.decode()
+        if select.select([ours], [], [], seconds)[0]:
+            shown += os.read(ours, 65536)
+
+    processes = [psutil.Process(job.pid)]
+    try:
+        while not is_ready():
+            assert job.poll() is None, shown.decode()
+            read(0.1)
+        processes += processes[0].children(recursive=True)
+        before = len(shown)
+        os.write(ours, b"\x03")
+        while job.poll() is None:
+            read(0.1)
+        assert not any(each.is_running() for each in processes[1:]), shown.decode()
+        while select.select([ours], [], [], 0)[0]:
+            read(0)
+        assert termios.tcgetattr(ours) == modes
+    finally:
+        for each in processes if job.poll() is None else ():
+            each.kill()
+        os.close(theirs)
+        os.close(ours)
+    assert shown.rfind(b"\x1b[?25l") <= shown.rfind(b"\x1b[?25h"), "the cursor stays hidden"
+    assert "Traceback" not in shown.decode(), shown.decode()
+    return job.returncode, shown[before:].decode().splitlines(), len(processes)
+
+
 @pytest.mark.slow
 def test_ctrl_c_gives_one_line_and_the_prompt_after_the_last_rank(settings, tmp_path):
     """A closed terminal is in tests/unit/runtime/test_signals.py."""
     folder = tmp_path / "run"
     more = ("--train.steps", "100000", "--train.save_every", "null", "--output_dir", str(folder))
-    command = [sys.executable, "-m", "llmdistill.cli", "train", "--num_gpus", "2", *settings, *more]
-    ours, theirs = pty.openpty()
-    job = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        start_new_session=True,
-        preexec_fn=take_terminal,
-        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
-    )
-    os.close(theirs)
-    shown, patience = bytearray(), time.monotonic() + PATIENCE
-    try:
-        while not (folder / "metrics.jsonl").is_file() or len(logged(folder, "step")) < 3:
-            assert job.poll() is None, shown.decode()
-            assert time.monotonic() < patience, shown.decode()
-            if select.select([ours], [], [], 0.1)[0]:
-                shown += os.read(ours, 65536)
-        children = psutil.Process(job.pid).children(recursive=True)
-        assert len(children) == 2
-        os.write(ours, b"\x03")
-        with contextlib.suppress(OSError):  # the terminal's other end is closed
-            while more_shown := os.read(ours, 65536):
-                shown += more_shown
-        assert job.wait(PATIENCE) == 130
-        assert not any(each.is_running() for each in children)
-    finally:
-        for each in (*psutil.Process(job.pid).children(recursive=True), job) if job.poll() is None else ():
-            each.kill()
+    has_begun = lambda: (folder / "metrics.jsonl").is_file() and len(logged(folder, "step")) >= 3  # noqa: E731
+    code, lines, processes = interrupted_in_a_terminal(["train", "--num_gpus", "2", *settings, *more], has_begun)
+    assert (code, processes) == (130, 3)
     step = logged(folder, "step")[-1]
     assert saved_steps(folder) == [step]
-    lines = shown.decode().splitlines()
-    assert not any("Traceback" in line for line in lines), shown.decode()
     (said,) = [line for line in lines if "stop" in line and "Training" not in line]
     assert said.endswith(f"by SIGINT after step {step}, which is saved; the same command goes on from there")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_comparison_and_its_runs(settings, tmp_path):
+    folder = tmp_path / "comparison"
+    more = "--methods sft --seeds 1 --learning_rates 1e-3 --train.steps 100000 --data.max_length 104"
+    more += " --data.max_prompt_length 96 --data.tests.seen embedded:seen --scoring.limit 2"
+    has_begun = lambda: any(folder.glob("trials/sft-*/metrics.jsonl"))  # noqa: E731
+    command = ["compare", *settings, *more.split(), "--output_dir", str(folder)]
+    code, lines, processes = interrupted_in_a_terminal(command, has_begun)
+    assert code == 130
+    assert processes >= 2, "no run was under way"
+    assert lines == ["^C", f"Stopped; what is finished stays in {folder}, and the same command goes on."]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_scoring(tiny_teacher, tmp_path):
+    folder = tmp_path / "scores"
+    more = "--data embedded:train --max_prompt_length 96 --max_length 104 --decoding greedy --batch_size 1"
+    has_begun = lambda: any(each.stat().st_size for each in folder.rglob("*.jsonl*"))  # noqa: E731
+    command = ["evaluate", "--model", str(tiny_teacher), *more.split(), "--output", str(folder)]
+    code, lines, processes = interrupted_in_a_terminal(command, has_begun)
+    assert (code, processes) == (130, 1)
+    assert lines == ["^C", "error: stopped by SIGINT; the same command goes on from what is finished"]
 
 
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, settings, tmp_path):
