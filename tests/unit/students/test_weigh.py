@@ -149,10 +149,10 @@ def test_layers_and_embedding_are_weighted_together(llama):
 
 def test_a_model_without_a_backward_pass_outside_of_training_is_refused():
     """Reformer's layers are reversible, and write down what their backward pass needs in training mode alone."""
-    model = shrunk_model("reformer as a decoder")
+    source = in_memory(shrunk_model("reformer as a decoder"), batches(1, 1))
     with pytest.raises(UserError, match=r"no gradient comes back .* set weighting to activations"):
-        weighed(model, FactorizeConfig(rank=8, weighting="gradients"))
-    assert weighed(model, FactorizeConfig(rank=8, weighting="activations")).ranks is not None
+        weigh(source, FactorizeConfig(rank=8, weighting="gradients"))
+    assert weigh(source, FactorizeConfig(rank=8, weighting="activations")).ranks is not None
 
 
 def test_too_few_tokens_are_said(llama):
