@@ -237,7 +237,7 @@ def test_help_loads_no_library_and_a_dry_run_only_what_builds_models():
     lines = [f"{each} --help" for each in (*commands, "llmdistill/train.py", "eval/glue.py", "eval/instruct.py")]
     *helped, dry = loaded(*lines, "llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json")
     assert helped == [[line, 0, []] for line in lines]
-    # transformers 5.18 itself imports scikit-learn, and with it pandas, where it generates.
+    # transformers 5.20 itself imports scikit-learn, and with it pandas, where it generates.
     theirs = {"sklearn", "pandas"} if hasattr(candidate_generator, "roc_curve") else set()
     assert not ({"deepspeed", "datasets", "matplotlib", "sklearn", "pandas"} - theirs) & set(dry[2])
     assert "torch" in dry[2]  # or nothing was looked at
