@@ -10,7 +10,6 @@ Letters in addition to the legend: S tokens of the source, K beams, N = B x K ro
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
 from llmdistill.models.families import first_position
+from llmdistill.models.general import cache_argument
 from llmdistill.runtime.distributed import largest_number
 
 
@@ -100,13 +100,6 @@ def search(
     for b in (live_BK[:, 0] / penalty(settings.max_length, alpha) > best_B).nonzero()[:, 0].tolist():
         texts[b] = tokens_NT[b * beams].tolist()
     return texts
-
-
-def cache_argument(model: PreTrainedModel) -> str | None:
-    """Return the argument by which an encoder takes the keys and values of earlier tokens, as BERT does, or None."""
-    parameters = inspect.signature(model.base_model.forward).parameters
-    # transformers 5.24 renamed past_key_values.
-    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 class MaskedSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -73,6 +74,13 @@ def find_layers(model: PreTrainedModel) -> str:
             f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
         )
     return max(lists, key=lambda name: lists[name])
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """Return the argument by which a model takes the keys and values of earlier tokens, or None (DistilBERT)."""
+    parameters = inspect.signature(model.base_model.forward).parameters
+    # transformers 5.24 renamed past_key_values.
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def position_after_padding(config: PreTrainedConfig) -> int:

@@ -16,8 +16,9 @@ from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.data.targets import TARGETS, EncodedTarget, Marks, MaskedTargets, TargetExample, encode_targets
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.generation.beams import cache_argument, write_targets
+from llmdistill.generation.beams import write_targets
 from llmdistill.models.families import is_causal
+from llmdistill.models.general import cache_argument
 from llmdistill.models.load import build_meta
 from llmdistill.objective import Objective
 from llmdistill.papers.writing_files import WRITING_TASKS, TextSet, read_files, task_paths

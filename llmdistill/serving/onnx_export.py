@@ -22,6 +22,7 @@ from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError, to_install
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.forms import remove_forms
+from llmdistill.models.general import cache_argument
 from llmdistill.models.load import load_model
 from llmdistill.progress import Activity, progress
 from llmdistill.serving.dense import Describe
@@ -172,6 +173,10 @@ class _Plain(nn.Module):
 class _Cached(_Plain):
     """A decoder as a function of tensors: keys and values go in and, with those of the new tokens, out."""
 
+    def __init__(self, model: PreTrainedModel, argument: str) -> None:
+        super().__init__(model)
+        self.argument = argument
+
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, ...]:
@@ -182,8 +187,8 @@ class _Cached(_Plain):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
+            **{self.argument: cache},
         )
         return (outputs.logits, *_tensors(cache))
 
@@ -259,7 +264,14 @@ def _traced(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[
         outputs = ["last_hidden_state" if model.base_model is model else "logits"]
         return _Plain(model), inputs, outputs, {name: {0: free, 1: free} for name in inputs}
     half = ids.shape[1] // 2
-    past = _tensors(model(input_ids=ids[:, :half], use_cache=True).past_key_values)
+    argument, cache = cache_argument(model), DynamicCache(config=model.config)
+    if argument is None:
+        raise UserError(
+            f"--to onnx: {model.config.model_type} models take no keys and values of earlier tokens, which the graph "
+            "of a decoder has; take --to dense"
+        )
+    model(input_ids=ids[:, :half], use_cache=True, **{argument: cache})
+    past = _tensors(cache)
     inputs["input_ids"] = ids[:, half:]
     inputs["position_ids"] = torch.arange(half, ids.shape[1]).expand(2, -1)
     axes = {name: {0: free, 1: free} for name in inputs}
@@ -267,7 +279,7 @@ def _traced(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[
     names = [f"past_key_values.{each}" for each in layers]
     inputs |= dict(zip(names, past, strict=True))
     axes |= {name: {0: free, 2: free} for name in names}
-    return _Cached(model), inputs, ["logits", *(f"present.{each}" for each in layers)], axes
+    return _Cached(model, argument), inputs, ["logits", *(f"present.{each}" for each in layers)], axes
 
 
 def _nested(named: Mapping[str, Any]) -> list[Any]:

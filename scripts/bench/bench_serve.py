@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from benching import Line, Settings, Table, Work, bench_parser, measure, parse, run, time_ratio
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import llmdistill  # also lets transformers load students
 from llmdistill.embedded import locate
 from llmdistill.models.configs import load_config
+from llmdistill.models.general import cache_argument
 from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.counting import build_reference
 
@@ -72,9 +73,12 @@ def _transformers(folder: str) -> tuple[Step, Any]:
     """A step, and what stands for no keys and values."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
+    argument = cache_argument(model)
+
     def step(tokens: Any, past: Any) -> tuple[Any, Any]:
-        outputs = model(input_ids=tokens, past_key_values=past, logits_to_keep=1, use_cache=True)
-        return outputs.logits.argmax(-1), outputs.past_key_values
+        past = DynamicCache(config=model.config) if past is None else past
+        outputs = model(input_ids=tokens, logits_to_keep=1, use_cache=True, **{argument: past})
+        return outputs.logits.argmax(-1), past
 
     return step, None
 
@@ -127,11 +131,14 @@ def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> di
     """Multiply-adds of a call of each work, counted on the meta device; those of a step grow by as many each time."""
     model: Any = build_reference(load_config(folder), "lm_head").eval()
 
+    argument = cache_argument(model)
+
     def of_call(count: int, cache: Any, keep: int) -> tuple[float, Any]:
         ids = torch.zeros(1, count, dtype=torch.long, device="meta")
+        cache = DynamicCache(config=model.config) if cache is None else cache
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            outputs = model(input_ids=ids, past_key_values=cache, logits_to_keep=keep, use_cache=True)
-        return counter.get_total_flops() / 2, outputs.past_key_values
+            model(input_ids=ids, logits_to_keep=keep, use_cache=True, **{argument: cache})
+        return counter.get_total_flops() / 2, cache
 
     prefill, cache = of_call(tokens, None, 0 if all_logits else 1)
     first, _ = of_call(1, cache, 1)

@@ -1,6 +1,7 @@
 """Models as ONNX, with their factors, run by ONNX Runtime and compared with transformers."""
 
 import json
+import logging
 import shutil
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shrunk import shrunk_model
 from tiny import random_student, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -60,12 +62,14 @@ def test_an_encoder_keeps_its_factors(encoder):
     torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
 
 
-def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monkeypatch):
+def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(onnx_export, "is_factorized", lambda _: False)  # one graph: the dense one takes as long
     config = tiny_config("llama", **WIDE, tie_word_embeddings=True)
     student = random_student(AutoModelForCausalLM, config, {"shapes": {"*": "8x4"}, "sums": 2})
     student.save_pretrained(tmp_path / "student")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     result = export_onnx(tmp_path / "student", tmp_path / "out")
+    assert "deprecated" not in caplog.text
     assert result["largest_difference"] <= 1e-5
     assert {"milliseconds", "milliseconds_per_token"} <= result.keys()
     prompt = torch.tensor([[5, 6, 7, 8, 9]])
@@ -91,6 +95,13 @@ def test_a_decoder_writes_token_by_token_what_transformers_writes(tmp_path, monk
         new = np.array([written[-1:]])
         past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
     assert written == expected
+
+
+def test_a_decoder_without_a_cache_is_refused(tmp_path):
+    shrunk_model("openai-gpt").save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"openai-gpt models take no keys and values .* take --to dense"):
+        export_onnx(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, monkeypatch):
